@@ -1,0 +1,70 @@
+# Everything that a developer or CI runs. Each target works in a fresh clone with nothing activated: it makes .venv, installs what it
+# needs there, and leaves a stamp so that the next call is quick. `make help` lists the targets.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first of these that runs and is new enough becomes the virtual environment's Python. Choose one: make test PYTHON=python3.12
+PYTHON ?= python3 python3.13 python3.12 python3.11
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help demo test check format bench clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(VENV)/.installed-base ## set up, then run the demonstration
+	$(BIN)/infinistore demo $(DEMO_ARGS)
+
+# bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
+test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS adds arguments
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## lint, formatting, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## put formatting and imports in order
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
+	@set -e; shopt -s nullglob; found=; \
+	for file in bench/bench_*.py; do found=1; echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done; \
+	if [ -z "$$found" ]; then echo "bench/ has no bench_*.py"; exit 1; fi
+
+clean: ## remove the virtual environment, caches and build results
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is older than pyproject.toml when the requirements may have changed.
+$(VENV)/.installed-base: EXTRAS :=
+$(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-dev: EXTRAS := [dev]
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
+	@touch $@
+
+$(BIN)/python:
+	@set -e; chosen=; \
+	for python in $(PYTHON); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then chosen=$$python; break; fi; \
+	done; \
+	if [ -z "$$chosen" ]; then \
+	    echo "InfiniStore needs Python 3.11 or newer, and none of these is: $(PYTHON)" >&2; \
+	    echo "On Debian 12: apt-get install python3 python3-venv   (or: make $(MAKECMDGOALS) PYTHON=/path/to/python)" >&2; \
+	    exit 1; \
+	fi; \
+	if "$$chosen" -c 'import ensurepip' 2>/dev/null; then "$$chosen" -m venv $(VENV); \
+	elif command -v uv >/dev/null; then uv venv --quiet --seed --python "$$chosen" $(VENV); \
+	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python "$$chosen" $(VENV); \
+	else \
+	    echo "$$chosen cannot make a virtual environment. Install what it lacks, then run this again:" >&2; \
+	    echo "    apt-get install python3-venv" >&2; \
+	    exit 1; \
+	fi

@@ -1,0 +1,89 @@
+"""A KV-cache store for large language model inference.
+
+    import infinistore
+
+    async with infinistore.open_store() as store:  # embedded: the same engine in this process, no server
+        await store.put("layer0/block7", data)
+
+This module lists the public names and holds no code of its own. The errors are here at once; everything else is
+imported when it is first asked for, so that `import infinistore` costs little and brings neither torch nor numpy nor an
+event loop. What is not listed in `__all__` may change without notice.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from infinistore.errors import (
+    AuthenticationFailed,
+    BufferTooSmall,
+    ChecksumMismatch,
+    ConfigError,
+    DeadlineExceeded,
+    InfiniStoreException,
+    InvalidRequest,
+    KeyNotFound,
+    LeaseStillInUse,
+    LimitExceeded,
+    OutOfMemory,
+    ProtocolError,
+    StoreUnavailable,
+    UnknownReservation,
+    ValueTooLarge,
+    VersionMismatch,
+)
+
+if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
+    from infinistore import aio, blocking
+    from infinistore.client import open_store
+    from infinistore.config import ServerConfig
+    from infinistore.server import serve
+
+__all__ = [
+    "AuthenticationFailed",
+    "BufferTooSmall",
+    "ChecksumMismatch",
+    "ConfigError",
+    "DeadlineExceeded",
+    "InfiniStoreException",
+    "InvalidRequest",
+    "KeyNotFound",
+    "LeaseStillInUse",
+    "LimitExceeded",
+    "OutOfMemory",
+    "ProtocolError",
+    "ServerConfig",
+    "StoreUnavailable",
+    "UnknownReservation",
+    "ValueTooLarge",
+    "VersionMismatch",
+    "__version__",
+    "aio",
+    "blocking",
+    "open_store",
+    "serve",
+]
+
+__version__ = "0.1.0"
+
+_LAZY_NAMES = {
+    "ServerConfig": "infinistore.config",
+    "open_store": "infinistore.client",
+    "serve": "infinistore.server",
+}
+_LAZY_MODULES = frozenset({"aio", "blocking"})
+
+
+if not TYPE_CHECKING:  # a checker that saw this would believe in every name
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY_MODULES:
+            return import_module(f"infinistore.{name}")  # the import itself sets the attribute
+        if name not in _LAZY_NAMES:
+            raise AttributeError(f"module 'infinistore' has no attribute {name!r}")
+        value: object = getattr(import_module(_LAZY_NAMES[name]), name)
+        globals()[name] = value  # asked for once; from now on an ordinary attribute
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
