@@ -1,0 +1,371 @@
+"""The settings of a server, and how they are put together.
+
+`ServerConfig` is the one place where a setting is named, explained, defaulted and bounded. Flags, environment
+variables, YAML keys and the table in `docs/configuration.md` all derive from it. Precedence: command line, then
+`INFINISTORE_*` variables, then the YAML file, then the default. A configuration that cannot be used does not exist:
+building one raises `ConfigError`, which names the setting, where its value came from, and what would do.
+
+Opening sockets and devices is left to those who use the settings; the layers are read by `config_sources.py`.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from infinistore.config_sources import load
+from infinistore.errors import ConfigError
+from infinistore.memory import available_memory_bytes
+from infinistore.settings import (
+    VARIABLE_PREFIX,
+    Kind,
+    RefusedSetting,
+    Setting,
+    choice,
+    declare,
+    integer,
+    near,
+    number,
+    path,
+    settings_of,
+    size,
+    switch,
+    text,
+)
+from infinistore.sizes import GIB, KIB, MIB
+
+__all__ = [
+    "DEFAULT_SERVICE_PORT",
+    "ServerConfig",
+    "default_socket_path",
+    "is_loopback",
+    "load_server_config",
+    "misspelt_variables",
+    "read_token",
+    "server_settings",
+]
+
+DEFAULT_SERVICE_PORT: Final = 22345
+_LARGEST_POOL_BYTES: Final = 1 << 50
+_MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, less its final zero
+_MAX_TOKEN_BYTES: Final = 4096
+_CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
+# Variables that are not settings of a server: the client commands read the first, `load_server_config` the second.
+_OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", _CONFIG_VARIABLE)
+
+_NETWORK, _MEMORY, _EVICTION = "Network", "Memory", "Eviction"
+_RDMA, _LIMITS, _SECURITY, _LOGGING = "RDMA", "Limits", "Security", "Logging"
+
+
+def _default_pool_bytes() -> int:
+    """16 GiB, but at most half of the memory available, in whole MiB."""
+    available_bytes = available_memory_bytes()
+    return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))
+
+
+def _socket() -> Kind:
+    def parse(raw: Any) -> str:
+        if raw is False or str(raw).strip().lower() in ("off", "no", "false"):
+            return "off"  # YAML reads a bare `off` as false
+        if not isinstance(raw, str | Path) or not str(raw).strip():
+            raise ValueError("must be a path, auto or off")
+        word = str(raw).strip()
+        return "auto" if word.lower() == "auto" else str(Path(word).expanduser())
+
+    def check(value: str) -> None:
+        if len(os.fsencode(value)) > _MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"is too long for a Unix socket; at most {_MAX_SOCKET_PATH_BYTES} bytes")
+
+    return Kind("PATH|auto|off", parse, check)
+
+
+_POOL_SIZE: Final = size(64 * KIB, _LARGEST_POOL_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
+_VALUE_SIZE: Final = size(1, _LARGEST_POOL_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
+
+
+@attrs.frozen(kw_only=True)
+class ServerConfig:
+    """Everything that can be set about a server. Sizes are in bytes, times in seconds.
+
+    Raises ConfigError for a value that cannot be used, or for values that do not go together.
+    """
+
+    host: str = declare(
+        "host",
+        text("HOST"),
+        "127.0.0.1",
+        "Address to listen on. Beyond loopback it needs --token-file or --insecure",
+        group=_NETWORK,
+    )
+    service_port: int = declare(
+        "service_port",
+        integer(0, 65535, "PORT"),
+        str(DEFAULT_SERVICE_PORT),
+        "Port for data; 0 picks a free one",
+        group=_NETWORK,
+    )
+    manage_port: int = declare(
+        "manage_port",
+        integer(0, 65535, "PORT"),
+        "18080",
+        "Port for management (HTTP); 0 picks a free one",
+        group=_NETWORK,
+    )
+    unix_socket: str = declare(
+        "unix_socket",
+        _socket(),
+        "auto",
+        "Unix socket for clients on this machine, which they need for shared memory. auto puts it in a folder that "
+        "only this user can enter: $XDG_RUNTIME_DIR/infinistore/PORT.sock, or /tmp/infinistore-UID/PORT.sock",
+        group=_NETWORK,
+    )
+    drain_timeout_s: float = declare(
+        "drain_timeout",
+        number(0, 86400, "SECONDS", "seconds"),
+        "10",
+        "How long a server that was told to stop waits for requests under way",
+        group=_NETWORK,
+    )
+    prealloc_bytes: int = declare(
+        "prealloc_size",
+        _POOL_SIZE,
+        _default_pool_bytes,
+        "Memory taken at the start, in GB or with a unit (512MiB, 2GiB, 0.5)",
+        group=_MEMORY,
+        default_text="16, or half of the memory available if that is less",
+    )
+    minimal_allocate_bytes: int = declare(
+        "minimal_allocate_size",
+        size(64, GIB, bare_unit_bytes=KIB, bare_unit="KB", multiple_of_bytes=64),
+        "64",
+        "Smallest piece of the pool, in KB or with a unit; every value takes a whole number of pieces",
+        group=_MEMORY,
+    )
+    auto_increase: bool = declare(
+        "auto_increase",
+        switch(),
+        "false",
+        "Take more memory when the pool is full, up to --max-pool-size",
+        group=_MEMORY,
+    )
+    max_pool_bytes: int | None = declare(
+        "max_pool_size",
+        _POOL_SIZE,
+        None,
+        "Most memory that --auto-increase may reach, in GB or with a unit",
+        group=_MEMORY,
+        default_text="as much as the machine has available",
+    )
+    allocator: str = declare("allocator", text(), "bitmap", "How room in the pool is given out", group=_MEMORY)
+    huge_pages: bool = declare(
+        "huge_pages",
+        switch(),
+        "false",
+        "Back the pool with huge pages, which the machine must have reserved",
+        group=_MEMORY,
+    )
+    enable_periodic_evict: bool = declare(
+        "enable_periodic_evict",
+        switch(),
+        "false",
+        "Evict every --evict-interval seconds, not only when a put needs room",
+        group=_EVICTION,
+    )
+    evict_interval_s: float = declare(
+        "evict_interval",
+        number(0.001, 86400, "SECONDS", "seconds"),
+        "5",
+        "Time between two periodic evictions",
+        group=_EVICTION,
+    )
+    evict_min_threshold: float = declare(
+        "evict_min_threshold",
+        number(0, 1, "FRACTION"),
+        "0.6",
+        "Periodic eviction stops when this part of the pool is in use",
+        group=_EVICTION,
+    )
+    evict_max_threshold: float = declare(
+        "evict_max_threshold",
+        number(0, 1, "FRACTION"),
+        "0.8",
+        "Periodic eviction starts when more than this part of the pool is in use",
+        group=_EVICTION,
+    )
+    dev_name: str | None = declare(
+        "dev_name",
+        text("DEVICE"),
+        None,
+        "RDMA device, such as mlx5_0",
+        group=_RDMA,
+        default_text="the first that works; none is needed",
+    )
+    ib_port: int = declare("ib_port", integer(1, 255), "1", "Port of the RDMA device", group=_RDMA)
+    link_type: str | None = declare(
+        "link_type",
+        choice("IB", "Ethernet"),
+        None,
+        "Link of the RDMA device: InfiniBand, or Ethernet for RoCE",
+        group=_RDMA,
+        default_text="what the device says",
+    )
+    hint_gid_index: int = declare(
+        "hint_gid_index",
+        integer(-1, 255, "INDEX"),
+        "-1",
+        "GID to prefer if it is usable; -1 means no preference",
+        group=_RDMA,
+    )
+    token_file: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+        "token_file",
+        path(),
+        None,
+        "File whose first line is the token that every client must show",
+        group=_SECURITY,
+        default_text="no token",
+    )
+    insecure: bool = declare(
+        "insecure",
+        switch(),
+        "false",
+        "Let anybody who reaches the port read and write, beyond loopback too",
+        group=_SECURITY,
+    )
+    max_connections: int = declare(
+        "max_connections",
+        integer(1, 1_000_000),
+        "1024",
+        "Most connections at a time; one more is refused",
+        group=_LIMITS,
+    )
+    max_value_bytes: int = declare(
+        "max_value_size", _VALUE_SIZE, "1GiB", "Longest value, in MB or with a unit", group=_LIMITS
+    )
+    max_batch_bytes: int = declare(
+        "max_batch_size",
+        _VALUE_SIZE,
+        "1GiB",
+        "Most bytes in one request, in MB or with a unit; clients split more",
+        group=_LIMITS,
+    )
+    max_batch_keys: int = declare(
+        "max_batch_keys", integer(1, 1_000_000), "16384", "Most keys in one request; clients split more", group=_LIMITS
+    )
+    max_key_bytes: int = declare(
+        "max_key_size",
+        size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
+        "1024",
+        "Longest key, in bytes of UTF-8",
+        group=_LIMITS,
+    )
+    log_level: str = declare(
+        "log_level",
+        choice("error", "warning", "info", "debug"),
+        "info",
+        "How much to log; debug also shows tracebacks",
+        group=_LOGGING,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for names, problem in _conflicts(self):
+            raise RefusedSetting(names, problem)
+
+    def socket_path(self, service_port: int) -> Path | None:
+        """Where the Unix socket of a server on this port is; None if it is off. Its folder may not exist yet."""
+        if self.unix_socket == "off":
+            return None
+        return default_socket_path(service_port) if self.unix_socket == "auto" else Path(self.unix_socket)
+
+
+def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
+    """What cannot be said about one setting alone: (keys, problem)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    if not is_loopback(config.host) and config.token_file is None and not config.insecure:
+        found.append(
+            (
+                ("host",),
+                "other machines could read and write everything; add --token-file FILE, or --insecure to allow that",
+            )
+        )
+    if config.service_port == config.manage_port != 0:
+        found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
+    if config.evict_min_threshold >= config.evict_max_threshold:
+        found.append((("evict_min_threshold", "evict_max_threshold"), "must be smaller than --evict-max-threshold"))
+    if config.prealloc_bytes < config.minimal_allocate_bytes:
+        found.append((("prealloc_size", "minimal_allocate_size"), "must be at least --minimal-allocate-size"))
+    if config.max_pool_bytes is not None and config.max_pool_bytes < config.prealloc_bytes:
+        found.append((("max_pool_size", "prealloc_size"), "must be at least --prealloc-size"))
+    if config.max_value_bytes > config.max_batch_bytes:
+        found.append((("max_value_size", "max_batch_size"), "must be at most --max-batch-size"))
+    return found
+
+
+def server_settings() -> tuple[Setting, ...]:
+    """Every setting of a server, in the order they are documented."""
+    return settings_of(ServerConfig)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`. A name other than localhost counts as beyond."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def default_socket_path(service_port: int) -> Path:
+    """Where the Unix socket of this user's server on `service_port` is, unless it was put elsewhere.
+
+    The folder must be this user's with mode 0700; who makes or opens the socket checks that.
+    """
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime_folder, "infinistore") if runtime_folder else Path(f"/tmp/infinistore-{os.getuid()}")
+    return folder / f"{service_port}.sock"
+
+
+def read_token(token_file: Path) -> str:
+    """Return the token: the first line of the file, without white space at its ends.
+
+    Raises ConfigError if the file cannot be read or has no token.
+    """
+    try:
+        with token_file.open(encoding="utf-8") as file:
+            token = file.readline(_MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the token file {token_file}: {reason}") from error
+    if not token:
+        raise ConfigError(f"the token file {token_file} is empty; write the token on its first line")
+    return token
+
+
+def load_server_config(
+    command_line: Mapping[str, object] | None = None,
+    *,
+    file: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """Put a configuration together: `command_line`, then `environment`, then `file`, then the defaults.
+
+    `command_line` maps keys of settings to what was written (None: not given). `file` is a YAML file; without one,
+    INFINISTORE_CONFIG may name it. `environment` is that of this process unless given; an empty variable counts as
+    not set.
+
+    Raises ConfigError in one line that names the setting, where its value came from, and what would do.
+    """
+    environment = os.environ if environment is None else environment
+    return load(ServerConfig, command_line or {}, environment, file or environment.get(_CONFIG_VARIABLE) or None)
+
+
+def misspelt_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return a warning for each INFINISTORE_* variable that is not known but looks like one that is.
+
+    Not an error: Kubernetes sets variables of its own for a service that is called infinistore.
+    """
+    environment = os.environ if environment is None else environment
+    known = [setting.variable for setting in server_settings()] + list(_OTHER_VARIABLES)
+    unknown = [name for name in sorted(environment) if name.startswith(VARIABLE_PREFIX) and name not in known]
+    return [f"the variable {name} means nothing here{hint}" for name in unknown if (hint := near(name, known))]

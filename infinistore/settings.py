@@ -1,0 +1,248 @@
+"""What a setting is: one description from which flags, variables, file keys and documentation derive.
+
+A `Kind` reads one sort of value from text and refuses what cannot be used; a `Setting` adds the name, the default and
+the sentence that explains it, and travels in the metadata of an attrs field. `infinistore/config.py` holds the settings
+themselves. Nothing here knows where a value came from: that is said by who reads them.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from infinistore.errors import ConfigError
+from infinistore.sizes import format_size, parse_size
+
+__all__ = [
+    "Kind",
+    "Setting",
+    "choice",
+    "declare",
+    "integer",
+    "near",
+    "number",
+    "path",
+    "settings_of",
+    "size",
+    "switch",
+    "text",
+]
+
+
+VARIABLE_PREFIX: Final = "INFINISTORE_"
+_METADATA_KEY: Final = "infinistore.setting"
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off")
+
+
+@attrs.frozen
+class Kind:
+    """One sort of value.
+
+    `parse` turns what a person wrote (text, or what YAML made of it) into the value; `check` refuses a value out of
+    range. Both raise ValueError with half a sentence that follows the value: "must be between 1 and 65535".
+    """
+
+    metavar: str
+    parse: Callable[[Any], Any]
+    check: Callable[[Any], None] = lambda value: None
+    choices: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Setting:
+    """One setting of a configuration class."""
+
+    key: str
+    """The name in a YAML file: lower case with underscores. Flag and variable derive from it."""
+    kind: Kind
+    group: str
+    """The heading under which help and documentation list it."""
+    help: str
+    """What it does, in one or two sentences without a final full stop."""
+    default_text: str
+    """The default as a person would write it."""
+    attribute: str = ""
+    """The attribute of the configuration class that holds the value."""
+
+    @property
+    def flag(self) -> str:
+        """The flag on the command line: `--service-port`."""
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def negative_flag(self) -> str:
+        """The flag that turns a switch off: `--no-auto-increase`."""
+        return "--no-" + self.key.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable: `INFINISTORE_SERVICE_PORT`."""
+        return VARIABLE_PREFIX + self.key.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, so that its flag takes no value and has a `--no-` twin."""
+        return not self.kind.metavar
+
+
+class RefusedSetting(ConfigError):
+    """A value that cannot be used, or values that do not go together.
+
+    `keys` are the settings concerned, the one to blame first; `problem` follows its name in the message.
+    """
+
+    def __init__(self, keys: tuple[str, ...], problem: str) -> None:
+        super().__init__(f"{keys[0]}: {problem}")
+        self.keys = keys
+        self.problem = problem
+
+
+def declare(
+    key: str, kind: Kind, default: str | Callable[[], Any] | None, help_text: str, *, group: str, default_text: str = ""
+) -> Any:
+    """Return the attrs field of one setting.
+
+    `default` is text in the setting's own spelling, a function that works the default out, or None; the last two need a
+    `default_text` for people.
+    """
+    setting = Setting(key, kind, group, help_text, default_text or str(default))
+    metadata = {_METADATA_KEY: setting}
+
+    def validate(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if value is None and default is None:
+            return
+        try:
+            kind.check(value)
+        except ValueError as error:
+            raise RefusedSetting((key,), f"{value!r} {error}") from None
+
+    if callable(default):
+        return attrs.field(factory=default, validator=validate, metadata=metadata)
+    value = None if default is None else kind.parse(default)
+    return attrs.field(default=value, validator=validate, metadata=metadata)
+
+
+def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
+    """Return the settings of a configuration class, in the order they are declared."""
+    fields = attrs.fields(config_class)
+    return tuple(attrs.evolve(field.metadata[_METADATA_KEY], attribute=field.name) for field in fields)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def text(metavar: str = "NAME") -> Kind:
+    """Any text that is not empty."""
+
+    def parse(raw: Any) -> str:
+        if not isinstance(raw, str) or not raw.strip():
+            raise ValueError("must be text, and not empty")
+        return raw.strip()
+
+    return Kind(metavar, parse)
+
+
+def choice(*names: str) -> Kind:
+    """One of a few names, in any case."""
+    by_lower_case = {name.lower(): name for name in names}
+
+    def parse(raw: Any) -> str:
+        if (name := by_lower_case.get(str(raw).strip().lower())) is None:
+            raise ValueError(f"must be one of {', '.join(names)}{near(str(raw), names)}")
+        return name
+
+    def check(value: str) -> None:
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}{near(str(value), names)}")
+
+    return Kind("|".join(names), parse, check, names)
+
+
+def switch() -> Kind:
+    """On or off."""
+
+    def parse(raw: Any) -> bool:
+        word = str(raw).strip().lower()
+        if word in _TRUE:
+            return True
+        if word in _FALSE:
+            return False
+        raise ValueError("must be true or false")
+
+    return Kind("", parse)
+
+
+def integer(low: int, high: int, metavar: str = "N") -> Kind:
+    """A whole number from `low` to `high`, both included."""
+
+    def parse(raw: Any) -> int:
+        try:
+            return int(raw) if isinstance(raw, str) or type(raw) is int else _refuse()
+        except ValueError:
+            raise ValueError(f"must be a whole number between {low} and {high}") from None
+
+    def check(value: int) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"must be a whole number between {low} and {high}")
+
+    return Kind(metavar, parse, check)
+
+
+def number(low: float, high: float, metavar: str, unit: str = "") -> Kind:
+    """A number from `low` to `high`, both included; `unit` is a word for the message, such as "seconds"."""
+    words = f"must be a number{' of ' + unit if unit else ''} between {low:g} and {high:g}"
+
+    def parse(raw: Any) -> float:
+        try:
+            return float(raw) if isinstance(raw, str | int | float) and not isinstance(raw, bool) else _refuse()
+        except ValueError:
+            raise ValueError(words) from None
+
+    def check(value: float) -> None:
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ValueError(words)
+
+    return Kind(metavar, parse, check)
+
+
+def size(low_bytes: int, high_bytes: int, *, bare_unit_bytes: int, bare_unit: str, multiple_of_bytes: int = 1) -> Kind:
+    """A size: a number in `bare_unit`, or one with its unit. The value is in bytes."""
+
+    def parse(raw: Any) -> int:
+        return parse_size(raw, bare_unit_bytes)
+
+    def check(value: int) -> None:
+        if not low_bytes <= value <= high_bytes:
+            raise ValueError(
+                f"must be between {format_size(low_bytes)} and {format_size(high_bytes)}; "
+                f"a number without a unit is in {bare_unit}"
+            )
+        if value % multiple_of_bytes:
+            raise ValueError(f"must be a multiple of {format_size(multiple_of_bytes)}")
+
+    return Kind("SIZE", parse, check)
+
+
+def path(metavar: str = "FILE") -> Kind:
+    """A path; `~` is the home folder. Whether it is there is found when it is opened."""
+
+    def parse(raw: Any) -> Path:
+        if not isinstance(raw, str | Path) or not str(raw).strip():
+            raise ValueError("must be a path")
+        try:
+            return Path(raw).expanduser()
+        except RuntimeError:
+            raise ValueError("names a home folder that is not known; write the path out") from None
+
+    return Kind(metavar, parse)
+
+
+def _refuse() -> Any:
+    raise ValueError
