@@ -1,0 +1,60 @@
+"""A list of views as one run of bytes, and how far along it we are."""
+
+from collections.abc import Sequence
+
+__all__ = ["Span"]
+
+MAX_VIEWS = 1024
+"""The most views that one system call takes (IOV_MAX on Linux)."""
+
+
+class Span:
+    """Views, end to end, that are filled or emptied from the front.
+
+    `complete` counts the views that are done with; `remaining` the bytes that are not.
+    """
+
+    __slots__ = ("_offset", "_views", "complete", "remaining")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._offset = 0
+        self.complete = 0
+        self.remaining = sum(map(len, views))
+
+    def next_views(self, most_bytes: int) -> list[memoryview]:
+        """Return views of what comes next: at least one byte of it, at most `most_bytes`, at most `MAX_VIEWS` views."""
+        views: list[memoryview] = []
+        offset = self._offset
+        room = most_bytes
+        for view in self._views[self.complete : self.complete + MAX_VIEWS]:
+            length = len(view) - offset
+            if length >= room:
+                views.append(view[offset : offset + room])
+                break
+            views.append(view[offset:] if offset else view)
+            room -= length
+            offset = 0
+        return views
+
+    def advance(self, count: int) -> None:
+        """Move on by `count` bytes."""
+        self.remaining -= count
+        count += self._offset
+        complete = self.complete
+        views = self._views
+        while complete < len(views) and count >= len(views[complete]):
+            count -= len(views[complete])
+            complete += 1
+        self.complete = complete
+        self._offset = count
+
+    def copy_in(self, data: memoryview) -> None:
+        """Fill the front with `data`, which is no longer than what remains, and move on."""
+        position = 0
+        for view in self.next_views(len(data)) if len(data) else ():
+            view[:] = data[position : position + len(view)]
+            position += len(view)
+        self.advance(position)
+        if position < len(data):  # more views than fit one call
+            self.copy_in(data[position:])

@@ -1,0 +1,62 @@
+"""What a stream is to the Trio server and client: a reliable, ordered run of bytes, either way.
+
+A stream moves views of the caller's memory. It buffers nothing, so that a payload is copied once: from the kernel to where
+it belongs, or back.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.connection import Exchange, Send
+
+__all__ = ["Stream", "drive"]
+
+_T = TypeVar("_T")
+
+
+class Stream(Protocol):
+    """A byte stream under Trio. One task may send while another receives; no two may do the same.
+
+    Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may have
+    sent any part of its bytes: after that, all that can be done with the stream is to close it.
+    """
+
+    async def send_all(self, views: Sequence[memoryview]) -> None:
+        """Send all of these views, in order.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+    async def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Wait for at least one byte, fill the views from the front, and return how many bytes came; 0 is the end.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+    async def aclose(self) -> None:
+        """Close the stream, at once. May be called twice."""
+
+
+async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
+    """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange."""
+    try:
+        effect = next(exchange)
+        while True:
+            try:
+                if isinstance(effect, Send):
+                    await stream.send_all(effect.views)
+                    count = 0
+                else:
+                    count = await stream.receive_into(effect.views)
+            except StoreUnavailable as error:
+                effect = exchange.throw(error)
+            else:
+                effect = exchange.send(count)
+    except StopIteration as stop:
+        result: _T = stop.value
+        return result
+    finally:
+        exchange.close()
