@@ -1,0 +1,22 @@
+"""Where blocks live: the allocator interface, the strategies, and how to find them by name."""
+
+from infinistore.allocators.base import MINIMUM_UNIT_BYTES, Allocator, AllocatorStatistics, Extent
+from infinistore.allocators.registry import (
+    ENTRY_POINT_GROUP,
+    allocator_class,
+    allocator_names,
+    create_allocator,
+    prepare_process,
+)
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "MINIMUM_UNIT_BYTES",
+    "Allocator",
+    "AllocatorStatistics",
+    "Extent",
+    "allocator_class",
+    "allocator_names",
+    "create_allocator",
+    "prepare_process",
+]
