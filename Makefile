@@ -25,9 +25,9 @@ test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS add
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## lint, formatting, types
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	@failed=; \
+	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
+	[ -z "$$failed" ]
 
 format: $(VENV)/.installed-dev ## put formatting and imports in order
 	$(BIN)/ruff check --fix

@@ -1,8 +1,8 @@
 """What all tests share: how Hypothesis runs.
 
-A failing example prints the blob that replays it (`@reproduce_failure`). Examples have no deadline: on a shared machine the
-clock says nothing about the code. Choose a profile with HYPOTHESIS_PROFILE: `default` explores, another way each run;
-`ci` (taken where CI is set) derives its examples from the test, so that one commit has one verdict; `thorough` explores longer.
+A failing example prints the blob that replays it (`@reproduce_failure`). Examples have no deadline: on a shared machine
+the clock says nothing about the code. HYPOTHESIS_PROFILE chooses: `default` explores, another way each run; `ci` (taken
+where CI is set) derives its examples from the test, so that one commit has one verdict; `thorough` explores longer.
 """
 
 import os

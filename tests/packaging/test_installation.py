@@ -1,0 +1,121 @@
+"""From an editable install, a wheel and an sdist, the same modules can be imported, under one name each."""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .conftest import PROJECT, Distributions, Installation, run
+
+LINKED_FOLDERS = ["allocators", "transports"]
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    print(module.__name__, module.__file__)
+"""
+
+
+def files_of_the_package() -> set[Path]:
+    """Every file that belongs into a wheel, relative to the folder that holds the package, links followed."""
+    return {
+        (Path(folder) / file).relative_to(PROJECT)
+        for folder, _, files in os.walk(PROJECT / "infinistore", followlinks=True)
+        for file in files
+        if not file.endswith(".pyc")
+    }
+
+
+def modules_of_the_package() -> dict[str, Path]:
+    """Every module by its name, but for __main__, which is a program."""
+    found = {}
+    for path in files_of_the_package():
+        if path.suffix == ".py" and path.name != "__main__.py":
+            parts = path.with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def test_every_module_can_be_imported(installation: Installation) -> None:
+    expected = modules_of_the_package()
+    assert {f"infinistore.{folder}" for folder in LINKED_FOLDERS} <= expected.keys()
+
+    printed = installation.execute(IMPORT_ALL, *sorted(expected))
+
+    imported = dict(line.split(" ", 1) for line in printed.splitlines())
+    root = installation.package.parent
+    assert imported == {name: str(root / path) for name, path in expected.items()}
+
+
+@pytest.mark.parametrize("folder", LINKED_FOLDERS)
+def test_a_linked_folder_is_refused_under_its_bare_name(installation: Installation, folder: str) -> None:
+    done = installation.run(installation.python, "-c", f"import {folder}")
+
+    assert done.returncode != 0
+    # An editable install puts the checkout on sys.path, so that the folder is found: it refuses by itself.
+    assert (f"ImportError: import infinistore.{folder}" in done.stderr) == (installation.kind == "editable")
+    assert (f"No module named '{folder}'" in done.stderr) == (installation.kind != "editable")
+
+
+@pytest.mark.parametrize("folder", LINKED_FOLDERS)
+def test_a_linked_folder_is_refused_under_its_bare_name_in_the_checkout(folder: str) -> None:
+    done = run([sys.executable, "-c", f"import {folder}"], cwd=PROJECT)
+
+    assert f"ImportError: import infinistore.{folder}" in done.stderr
+
+
+@pytest.mark.parametrize("folder", LINKED_FOLDERS)
+def test_a_link_is_relative_so_that_a_clone_can_lie_anywhere(folder: str) -> None:
+    link = PROJECT / "infinistore" / folder
+    if not link.is_symlink():
+        pytest.skip("this tree was unpacked from an sdist, which has folders in place of the links")
+    assert link.readlink() == Path("..", folder)
+
+
+def test_both_wheels_hold_exactly_the_files_of_the_package(distributions: Distributions) -> None:
+    expected = {str(path) for path in files_of_the_package()}
+
+    for wheel in (distributions.wheel, distributions.wheel_of_sdist):
+        with zipfile.ZipFile(wheel) as archive:
+            assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_a_wheel_puts_one_name_into_site_packages_and_says_that_it_is_typed(distributions: Distributions) -> None:
+    for wheel in (distributions.wheel, distributions.wheel_of_sdist):
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        top = {name.split("/")[0] for name in names}
+        (metadata,) = top - {"infinistore"}
+        assert metadata.endswith(".dist-info")
+        assert "infinistore/py.typed" in names
+        assert f"{metadata}/licenses/LICENSE" in names
+
+
+def test_the_version_is_the_same_everywhere(installation: Installation) -> None:
+    printed = installation.execute(
+        "import importlib.metadata, infinistore\n"
+        "print(infinistore.__version__, importlib.metadata.version('infinistore'))\n"
+    )
+    package, metadata = printed.split()
+    assert package == metadata
+
+
+def test_every_registered_strategy_can_be_loaded(installation: Installation) -> None:
+    printed = installation.execute(
+        "from importlib.metadata import entry_points\n"
+        "for point in entry_points(group='infinistore.allocators'):\n"
+        "    print(point.name, point.load().name)\n"
+    )
+    assert sorted(printed.splitlines()) == ["bitmap bitmap", "jemalloc jemalloc", "slab slab"]
+
+
+def test_the_command_starts_as_a_script_and_as_a_module(installation: Installation) -> None:
+    script = installation.run(installation.root / "bin" / "infinistore", "--help")
+    module = installation.run(installation.python, "-m", "infinistore", "--help")
+
+    assert (script.returncode, module.returncode) == (0, 0), script.stderr + module.stderr
+    assert "Usage" in script.stdout
+    assert "Usage" in module.stdout

@@ -1,0 +1,69 @@
+"""What `import infinistore` offers, and what it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import infinistore
+from infinistore import errors
+
+PUBLIC_NAMES = [
+    "AuthenticationFailed",
+    "BufferTooSmall",
+    "ChecksumMismatch",
+    "ConfigError",
+    "DeadlineExceeded",
+    "InfiniStoreException",
+    "InvalidRequest",
+    "KeyNotFound",
+    "LeaseStillInUse",
+    "LimitExceeded",
+    "OutOfMemory",
+    "ProtocolError",
+    "ServerConfig",
+    "StoreUnavailable",
+    "UnknownReservation",
+    "ValueTooLarge",
+    "VersionMismatch",
+    "__version__",
+    "aio",
+    "blocking",
+    "open_store",
+    "serve",
+]
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert infinistore.__all__ == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_a_public_name_is_there_when_it_is_asked_for(name: str) -> None:
+    assert getattr(infinistore, name) is getattr(infinistore, name)
+    assert name in dir(infinistore)
+
+
+def test_every_error_is_public() -> None:
+    raised = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert raised <= set(PUBLIC_NAMES)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'infinistore' has no attribute 'open_shop'"):
+        getattr(infinistore, "open_shop")  # noqa: B009 - mypy knows that the name does not exist
+
+
+def test_importing_the_package_brings_in_no_heavy_module() -> None:
+    source = "import sys, infinistore; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+
+    heavy = {"torch", "numpy", "rich", "rich_click", "click", "trio", "asyncio", "yaml", "cattrs", "msgpack"}
+    assert heavy & set(done.stdout.split()) == set()
+
+
+def test_the_blocking_client_brings_in_neither_torch_nor_numpy_nor_rich() -> None:
+    source = "import sys, infinistore; infinistore.blocking; print(*sorted({n.partition('.')[0] for n in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+
+    assert {"torch", "numpy", "rich"} & set(done.stdout.split()) == set()
