@@ -20,3 +20,6 @@ __all__ = [
     "create_allocator",
     "prepare_process",
 ]
+
+if __name__ != "infinistore.allocators":
+    raise ImportError("import infinistore.allocators, not allocators: two names would make two sets of classes")
