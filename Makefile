@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format changelog bench clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,14 +24,18 @@ demo: $(VENV)/.installed-base ## set up, then run the demonstration
 test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS adds arguments
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-check: $(VENV)/.installed-dev ## lint, formatting, types
+check: $(VENV)/.installed-dev ## lint, formatting, types, changelog entries
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
+	echo "towncrier build --draft"; $(BIN)/towncrier build --draft --version next >/dev/null || failed=1; \
 	[ -z "$$failed" ]
 
 format: $(VENV)/.installed-dev ## put formatting and imports in order
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
+	$(BIN)/towncrier build --draft --version next
 
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
 	@set -e; shopt -s nullglob; found=; \

@@ -105,7 +105,7 @@ def installation(
         "wheel": [distributions.wheel],
         "wheel of the sdist": [distributions.wheel_of_sdist],
     }
-    pip = [sys.executable, "-m", "pip", "--python", made.python, "install", "--quiet", "--no-index"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", made.python, "install", "--quiet", "--no-index"]
     # --ignore-installed: pip must neither count nor touch the InfiniStore of the environment that runs the tests.
     options = ["--ignore-installed", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     run_or_fail([*pip, *options, *what[made.kind]], cwd=made.root)
