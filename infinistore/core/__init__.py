@@ -1,0 +1,27 @@
+"""The store itself: memory, index, pins and eviction. No sockets, no tasks, no clock of its own."""
+
+from infinistore.core.arena import Arena, create_arena
+from infinistore.core.clients import Client, Lease, Reservation
+from infinistore.core.index import NO_CHECKSUM, Entry
+from infinistore.core.limits import CoreLimits, Watermarks, check_keys
+from infinistore.core.pool import Pool
+from infinistore.core.statistics import EvictionStatistics, StoreStatistics
+from infinistore.core.store import EvictionCause, StoreCore
+
+__all__ = [
+    "NO_CHECKSUM",
+    "Arena",
+    "Client",
+    "CoreLimits",
+    "Entry",
+    "EvictionCause",
+    "EvictionStatistics",
+    "Lease",
+    "Pool",
+    "Reservation",
+    "StoreCore",
+    "StoreStatistics",
+    "Watermarks",
+    "check_keys",
+    "create_arena",
+]

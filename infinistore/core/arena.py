@@ -1,0 +1,196 @@
+"""One span of shared memory: where the bytes of blocks are.
+
+An arena is an anonymous file in memory (memfd_create(2)), mapped once, page-aligned. Other processes can map the same
+bytes by its descriptor. It is made in one step, with its memory taken and, if asked, touched, so that no put pays for
+the first touch of a page, and it never changes its size: the file is sealed against shrinking and growing, so a reader
+elsewhere can never be killed for reading past its end.
+
+Promises: `memory` stays valid as long as anyone holds a view of it, also after `close`. A forked child does not see
+the mapping (MADV_DONTFORK), so a fork never doubles the memory nor copies a page on write.
+Leaves to others: where blocks are inside it (the allocator), the last seals and the file's mode before the descriptor
+is handed out, and not to touch a view in a forked child: the memory is not there.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from infinistore.core.memory import available_memory, free_huge_pages
+from infinistore.errors import OutOfMemory
+
+__all__ = ["Arena", "create_arena"]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_PREFAULT_STEP_BYTES = 64 << 20  # so that threads share the work evenly
+_MEMORY_MARGIN_BYTES = 64 << 20  # left for everything else when an arena is made
+
+# The C library's own calls, because mmap.madvise holds the interpreter's lock and mmap.mmap keeps a second descriptor.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Arena:
+    """A span of `length` bytes of shared memory, number `index` of its pool (0, 1, 2, ... in order).
+
+    `fd` is the memfd's descriptor (closed on exec), `address` where it is mapped in this process, `memory` a writable
+    view of all of it (format "B") and `read_only` one that cannot be written. Make one with `create_arena`.
+    """
+
+    def __init__(self, index: int, fd: int, address: int, length: int, huge_pages: bool) -> None:
+        self.index = index
+        self.fd = fd
+        self.address = address
+        self.length = length
+        self.huge_pages = huge_pages
+        mapping = (ctypes.c_ubyte * length).from_address(address)
+        # Every view, slice and array made from `memory` keeps `mapping` alive; with the last of them it is unmapped.
+        self._unmap = weakref.finalize(mapping, _unmap, address, length, os.getpid())
+        self._unmap.atexit = False  # at exit views may still be alive, and the kernel unmaps anyway
+        self.memory = memoryview(mapping).cast("B")
+        self.read_only = self.memory.toreadonly()
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.index}: {self.length} bytes, {'closed' if self.fd < 0 else f'fd {self.fd}'}>"
+
+    def close(self) -> None:
+        """Close the descriptor and let go of the memory; idempotent.
+
+        Views that others still hold stay valid: the memory is unmapped when the last of them is gone. Until then, it
+        is in use, and the bytes are not given back to the machine.
+        """
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.memory = self.read_only = memoryview(b"")
+
+    def abandon(self) -> None:
+        """Close the descriptor and never unmap: for a forked child, where the mapping does not exist.
+
+        Unmapping there would hit whatever the child has mapped at the same address since.
+        """
+        self._unmap.detach()
+        self.close()
+
+
+def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, prefault_threads: int = 0) -> Arena:
+    """Make an arena of `length_bytes`, rounded up to whole pages (see `Arena.length`).
+
+    `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an administrator fills beforehand.
+    `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves that to the first writers, who then
+    run several times slower. Blocking (up to a second per GiB): call it in a thread; the interpreter's lock is free
+    meanwhile. ValueError for a length that is not positive; OutOfMemory, before any memory is taken, when the machine
+    or the control group has not that much, and afterwards when the kernel refuses all the same.
+    """
+    if length_bytes <= 0:
+        raise ValueError(f"an arena needs a positive length, not {length_bytes} bytes")
+    if prefault_threads < 0:
+        raise ValueError(f"prefault_threads must be 0 or more, not {prefault_threads}")
+    page_bytes = free_huge_pages()[1] if huge_pages else mmap.PAGESIZE
+    length = -(-length_bytes // page_bytes) * page_bytes
+    _check_room(length, huge_pages)
+    fd = os.memfd_create(
+        f"infinistore-arena-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
+    )
+    try:
+        _take_memory(fd, length)
+        address = _map(fd, length)
+    except BaseException:
+        os.close(fd)
+        raise
+    arena = Arena(index, fd, address, length, huge_pages)
+    try:
+        # A forked child must neither see nor copy the pages of the store.
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
+        if prefault_threads:
+            _prefault(arena, prefault_threads)
+    except BaseException:
+        arena.close()
+        raise
+    return arena
+
+
+def _check_room(length: int, huge_pages: bool) -> None:
+    if huge_pages:
+        pages, page_bytes = free_huge_pages()
+        if pages * page_bytes < length:
+            raise OutOfMemory(
+                f"an arena of {length} bytes needs {length // page_bytes} free huge pages of {page_bytes} bytes, and"
+                f" there are {pages}; raise vm.nr_hugepages, use a smaller pool, or turn huge pages off"
+            )
+        return
+    limit = available_memory()
+    if limit.available_bytes < length + _MEMORY_MARGIN_BYTES:
+        raise OutOfMemory(
+            f"an arena of {length} bytes does not fit: {limit.available_bytes} bytes are available ({limit.source});"
+            " use a smaller pool, or free or add memory"
+        )
+
+
+def _take_memory(fd: int, length: int) -> None:
+    """Give the file its length and its pages, then seal the length."""
+    try:
+        os.ftruncate(fd, length)
+        os.posix_fallocate(fd, 0, length)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise OutOfMemory(
+            f"the kernel refused {length} bytes of shared memory ({error.strerror}); use a smaller pool, or free or"
+            " add memory"
+        ) from error
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def _map(fd: int, length: int) -> int:
+    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OutOfMemory(
+            f"mapping {length} bytes failed: {os.strerror(code)}; use a smaller pool, or raise the limit on address"
+            " space (ulimit -v)"
+        )
+    return int(address)
+
+
+def _unmap(address: int, length: int, pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child something else may be mapped there
+        _libc.munmap(address, length)
+
+
+def _check(what: str, result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _prefault(arena: Arena, threads: int) -> None:
+    """Make every page present and mapped, in steps that `threads` share."""
+    steps = [
+        (start, min(_PREFAULT_STEP_BYTES, arena.length - start))
+        for start in range(0, arena.length, _PREFAULT_STEP_BYTES)
+    ]
+    populate: Callable[[tuple[int, int]], None] = lambda step: _populate(arena, *step)  # noqa: E731
+    with ThreadPoolExecutor(min(threads, len(steps)), thread_name_prefix="infinistore-prefault") as executor:
+        for _ in executor.map(populate, steps):
+            pass
+
+
+def _populate(arena: Arena, start: int, length: int) -> None:
+    if _libc.madvise(arena.address + start, length, _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.ENOMEM, errno.EFAULT):
+        raise OutOfMemory(f"the kernel has no page for byte {start} of arena {arena.index}: {os.strerror(code)}")
+    # A kernel before 5.14 says EINVAL: write one byte per page instead. The arena is new, so every byte is zero.
+    page_bytes = mmap.PAGESIZE
+    pages = length // page_bytes
+    arena.memory[start : start + length : page_bytes] = bytes(pages)

@@ -1,0 +1,58 @@
+"""How often each block is pinned, and how many bytes that is.
+
+A pin says: somebody reads here; do not move, free or re-use these bytes. Several readers may pin one block, so pins
+are counted. `bytes` counts each pinned block once, by footprint.
+
+Leaves to others: what happens to a block whose last pin ended (the store).
+"""
+
+from collections.abc import Callable, Sequence
+
+from infinistore.core.index import Entry
+
+__all__ = ["PinTable"]
+
+
+class PinTable:
+    """Entries to pin counts. `footprint(size_bytes)` says what a block of a size takes of the pool."""
+
+    __slots__ = ("_footprint", "bytes", "counts")
+
+    def __init__(self, footprint: Callable[[int], int]) -> None:
+        self._footprint = footprint
+        self.counts: dict[Entry, int] = {}
+        """Entry to number of pins, at least 1. Read it; change it only through `add` and `remove`."""
+        self.bytes = 0
+        """The footprints of all pinned blocks, each counted once."""
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Pin each entry once more; one named twice gets two pins."""
+        counts = self.counts
+        footprint = self._footprint
+        added = 0
+        for entry in entries:
+            if entry in counts:
+                counts[entry] += 1
+            else:
+                counts[entry] = 1
+                added += footprint(entry[2])
+        self.bytes += added
+
+    def remove(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Take one pin from each entry, and return those that have none left."""
+        counts = self.counts
+        ended: list[Entry] = []
+        for entry in entries:
+            count = counts[entry] - 1
+            if count:
+                counts[entry] = count
+            else:
+                del counts[entry]
+                ended.append(entry)
+        footprint = self._footprint
+        self.bytes -= sum([footprint(entry[2]) for entry in ended])
+        return ended
+
+    def added_bytes(self, entries: Sequence[Entry]) -> int:
+        """Return by how much `bytes` would grow if these entries were pinned too."""
+        return sum([self._footprint(entry[2]) for entry in set(entries).difference(self.counts)])
