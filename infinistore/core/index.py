@@ -13,7 +13,8 @@ Leaves to others: pins, room and limits (the store).
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import repeat, takewhile
 from typing import Any, TypeAlias
 
@@ -22,8 +23,8 @@ __all__ = ["NO_CHECKSUM", "Entry", "Index"]
 Entry: TypeAlias = tuple[int, int, int, int]
 """A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64 checksum or NO_CHECKSUM)."""
 
-NO_CHECKSUM = -1
-"""Stands for the checksum of a block whose writer made none."""
+NO_CHECKSUM = 0
+"""Stands for the checksum of a block whose writer made none. (A block whose real checksum is 0 goes unchecked: one in 2**64.)"""
 
 
 class Index:
@@ -31,6 +32,8 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.pop_coldest: Callable[[], tuple[str, Entry]] = partial(self._entries.popitem, last=False)
+        """pop_coldest() -> (key, entry): takes out the coldest key. KeyError if there is none."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,10 +73,6 @@ class Index:
     def remove_many(self, keys: Iterable[str]) -> list[Entry]:
         """Take keys out, and return the entries of those that were there."""
         return [entry for entry in map(self._entries.pop, keys, repeat(None)) if entry is not None]
-
-    def pop_coldest(self) -> tuple[str, Entry]:
-        """Take out the coldest key with its entry. KeyError if there is none."""
-        return self._entries.popitem(last=False)
 
     def put_warmest(self, key: str, entry: Entry) -> None:
         """Put back a key that was taken out, as the warmest."""

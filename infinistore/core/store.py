@@ -199,8 +199,11 @@ class StoreCore:
 
     # Reading
 
-    def lease(self, client: Client, keys: Sequence[str]) -> Lease:
+    def lease(self, client: Client, keys: Sequence[str], *, max_bytes: int | None = None) -> Lease:
         """Pin the blocks of these keys where they are, and touch them. A missing key pins nothing.
+
+        With `max_bytes`, only as many leading keys as have that many bytes together, but at least one; the others are
+        neither looked up nor counted.
 
         A key may be named more than once; it then counts as often against the client's share. LimitExceeded, and
         nothing pinned or touched: too many keys, or too much held by this client.
@@ -208,6 +211,9 @@ class StoreCore:
         self._check_open(client)
         self._check_batch(len(keys))
         entries = self._index.get_many(keys)
+        if max_bytes is not None:
+            fitting = _leading_within(entries, max_bytes)
+            keys, entries = keys[:fitting], entries[:fitting]
         found: Sequence[str] = keys
         pinned: list[Entry] = entries  # type: ignore[assignment]
         if None in entries:
@@ -554,3 +560,14 @@ class StoreCore:
 
 def _duplicate(keys: Sequence[str]) -> str:
     return next(key for key, count in Counter(keys).items() if count > 1)
+
+
+def _leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
+    """Return how many leading entries have at most `max_bytes` together, at least one (of a batch that has any)."""
+    total = 0
+    for position, entry in enumerate(entries):
+        if entry is not None:
+            total += entry[2]
+            if total > max_bytes and position:
+                return position
+    return len(entries)
