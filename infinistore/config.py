@@ -18,7 +18,6 @@ import attrs
 
 from infinistore.config_sources import load
 from infinistore.errors import ConfigError
-from infinistore.memory import available_memory_bytes
 from infinistore.settings import (
     VARIABLE_PREFIX,
     Kind,
@@ -62,13 +61,15 @@ _RDMA, _LIMITS, _SECURITY, _LOGGING = "RDMA", "Limits", "Security", "Logging"
 
 def _default_pool_bytes() -> int:
     """16 GiB, but at most half of the memory available, in whole MiB."""
-    available_bytes = available_memory_bytes()
+    from infinistore.core.memory import available_memory  # late: only a server needs it
+
+    available_bytes = available_memory().available_bytes
     return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))
 
 
 def _socket() -> Kind:
     def parse(raw: Any) -> str:
-        if raw is False or str(raw).strip().lower() in ("off", "no", "false"):
+        if raw is False or str(raw).strip().lower() in ("off", "no", "off"):
             return "off"  # YAML reads a bare `off` as false
         if not isinstance(raw, str | Path) or not str(raw).strip():
             raise ValueError("must be a path, auto or off")
@@ -147,7 +148,7 @@ class ServerConfig:
     auto_increase: bool = declare(
         "auto_increase",
         switch(),
-        "false",
+        "off",
         "Take more memory when the pool is full, up to --max-pool-size",
         group=_MEMORY,
     )
@@ -163,14 +164,14 @@ class ServerConfig:
     huge_pages: bool = declare(
         "huge_pages",
         switch(),
-        "false",
+        "off",
         "Back the pool with huge pages, which the machine must have reserved",
         group=_MEMORY,
     )
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),
-        "false",
+        "off",
         "Evict every --evict-interval seconds, not only when a put needs room",
         group=_EVICTION,
     )
@@ -230,7 +231,7 @@ class ServerConfig:
     insecure: bool = declare(
         "insecure",
         switch(),
-        "false",
+        "off",
         "Let anybody who reaches the port read and write, beyond loopback too",
         group=_SECURITY,
     )
@@ -252,7 +253,7 @@ class ServerConfig:
         group=_LIMITS,
     )
     max_batch_keys: int = declare(
-        "max_batch_keys", integer(1, 1_000_000), "16384", "Most keys in one request; clients split more", group=_LIMITS
+        "max_batch_keys", integer(1, 1_000_000), "8192", "Most keys in one request; clients split more", group=_LIMITS
     )
     max_key_bytes: int = declare(
         "max_key_size",

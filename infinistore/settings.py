@@ -133,8 +133,10 @@ def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string."""
+    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string if none is near."""
     found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    likeness = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
+    found = [other for other, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -1,0 +1,171 @@
+"""Runs a command, and turns whatever ends it into at most one line on standard error and an exit code.
+
+The codes are an interface for scripts; `EXIT_CODES` is what `infinistore help exit-codes` prints. A traceback is shown
+for `--log-level debug` only.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import attrs
+import rich_click as click
+
+from infinistore import errors
+from infinistore.settings import near
+
+__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "run", "session_of"]
+
+OK: Final = 0
+NEGATIVE: Final = 1
+USAGE: Final = 2
+UNAVAILABLE: Final = 3
+DEADLINE: Final = 4
+NO_ROOM: Final = 5
+DAMAGED: Final = 6
+INTERNAL: Final = 70
+INTERRUPTED: Final = 130
+OUTPUT_CLOSED: Final = 141
+
+EXIT_CODES: Final = {
+    OK: "It worked, and the answer is yes.",
+    NEGATIVE: "It worked, and the answer is no: a key is missing, or exists already.",
+    USAGE: "The command cannot be run so: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
+    UNAVAILABLE: "The store cannot be reached, was lost, wants another token, or speaks another version.",
+    DEADLINE: "The call did not finish in the time it was given.",
+    NO_ROOM: "The store has no room for it, or a limit of the store was reached.",
+    DAMAGED: "What was read is not what was written, by its checksum.",
+    INTERNAL: "Something else failed. Run it again with --log-level debug, and please report it.",
+    INTERRUPTED: "Ctrl-C.",
+    OUTPUT_CLOSED: "Whoever read the output stopped reading.",
+}
+
+_CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
+    (errors.KeyNotFound, NEGATIVE),
+    (errors.ConfigError, USAGE),
+    (errors.InvalidRequest, USAGE),
+    (errors.DeadlineExceeded, DEADLINE),
+    (errors.OutOfMemory, NO_ROOM),
+    (errors.ValueTooLarge, NO_ROOM),
+    (errors.LimitExceeded, NO_ROOM),
+    (errors.ChecksumMismatch, DAMAGED),
+    (errors.StoreUnavailable, UNAVAILABLE),
+    (errors.AuthenticationFailed, UNAVAILABLE),
+    (errors.ProtocolError, UNAVAILABLE),
+    (errors.InfiniStoreException, INTERNAL),
+    (OSError, USAGE),
+)
+
+
+class NegativeAnswer(Exception):
+    """The command worked and the answer is no: exit code 1. The message, if any, goes to standard error."""
+
+
+@attrs.define
+class Session:
+    """What one run of the command line knows about itself."""
+
+    wants_tracebacks: bool = attrs.field(factory=lambda: os.environ.get("INFINISTORE_LOG_LEVEL", "").lower() == "debug")
+
+
+def session_of(context: click.Context) -> Session:
+    """Return the session that `run` started."""
+    return context.find_root().ensure_object(Session)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that `arguments` name and return its exit code. Never raises: every error is reported here."""
+    session = Session()
+    try:
+        code = _invoke(arguments, session)
+        sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
+    except BaseException as error:  # noqa: BLE001 - this is the place that answers for every error
+        return _report(_innermost(error), session)
+    return code
+
+
+def _invoke(arguments: Sequence[str], session: Session) -> int:
+    from infinistore.cli.root import PROGRAM, complete, root
+
+    if complete():
+        return OK
+    try:
+        with root.make_context(PROGRAM, list(arguments), obj=session) as context:
+            root.invoke(context)
+    except click.exceptions.Exit as stop:  # how click ends --help and --version
+        return stop.exit_code
+    return OK
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The error that says what happened: an interrupt if there is one in the group, else the first."""
+    while isinstance(error, BaseExceptionGroup):
+        interrupts = error.subgroup(KeyboardInterrupt)
+        error = (interrupts or error).exceptions[0]
+    return error
+
+
+def _report(error: BaseException, session: Session) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else OK if error.code is None else INTERNAL
+    if isinstance(error, BrokenPipeError):
+        _abandon_output()
+        return OUTPUT_CLOSED
+    if session.wants_tracebacks and not isinstance(error, click.ClickException | NegativeAnswer):
+        traceback.print_exception(error)
+    code, line = _explain(error)
+    try:
+        sys.stdout.flush()  # what was printed before stands before the error
+    except BrokenPipeError:
+        _abandon_output()
+    if line:
+        print(f"{'' if code == INTERRUPTED else 'infinistore: '}{line}", file=sys.stderr)
+    return code
+
+
+def _abandon_output() -> None:
+    """Let what is still buffered go nowhere, or Python would complain about it when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the line for standard error."""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED, ""
+    if isinstance(error, NegativeAnswer):
+        return NEGATIVE, _one_line(str(error))
+    if isinstance(error, click.UsageError):
+        return USAGE, _usage_line(error)
+    if isinstance(error, click.ClickException):
+        return USAGE, _one_line(error.format_message())
+    code = next((code for kind, code in _CODE_OF if isinstance(error, kind)), INTERNAL)
+    if isinstance(error, OSError):
+        return code, _one_line(
+            f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+        )
+    if isinstance(error, errors.AuthenticationFailed):
+        return code, _one_line(f"{error}; give the server's token with --token-file FILE")
+    if not isinstance(error, errors.InfiniStoreException):
+        text = f"internal error: {type(error).__name__}: {error}; --log-level debug shows where"
+        return code, _one_line(text)
+    return code, _one_line(str(error) or type(error).__name__)
+
+
+def _usage_line(error: click.UsageError) -> str:
+    where = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+    if isinstance(error, click.NoSuchOption):
+        known = _flags(error.ctx) if error.ctx is not None else ()
+        return f"there is no flag {error.option_name}{near(error.option_name, known) or where}"
+    message = _one_line(error.format_message()).removesuffix(".")
+    return message[:1].lower() + message[1:] + where
+
+
+def _flags(context: click.Context) -> Iterable[str]:
+    for parameter in context.command.get_params(context):
+        yield from (flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--"))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,56 @@
+"""`infinistore ls`: the keys in the store, a page at a time."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import rich_click as click
+
+from infinistore.cli.options import Target, client_options, json_option
+from infinistore.cli.output import note, print_json, print_line, visible
+
+__all__ = ["command"]
+
+_PAGE_KEYS: Final = 1000
+
+
+@click.command("ls", short_help="List keys, all or by prefix.")
+@click.argument("prefix", default="")
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Stop after this many keys. Default: list all.")
+@click.option("--after", metavar="KEY", default="", help="Start behind this key, where an earlier listing stopped.")
+@json_option
+@client_options
+def command(prefix: str, limit: int | None, after: str, as_json: bool, target: Target) -> None:
+    """List the keys that begin with PREFIX, one a line, in the order of their characters' code points.
+
+    Keys are fetched a page at a time: those that come and go meanwhile may or may not be listed.
+    """
+    with target.open() as store:
+        # One key more than asked for tells whether there are more.
+        pages = _pages(store, prefix, after, None if limit is None else limit + 1)
+        if as_json:
+            keys = [key for page in pages for key in page]
+            more = limit is not None and len(keys) > limit
+            shown = keys[:limit]
+            print_json({"keys": shown, "next_after": shown[-1] if more else None})
+            return
+        last, left = "", limit
+        for page in pages:
+            for key in page[:left]:
+                print_line(visible(key) if sys.stdout.isatty() else key)
+                last = key
+            if left is not None and len(page) > left:
+                note(f"there are more; go on with --after {last!r}")
+                return
+            left = None if left is None else left - len(page)
+
+
+def _pages(store: Any, prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:
+    while limit is None or limit > 0:
+        asked = _PAGE_KEYS if limit is None else min(limit, _PAGE_KEYS)
+        page: list[str] = store.keys(prefix, limit=asked, after=after)
+        yield page
+        if len(page) < asked:
+            return
+        after = page[-1]
+        limit = None if limit is None else limit - len(page)

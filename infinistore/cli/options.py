@@ -1,0 +1,188 @@
+"""The flags that several commands share, and what they mean together.
+
+The flags of a server derive from `ServerConfig`; nothing about a setting is repeated here.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import attrs
+import rich_click as click
+
+from infinistore.cli.failures import session_of
+from infinistore.config import DEFAULT_SERVICE_PORT, server_settings
+from infinistore.errors import StoreUnavailable
+from infinistore.keys import check_keys
+from infinistore.settings import Setting
+
+__all__ = ["KEY", "SIZE", "Target", "client_options", "json_option", "server_options"]
+
+DEFAULT_URL: Final = f"infinistore://127.0.0.1:{DEFAULT_SERVICE_PORT}"
+_CONNECTING = "Connection"
+_RETRY_S: Final = 0.05
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Key(click.ParamType):
+    """A key that a store accepts."""
+
+    name = "key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            check_keys([value])
+        except ValueError as error:
+            self.fail(str(error).replace("key 0", "the key"), param, ctx)
+        return str(value)
+
+
+class _Size(click.ParamType):
+    """A size in bytes, or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from infinistore.sizes import parse_size
+
+        try:
+            size_bytes = parse_size(value)
+        except ValueError as error:
+            self.fail(f"{value} {error}", param, ctx)
+        if size_bytes < 1:
+            self.fail(f"{value} must be at least one byte", param, ctx)
+        return size_bytes
+
+
+KEY: Final = _Key()
+SIZE: Final = _Size()
+
+
+@attrs.frozen
+class Target:
+    """The store that a command talks to."""
+
+    url: str
+    token_file: Path | None
+    deadline_s: float
+    wait_s: float
+
+    @contextmanager
+    def open(self) -> Iterator[Any]:
+        """Connect, waiting up to `wait_s` for a server to come up, and disconnect at the end."""
+        from infinistore import blocking
+        from infinistore.config import read_token
+
+        more: dict[str, Any] = {} if self.token_file is None else {"token": read_token(self.token_file)}
+        self._wait_for_server(more)
+        with blocking.open_store(self.url, deadline_s=self.deadline_s, **more) as store:
+            yield store
+
+    def _wait_for_server(self, more: dict[str, Any]) -> None:
+        import time
+
+        from infinistore import blocking
+
+        end = time.monotonic() + self.wait_s
+        while time.monotonic() < end:
+            try:
+                with blocking.open_store(self.url, deadline_s=self.deadline_s, **more) as store:
+                    store.stats()
+            except StoreUnavailable:
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+
+def client_options(function: Function) -> Function:
+    """Add the flags that say which store to talk to; the function receives them as `target`."""
+
+    @functools.wraps(function)
+    def call(
+        url: str, token_file: Path | None, deadline: float, wait: float, log_level: str | None, **more: Any
+    ) -> Any:
+        return function(target=Target(url, token_file, deadline, wait), **more)
+
+    decorated: Any = call
+    for option in reversed(_client_options()):
+        decorated = option(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+def _client_options() -> list[Callable[[Any], Any]]:
+    return [
+        click.option(
+            "--url", metavar="URL", default=DEFAULT_URL, show_default=True, envvar="INFINISTORE_URL", show_envvar=True,
+            panel=_CONNECTING, help="Which store to talk to.",
+        ),
+        click.option(
+            "--token-file", metavar="FILE", type=click.Path(path_type=Path), envvar="INFINISTORE_TOKEN_FILE",
+            show_envvar=True, panel=_CONNECTING, help="File whose first line is the token that the server wants.",
+        ),
+        click.option(
+            "--deadline", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), default=30.0,
+            show_default=True, panel=_CONNECTING, help="Longest time for one call to the store.",
+        ),
+        click.option(
+            "--wait", metavar="SECONDS", type=click.FloatRange(min=0), default=0.0, panel=_CONNECTING,
+            help="Wait this long for a server that is not up yet.",
+        ),
+        click.option(
+            "--log-level", metavar="LEVEL", type=click.Choice(["error", "warning", "info", "debug"]),
+            callback=_note_log_level, panel=_CONNECTING, help="debug shows a traceback when something fails.",
+        ),
+    ]  # fmt: skip
+
+
+def json_option(function: Function) -> Function:
+    """Add `--json`; the function receives it as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for a script to read.")(function)
+
+
+def server_options(function: Function) -> Function:
+    """Add a flag for each setting of a server; the function receives what was written, by key, as `settings`."""
+    settings = server_settings()
+
+    @functools.wraps(function)
+    def call(**values: Any) -> Any:
+        written = {setting.key: values.pop(setting.key) for setting in settings}
+        for setting in settings:
+            if setting.is_switch and values.pop(_off(setting)):
+                written[setting.key] = False
+        return function(settings=written, **values)
+
+    decorated: Any = call
+    for setting in reversed(settings):
+        if setting.is_switch:  # hidden: a column of --no- twins would bury the rest of the help
+            decorated = click.option(setting.negative_flag, _off(setting), is_flag=True, hidden=True)(decorated)
+        decorated = _server_option(setting)(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+def _off(setting: Setting) -> str:
+    return f"no_{setting.key}"
+
+
+def _server_option(setting: Setting) -> Callable[[Any], Any]:
+    return click.option(
+        setting.flag,
+        setting.key,
+        default=None,
+        is_flag=setting.is_switch,
+        metavar=setting.kind.metavar or None,
+        help=f"{setting.help}. Default: {setting.default_text}.",
+        callback=_note_log_level if setting.key == "log_level" else None,
+        shell_complete=lambda context, parameter, incomplete: [
+            name for name in setting.kind.choices if name.lower().startswith(incomplete.lower())
+        ],
+        panel=setting.group,
+    )
+
+
+def _note_log_level(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        session_of(context).wants_tracebacks = value.lower() == "debug"
+    return value

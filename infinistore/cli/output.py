@@ -1,0 +1,68 @@
+"""Prints: one JSON document for scripts, tables and colour for a terminal, plain lines for a pipe.
+
+rich is imported when a table is printed, not before.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["console", "is_plain_text", "note", "print_json", "print_line", "print_table", "visible"]
+
+_WIDTH_OF_A_PIPE: Final = 200  # a table that a program or a file receives is not folded to a terminal's width
+
+
+def print_json(document: Any) -> None:
+    """Print `document` as JSON on one line of standard output."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+def print_line(text: str) -> None:
+    """Print one line of plain text on standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """Print one line on standard error, for a person: it is not part of the answer."""
+    sys.stderr.write(f"infinistore: {text}\n")
+
+
+def visible(key: str) -> str:
+    """Return the key as it can be shown: characters that would move a terminal's cursor are escaped."""
+    return key if key.isprintable() else key.encode("unicode_escape").decode("ascii")
+
+
+def is_plain_text(data: bytes | bytearray) -> bool:
+    """Whether the bytes can be written to a terminal without upsetting it."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return all(character.isprintable() or character in "\n\t" for character in text)
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """Return a rich console: in colour on a terminal, unless NO_COLOR is set; wide and plain elsewhere."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", numbers: Sequence[str] = ()
+) -> None:
+    """Print a table on standard output; the columns called `numbers` are flush right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)

@@ -1,0 +1,45 @@
+"""`infinistore rm`: delete keys."""
+
+from typing import Any
+
+import rich_click as click
+
+from infinistore.cli.failures import NegativeAnswer
+from infinistore.cli.files import delete_files
+from infinistore.cli.options import KEY, Target, client_options, json_option
+from infinistore.cli.output import print_json, print_line
+
+__all__ = ["command"]
+
+
+@click.command("rm", short_help="Delete keys.")
+@click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
+@click.option("--prefix", metavar="PREFIX", type=KEY, help="Delete every key that begins with PREFIX.")
+@json_option
+@client_options
+def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
+    """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY was not there.
+
+    A file that `put` stored in blocks goes with its blocks.
+    """
+    if bool(keys) == bool(prefix):
+        raise click.UsageError(
+            "name the keys to delete, or give --prefix PREFIX (to delete all, use `infinistore purge`)"
+        )
+    with target.open() as store:
+        deleted = delete_files(store, list(dict.fromkeys(keys))) if prefix is None else _delete_prefix(store, prefix)
+    missing = len(set(keys)) - deleted if prefix is None else 0
+    if as_json:
+        print_json({"deleted": deleted, "missing": missing})
+    else:
+        print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
+    if missing:
+        raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
+
+
+def _delete_prefix(store: Any, prefix: str) -> int:
+    deleted, after = 0, ""
+    while page := store.keys(prefix, limit=1000, after=after):
+        deleted += store.delete(page)
+        after = page[-1]
+    return deleted

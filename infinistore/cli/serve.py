@@ -1,0 +1,103 @@
+"""`infinistore serve`, and `infinistore` alone: run a server until it is told to stop."""
+
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from infinistore.cli.failures import session_of
+from infinistore.cli.options import json_option, server_options
+from infinistore.cli.output import note, print_json, print_line
+from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.sizes import describe_size
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from infinistore.config import ServerConfig
+
+__all__ = ["command"]
+
+
+@click.command("serve", short_help="Run a server.")
+@click.option(
+    "--config", "file", metavar="FILE", panel="Options",
+    help="YAML file with settings, one a line: the flags without --, with _ for -. Default: $INFINISTORE_CONFIG.",
+)  # fmt: skip
+@server_options
+@json_option
+@click.pass_context
+def command(context: click.Context, file: str | None, settings: Mapping[str, object], as_json: bool) -> None:
+    """Run a server. It prints one line when it listens; on Ctrl-C or SIGTERM it finishes requests under way and stops.
+
+    Each flag can also be an environment variable (--service-port: INFINISTORE_SERVICE_PORT) or a key in --config FILE
+    (service_port). The command line is stronger than the environment, and that than the file. A flag that takes no
+    value is turned off by --no- before its name.
+    """
+    from infinistore.config import load_server_config, misspelt_variables
+
+    config = load_server_config(settings, file=file)
+    session_of(context).wants_tracebacks = config.log_level == "debug"
+    for warning in misspelt_variables():
+        note(warning)
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    _run(config, as_json=as_json)
+
+
+def _run(config: "ServerConfig", *, as_json: bool) -> None:
+    from infinistore.allocators import prepare_process
+
+    prepare_process(config.allocator)  # first: it may start this process again with another environment
+    import trio
+
+    interrupts: list[int] = []
+    try:
+        trio.run(_serve, config, as_json, interrupts)
+    except* OutOfMemory as group:
+        raise ConfigError(f"--prealloc-size: {group.exceptions[0]}") from group
+    if interrupts:
+        raise KeyboardInterrupt  # the server drained; the shell is told that it was Ctrl-C
+
+
+async def _serve(config: "ServerConfig", as_json: bool, interrupts: list[int]) -> None:
+    import trio
+
+    from infinistore import serve
+
+    async with trio.open_nursery() as nursery:
+        addresses = await nursery.start(partial(serve, config, handle_signals=True))
+        _note_interrupts(interrupts)
+        _announce(config, addresses, as_json=as_json)
+
+
+def _note_interrupts(interrupts: list[int]) -> None:
+    """Remember a Ctrl-C, which the server then handles: it drains as for SIGTERM, and does not say which it was."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def remember(number: int, frame: "FrameType | None") -> None:
+        interrupts.append(number)
+        if callable(handler):
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, remember)
+
+
+def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
+    """Print the one line that says the server is there; scripts wait for it, so it is flushed."""
+    urls = [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host, port in addresses.tcp]
+    if addresses.unix_socket is not None:
+        urls.append(f"unix://{addresses.unix_socket}")
+    if as_json:
+        print_json({"listening": urls, "pool_bytes": config.prealloc_bytes, "allocator": config.allocator})
+    else:
+        pool = describe_size(config.prealloc_bytes)
+        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool} ({config.allocator})")
+    with suppress(BrokenPipeError):  # nobody reads the line; that is no reason not to serve
+        sys.stdout.flush()

@@ -1,0 +1,47 @@
+"""`infinistore stat`: what the store holds and has done."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import rich_click as click
+
+from infinistore.cli.options import Target, client_options, json_option
+from infinistore.cli.output import print_json, print_table
+from infinistore.sizes import describe_size
+
+__all__ = ["command"]
+
+
+@click.command("stat", short_help="Show statistics.")
+@json_option
+@client_options
+def command(as_json: bool, target: Target) -> None:
+    """Show the store's statistics, and which path the bytes of this client would take.
+
+    With --json the names are those of the table; sizes are in bytes and times in the unit that the name ends in.
+    """
+    with target.open() as store:
+        statistics = attrs.asdict(store.stats())
+    if as_json:
+        print_json(statistics)
+    else:
+        print_table(("name", "value"), [(name, _shown(name, value)) for name, value in _leaves(statistics)])
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return describe_size(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
