@@ -1,49 +1,155 @@
-"""Which blocks go when room is needed, and the bounds on how many go at once.
+"""Room for new blocks: what goes when the pool is full, how much at once, and when the pool should grow.
 
 Least recently used goes first. A pinned block that is met at the cold end is moved to the warm end: it is in use, so it
 is recent. So each step costs O(1) however many blocks are pinned, and a step is what the bounds below count.
+
+Eviction starts when a batch would fill the pool above the high watermark. It takes at once what the batch needs, and
+goes on down to the low watermark a little with each batch, so that no put waits for long.
+
+Growth is I/O, so it is not done here. `growth_wanted` says when it would help, and somebody who makes arenas listens.
 """
 
-import sys
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Literal
 
+from infinistore.allocators.base import Extent
 from infinistore.core.index import Entry, Index
+from infinistore.core.limits import Watermarks
+from infinistore.core.pins import PinTable
+from infinistore.core.pool import Pool
+from infinistore.errors import OutOfMemory
 
-__all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "take_coldest"]
+__all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "EvictionCause", "Room"]
+
+EvictionCause = Literal["on_demand", "fragmentation", "periodic", "manual"]
 
 EXTRA_STEPS = 256
 """How many blocks one reservation looks at to bring the store from the high watermark down to the low one, beyond
-those that it needs itself: about 0.1 ms. The way down is walked over several reservations."""
+those that it needs itself. The way down is walked over several reservations."""
 
 FRAGMENTATION_ROUNDS = 4
 """How often a reservation that has room, but not in large enough pieces, evicts more and tries again. The first round
 evicts as many bytes as the batch has, each further one twice as many: 15 times the batch in all."""
 
 FRAGMENTATION_STEPS = 16_384
-"""How many blocks those rounds look at together, at most: some 10 ms."""
+"""How many blocks those rounds look at together, at most."""
+
+_EXTENT = itemgetter(0, 1, 2)
 
 
-def take_coldest(
-    index: Index,
-    pinned: Container[Entry],
-    footprint: Callable[[int], int],
-    wanted_bytes: float,
-    max_steps: int = sys.maxsize,
-) -> tuple[list[Entry], int]:
-    """Take the coldest blocks that are not pinned out of the index, until they make up `wanted_bytes` of the pool.
+class Room:
+    """The pool's room, shared by blocks that have a key, blocks that are pinned, and reservations."""
 
-    Looks at no key twice, and at `max_steps` keys at most. Returns the entries, and their bytes by footprint, which
-    are fewer than wanted when a bound was met first.
-    """
-    taken: list[Entry] = []
-    taken_bytes = 0
-    for _ in range(min(len(index), max_steps)):
-        if taken_bytes >= wanted_bytes:
-            break
-        key, entry = index.pop_coldest()
-        if entry in pinned:
-            index.put_warmest(key, entry)
-        else:
-            taken.append(entry)
-            taken_bytes += footprint(entry[2])
-    return taken, taken_bytes
+    def __init__(self, pool: Pool, index: Index, pins: PinTable, watermarks: Watermarks) -> None:
+        self.reserved_bytes = 0
+        """The footprints of all open reservations."""
+        self.evicted: Counter[EvictionCause] = Counter()
+        """Blocks evicted since the start, by cause."""
+        self.growable_bytes = 0
+        """How much larger the pool may still become."""
+        self.growth_wanted = False
+        """A batch had to evict, or was refused, while the pool could still grow."""
+        self.on_growth_wanted: Callable[[], object] | None = None
+        """Called when `growth_wanted` becomes true."""
+        self._pool = pool
+        self._index = index
+        self._pins = pins
+        self._watermarks = watermarks
+        self._draining = False  # on the way from the high watermark down to the low one
+
+    def reserve(self, sizes: Sequence[int], footprint_bytes: int) -> list[Extent]:
+        """Take one extent per size, evicting as needed; `footprint_bytes` is what they take together.
+
+        OutOfMemory: they do not fit beside what is pinned and reserved, and nothing was evicted; or the free room is
+        in too small pieces, and a bounded amount was.
+        """
+        self._make_room(footprint_bytes)
+        extents = self._pool.allocate(sizes)
+        rounds = 0
+        while extents is None:
+            self._make_larger_pieces(footprint_bytes, rounds)
+            extents = self._pool.allocate(sizes)
+            rounds += 1
+        self.reserved_bytes += footprint_bytes
+        return extents
+
+    def evict(self, wanted_bytes: float, cause: EvictionCause, max_steps: int | None = None) -> int:
+        """Evict the coldest blocks that are not pinned until `wanted_bytes` of the pool are free again.
+
+        Stops earlier when nothing is left to evict, or `max_steps` blocks were looked at. Returns blocks evicted.
+        """
+        evictable_bytes = self._pool.used_bytes - self._pins.bytes - self.reserved_bytes
+        wanted_bytes = min(wanted_bytes, evictable_bytes)
+        if wanted_bytes <= 0:
+            return 0
+        steps = len(self._index) if max_steps is None else min(max_steps, len(self._index))
+        entries = self._take_coldest(wanted_bytes, steps)
+        self._pool.free(list(map(_EXTENT, entries)))
+        self.evicted[cause] += len(entries)
+        return len(entries)
+
+    def want_growth(self) -> None:
+        """Say that a larger pool would help, if it may grow at all."""
+        if self.growable_bytes > 0 and not self.growth_wanted:
+            self.growth_wanted = True
+            if self.on_growth_wanted is not None:
+                self.on_growth_wanted()
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Evict what a batch needs, and a little more on the way down to the low watermark."""
+        pool, watermarks = self._pool, self._watermarks
+        if wanted_bytes > pool.capacity_bytes - self._pins.bytes - self.reserved_bytes:
+            self.want_growth()
+            raise self._out_of_memory(f"a batch of {wanted_bytes} bytes does not fit")
+        excess_bytes = pool.used_bytes + wanted_bytes - watermarks.high * pool.capacity_bytes
+        if excess_bytes > 0:
+            self.want_growth()
+            self._draining = True
+            self.evict(excess_bytes, "on_demand")
+        if self._draining:
+            excess_bytes = pool.used_bytes + wanted_bytes - watermarks.low * pool.capacity_bytes
+            # Fewer than the bound: the low watermark is reached, or only pinned blocks are in the way.
+            self._draining = self.evict(excess_bytes, "on_demand", EXTRA_STEPS) == EXTRA_STEPS
+
+    def _make_larger_pieces(self, wanted_bytes: int, rounds: int) -> None:
+        """Evict for a batch that was refused although its bytes are free; OutOfMemory after the last round."""
+        self.want_growth()
+        if rounds < FRAGMENTATION_ROUNDS:
+            steps = FRAGMENTATION_STEPS >> (FRAGMENTATION_ROUNDS - rounds)
+            if self.evict(wanted_bytes << rounds, "fragmentation", steps):
+                return
+        raise self._out_of_memory(
+            f"a batch of {wanted_bytes} bytes does not fit into the pieces that are free, and eviction did not join"
+            " enough of them (values of one size avoid this)"
+        )
+
+    def _take_coldest(self, wanted_bytes: float, steps: int) -> list[Entry]:
+        """Take entries out of the index until they make up `wanted_bytes`, in so many steps at most."""
+        taken: list[Entry] = []
+        taken_bytes = 0
+        pop_coldest = self._index.pop_coldest
+        footprint = self._pool.footprint
+        pinned = self._pins.counts
+        for _ in range(steps):
+            if taken_bytes >= wanted_bytes:
+                break
+            key, entry = pop_coldest()
+            if entry in pinned:
+                self._index.put_warmest(key, entry)
+            else:
+                taken.append(entry)
+                taken_bytes += footprint(entry[2])
+        return taken
+
+    def _out_of_memory(self, what: str) -> OutOfMemory:
+        remedy = (
+            "the pool may still grow: try again in a moment"
+            if self.growable_bytes > 0
+            else "release leases and reservations sooner, write smaller batches, or give the server a larger pool"
+        )
+        return OutOfMemory(
+            f"{what}: of {self._pool.capacity_bytes} bytes in the pool, {self._pins.bytes} are pinned by readers and"
+            f" {self.reserved_bytes} by unfinished writes; {remedy}"
+        )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import attrs
 from attrs.validators import ge, gt, instance_of, le, optional
 
+from infinistore.errors import LimitExceeded
+
 __all__ = ["MAX_KEY_BYTES", "CoreLimits", "Watermarks", "check_keys"]
 
 MAX_KEY_BYTES = 1024
@@ -43,6 +45,25 @@ class CoreLimits:
     """The longest time that `hold_prefix` pins, in seconds."""
     max_held_ratio: float = attrs.field(default=0.25, converter=float, validator=[ge(0.0), le(1.0)])
     """The part of the capacity that all holds together may pin, each block counted once."""
+
+    def check_batch(self, count: int) -> None:
+        """Raise LimitExceeded if a call names more than `max_batch_keys` keys."""
+        if count > self.max_batch_keys:
+            raise LimitExceeded(
+                f"{count} keys in one batch are more than max_batch_keys={self.max_batch_keys}; split the batch"
+            )
+
+    def check_share(self, name: str, held_bytes: int, wanted_bytes: int, capacity_bytes: int) -> None:
+        """Raise LimitExceeded if client `name`, which holds `held_bytes`, may not have `wanted_bytes` more.
+
+        A client that holds nothing may have any one batch.
+        """
+        if held_bytes and held_bytes + wanted_bytes > self.max_pinned_ratio * capacity_bytes:
+            raise LimitExceeded(
+                f"client {name!r} holds {held_bytes} bytes leased or reserved and asks for {wanted_bytes} more, and"
+                f" max_pinned_ratio={self.max_pinned_ratio:g} of {capacity_bytes} bytes bounds both together; release"
+                " leases or finish writes first"
+            )
 
 
 def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> None:

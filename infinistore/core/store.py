@@ -34,18 +34,16 @@ import xxhash
 
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.eviction import EXTRA_STEPS, FRAGMENTATION_ROUNDS, FRAGMENTATION_STEPS, take_coldest
+from infinistore.core.eviction import EvictionCause, Room
 from infinistore.core.holds import Holds
 from infinistore.core.index import NO_CHECKSUM, Entry, Index
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
-from infinistore.errors import LimitExceeded, OutOfMemory, UnknownReservation, ValueTooLarge
+from infinistore.errors import LimitExceeded, UnknownReservation, ValueTooLarge
 
-__all__ = ["EvictionCause", "StoreCore"]
-
-EvictionCause = Literal["on_demand", "fragmentation", "periodic", "manual"]
+__all__ = ["StoreCore"]
 
 _EXTENT = itemgetter(0, 1, 2)
 _LENGTH = itemgetter(2)
@@ -71,10 +69,6 @@ class StoreCore:
     ) -> None:
         self.pool = pool
         self.limits = limits or CoreLimits()
-        self.watermarks = watermarks or Watermarks()
-        self.growable_bytes = growable_bytes
-        self.growth_wanted = False
-        self.on_growth_wanted = on_growth_wanted
         self._clock = clock
         self._index = Index()
         self._pins = PinTable(pool.footprint)  # by leases and holds
@@ -82,10 +76,10 @@ class StoreCore:
         self._holds = Holds(random or random_module.SystemRandom())
         self._condemned: set[Entry] = set()  # pinned, but no longer in the index
         self._clients: set[Client] = set()
-        self._reserved_bytes = 0
-        self._draining = False  # on the way from the high watermark down to the low one
+        self._room = Room(pool, self._index, self._pins, watermarks or Watermarks())
+        self._room.growable_bytes = growable_bytes
+        self._room.on_growth_wanted = on_growth_wanted
         self._counters: Counter[str] = Counter()
-        self._evicted: Counter[EvictionCause] = Counter()
 
     # Clients
 
@@ -130,21 +124,14 @@ class StoreCore:
         in the batch, or too much held by this client. OutOfMemory: no room now.
         """
         self._check_open(client)
-        self._check_batch(len(sizes))
+        self.limits.check_batch(len(sizes))
         self.expire_holds()
         if sizes:
             self._check_sizes(min(sizes), max(sizes))
         footprint_bytes = sum(map(self.pool.footprint, sizes))
-        self._check_share(client, footprint_bytes)
-        self._make_room(footprint_bytes)
-        extents = self.pool.allocate(sizes)
-        rounds = 0
-        while extents is None:
-            self._make_larger_pieces(footprint_bytes, rounds)
-            extents = self.pool.allocate(sizes)
-            rounds += 1
+        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
+        extents = self._room.reserve(sizes, footprint_bytes)
         reservation = Reservation(self.pool, client, extents, footprint_bytes)
-        self._reserved_bytes += footprint_bytes
         client.reserved_bytes += footprint_bytes
         client.reservations.add(reservation)
         return reservation
@@ -209,7 +196,7 @@ class StoreCore:
         nothing pinned or touched: too many keys, or too much held by this client.
         """
         self._check_open(client)
-        self._check_batch(len(keys))
+        self.limits.check_batch(len(keys))
         entries = self._index.get_many(keys)
         if max_bytes is not None:
             fitting = _leading_within(entries, max_bytes)
@@ -221,7 +208,7 @@ class StoreCore:
             pinned = [entry for entry in entries if entry is not None]
         lengths = list(map(_LENGTH, pinned))
         footprint_bytes = sum(map(self.pool.footprint, lengths))
-        self._check_share(client, footprint_bytes)
+        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         self._pins.add(pinned)
         self._index.touch(found)
         lease = Lease(self.pool, client, entries, pinned, footprint_bytes)
@@ -239,7 +226,7 @@ class StoreCore:
 
     def exists(self, keys: Sequence[str]) -> bytes:
         """Return one byte per key: 1 if it is there, 0 if not. Touches nothing. LimitExceeded: too many keys."""
-        self._check_batch(len(keys))
+        self.limits.check_batch(len(keys))
         return self._index.contains_many(keys)
 
     def match_prefix(self, keys: Sequence[str]) -> int:
@@ -247,7 +234,7 @@ class StoreCore:
 
         LimitExceeded: too many keys.
         """
-        self._check_batch(len(keys))
+        self.limits.check_batch(len(keys))
         found = self._index.leading(keys)
         self._index.touch(found)
         return len(found)
@@ -260,7 +247,7 @@ class StoreCore:
         nothing pinned or touched: too many keys, `hold_s` above the limit, or more than all holds together may pin.
         """
         self._check_open(client)
-        self._check_batch(len(keys))
+        self.limits.check_batch(len(keys))
         if not hold_s > 0:
             raise ValueError(f"hold_s must be more than 0 seconds, not {hold_s}")
         if hold_s > self.limits.max_hold_s:
@@ -303,7 +290,7 @@ class StoreCore:
 
     def delete(self, keys: Sequence[str]) -> int:
         """Remove keys, and return how many were there. LimitExceeded: too many keys."""
-        self._check_batch(len(keys))
+        self.limits.check_batch(len(keys))
         entries = self._index.remove_many(keys)
         self._drop(entries)
         self._counters["deleted"] += len(entries)
@@ -329,7 +316,7 @@ class StoreCore:
         if self.pool.used_bytes <= high * capacity:
             return 0
         self.expire_holds()
-        return self._evict(self.pool.used_bytes - low * capacity, cause, max_blocks)[0]
+        return self._room.evict(self.pool.used_bytes - low * capacity, cause, max_blocks)
 
     # Looking
 
@@ -365,12 +352,12 @@ class StoreCore:
         """Return a snapshot. Cheap: nothing is scanned but the clients."""
         quarantined = [client for client in self._clients if client.state == "quarantined"]
         counters = self._counters
-        evicted = self._evicted
+        evicted = self._room.evicted
         return StoreStatistics(
             capacity_bytes=self.pool.capacity_bytes,
-            growable_bytes=self.growable_bytes,
+            growable_bytes=self._room.growable_bytes,
             used_bytes=self.pool.used_bytes,
-            reserved_bytes=self._reserved_bytes,
+            reserved_bytes=self._room.reserved_bytes,
             pinned_bytes=self._pins.bytes,
             held_bytes=self._held.bytes,
             condemned_bytes=sum(map(self.pool.footprint, map(_LENGTH, self._condemned))),
@@ -400,75 +387,41 @@ class StoreCore:
 
     # Growth
 
+    @property
+    def growable_bytes(self) -> int:
+        """How much larger the pool may still become: as set, less what was added since."""
+        return self._room.growable_bytes
+
+    @growable_bytes.setter
+    def growable_bytes(self, value: int) -> None:
+        self._room.growable_bytes = value
+
+    @property
+    def on_growth_wanted(self) -> Callable[[], object] | None:
+        """Called, without arguments, each time that `growth_wanted` becomes true."""
+        return self._room.on_growth_wanted
+
+    @on_growth_wanted.setter
+    def on_growth_wanted(self, value: Callable[[], object] | None) -> None:
+        self._room.on_growth_wanted = value
+
+    @property
+    def growth_wanted(self) -> bool:
+        """A reservation had to evict, or was refused, while the pool could still grow. `add_arena` clears it."""
+        return self._room.growth_wanted
+
     def add_arena(self, arena: Arena) -> None:
-        """Make the pool larger by an arena that was wanted, or by the first one."""
+        """Make the pool larger by an arena: the first one, or one that was wanted. ValueError if it is out of turn."""
         self.pool.add_arena(arena)
-        self.growable_bytes = max(0, self.growable_bytes - arena.length)
-        self.growth_wanted = False
+        self._room.growable_bytes = max(0, self._room.growable_bytes - arena.length)
+        self._room.growth_wanted = False
 
     def stop_growth(self) -> None:
-        """Say that the pool stays as it is: there is no memory for another arena."""
-        self.growable_bytes = 0
-        self.growth_wanted = False
+        """Say that the pool stays as it is, because there is no memory for another arena."""
+        self._room.growable_bytes = 0
+        self._room.growth_wanted = False
 
-    def _want_growth(self) -> None:
-        if self.growable_bytes > 0 and not self.growth_wanted:
-            self.growth_wanted = True
-            if self.on_growth_wanted is not None:
-                self.on_growth_wanted()
-
-    # Room
-
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Evict what a batch of `wanted_bytes` needs, and a little more on the way down to the low watermark."""
-        capacity = self.pool.capacity_bytes
-        if wanted_bytes > capacity - self._pins.bytes - self._reserved_bytes:
-            self._want_growth()
-            raise self._out_of_memory(f"a batch of {wanted_bytes} bytes does not fit")
-        excess = self.pool.used_bytes + wanted_bytes - self.watermarks.high * capacity
-        if excess > 0:
-            self._want_growth()
-            self._draining = True
-            self._evict(excess, "on_demand")
-        if self._draining:
-            excess = self.pool.used_bytes + wanted_bytes - self.watermarks.low * capacity
-            evicted, _ = self._evict(excess, "on_demand", EXTRA_STEPS)
-            self._draining = evicted == EXTRA_STEPS
-
-    def _make_larger_pieces(self, wanted_bytes: int, rounds: int) -> None:
-        """Evict for a batch that was refused although its bytes are free; OutOfMemory after the last round."""
-        self._want_growth()
-        if rounds < FRAGMENTATION_ROUNDS:
-            steps = FRAGMENTATION_STEPS >> (FRAGMENTATION_ROUNDS - rounds)
-            if self._evict(wanted_bytes << rounds, "fragmentation", steps)[0]:
-                return
-        raise self._out_of_memory(
-            f"a batch of {wanted_bytes} bytes does not fit into the pieces that are free, and eviction did not join"
-            " enough of them; blocks of one size do not splinter the pool"
-        )
-
-    def _evict(self, wanted_bytes: float, cause: EvictionCause, max_steps: int | None = None) -> tuple[int, int]:
-        """Evict at least `wanted_bytes`, or all that can be. Returns (blocks, bytes) evicted."""
-        evictable_bytes = self.pool.used_bytes - self._pins.bytes - self._reserved_bytes
-        wanted_bytes = min(wanted_bytes, evictable_bytes)
-        if wanted_bytes <= 0:
-            return 0, 0
-        steps = len(self._index) if max_steps is None else max_steps
-        entries, evicted_bytes = take_coldest(self._index, self._pins.counts, self.pool.footprint, wanted_bytes, steps)
-        self.pool.free(list(map(_EXTENT, entries)))
-        self._evicted[cause] += len(entries)
-        return len(entries), evicted_bytes
-
-    def _out_of_memory(self, what: str) -> OutOfMemory:
-        remedy = (
-            "the pool is about to grow: try again in a moment"
-            if self.growable_bytes > 0
-            else "release leases and reservations sooner, write smaller batches, or give the server a larger pool"
-        )
-        return OutOfMemory(
-            f"{what}: {self._pins.bytes} bytes are leased or held and {self._reserved_bytes} are being written, of"
-            f" {self.pool.capacity_bytes} bytes in the pool; {remedy}"
-        )
+    # Pins and room
 
     def _drop(self, entries: list[Entry]) -> None:
         """Free blocks that have lost their key: now, or with their last pin."""
@@ -504,7 +457,7 @@ class StoreCore:
 
     def _close_reservation(self, reservation: Reservation, state: Literal["committed", "aborted"]) -> None:
         reservation.state = state
-        self._reserved_bytes -= reservation.footprint_bytes
+        self._room.reserved_bytes -= reservation.footprint_bytes
         reservation.client.reserved_bytes -= reservation.footprint_bytes
         reservation.client.reservations.discard(reservation)
 
@@ -526,35 +479,19 @@ class StoreCore:
         if client.state != "open":
             raise ValueError(f"client {client.name!r} is {client.state}")
 
-    def _check_batch(self, count: int) -> None:
-        if count > self.limits.max_batch_keys:
-            raise LimitExceeded(
-                f"{count} keys in one batch are more than max_batch_keys={self.limits.max_batch_keys}; split the batch"
-            )
-
     def _check_sizes(self, smallest: int, largest: int) -> None:
         if smallest <= 0:
             raise ValueError(f"a value must have at least one byte, not {smallest}")
-        limit = self.limits.max_value_bytes
-        if limit is not None and largest > limit:
-            raise ValueTooLarge(f"a value of {largest} bytes is above the limit max_value_bytes={limit}")
+        if self.limits.max_value_bytes is not None and largest > self.limits.max_value_bytes:
+            raise ValueTooLarge(
+                f"a value of {largest} bytes is above the limit max_value_bytes={self.limits.max_value_bytes}"
+            )
         # No block spans two arenas, so the largest value is what the largest arena, or one still to come, can place.
-        bound = max(self.pool.largest_arena_bytes, self.growable_bytes)
+        bound = max(self.pool.largest_arena_bytes, self._room.growable_bytes)
         if self.pool.footprint(largest) > bound:
             raise ValueTooLarge(
                 f"a value of {largest} bytes is larger than the pool can ever place ({bound} bytes in one piece);"
                 " split it, or give the server a larger pool"
-            )
-
-    def _check_share(self, client: Client, wanted_bytes: int) -> None:
-        """Refuse more than one client's share of the pool; who holds nothing may have any one batch."""
-        held_bytes = client.pinned_bytes
-        bound_bytes = int(self.limits.max_pinned_ratio * self.pool.capacity_bytes)
-        if held_bytes and held_bytes + wanted_bytes > bound_bytes:
-            raise LimitExceeded(
-                f"client {client.name!r} holds {held_bytes} bytes leased or reserved and asks for {wanted_bytes} more;"
-                f" max_pinned_ratio={self.limits.max_pinned_ratio:g} allows {bound_bytes} bytes; release or commit"
-                " first"
             )
 
 
