@@ -1,0 +1,102 @@
+"""How a KV cache is cut into blocks, and what each block is called.
+
+A transformer keeps, for every token and every layer, one key vector and one value vector per KV head. Engines group the
+tokens of a prompt into chunks of a fixed length and give every chunk a name that depends on *all* tokens up to its end,
+because attention does: the same sentence after another beginning has another KV cache. The name is therefore a chain,
+
+    name[0] = hash(layout, tokens of chunk 0)
+    name[i] = hash(name[i - 1], tokens of chunk i)
+
+so that two prompts share exactly the names of the chunks that they begin with. One stored block is one layer of one
+chunk, and its key is the chunk's name with the layer behind it.
+
+This module is arithmetic and hashing only. What stands in a block is the business of `content.py`.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+__all__ = ["DEFAULT_CHUNK_TOKENS", "KVLayout", "block_key", "block_keys", "chunk_names"]
+
+DEFAULT_CHUNK_TOKENS = 256
+_NAME_BYTES = 16  # 128 bits: two chunks with one name would be served each other's bytes, so make it not happen
+
+
+@frozen
+class KVLayout:
+    """The shape of one model's KV cache, cut into chunks. The defaults are Qwen2.5-7B's.
+
+    They are from the model's own config.json: 28 layers, 28 query heads that share 4 KV heads, 128 numbers a head,
+    bfloat16. A block is laid out as `[K or V][token][KV head][number]`, without gaps.
+    """
+
+    model: str = "Qwen2.5-7B"
+    layers: int = field(default=28, validator=ge(1))
+    kv_heads: int = field(default=4, validator=ge(1))
+    head_dim: int = field(default=128, validator=ge(1))
+    element_bytes: int = field(default=2, validator=ge(1))
+    chunk_tokens: int = field(default=DEFAULT_CHUNK_TOKENS, validator=ge(1))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K (or V) in one layer: all KV heads."""
+        return self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def rows(self) -> int:
+        """Rows of `row_bytes` in a block: one of K and one of V for each token of a chunk."""
+        return 2 * self.chunk_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one layer of one chunk: what is stored under one key."""
+        return self.rows * self.row_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of all layers of one chunk."""
+        return self.layers * self.block_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers."""
+        return 2 * self.row_bytes * self.layers
+
+    def whole_chunks(self, tokens: int) -> int:
+        """How many full chunks `tokens` tokens give. The rest, less than a chunk, is not stored, as in the engines."""
+        return tokens // self.chunk_tokens
+
+
+def chunk_names(layout: KVLayout, tokens: Sequence[int]) -> list[bytes]:
+    """Return the name (16 bytes) of every full chunk of `tokens`, first to last.
+
+    The chain starts from the layout, so that no two shapes of cache ever share a name. The hash is BLAKE2b (RFC 7693).
+    Token ids are hashed as 32-bit little-endian numbers; one that does not fit raises `struct.error`.
+    """
+    shape = (layout.model, layout.layers, layout.kv_heads, layout.head_dim, layout.element_bytes, layout.chunk_tokens)
+    name = hashlib.blake2b(repr(shape).encode(), digest_size=_NAME_BYTES).digest()
+    pack = struct.Struct(f"<{layout.chunk_tokens}I").pack
+    names = []
+    for start in range(0, layout.whole_chunks(len(tokens)) * layout.chunk_tokens, layout.chunk_tokens):
+        chunk = pack(*tokens[start : start + layout.chunk_tokens])
+        name = hashlib.blake2b(name + chunk, digest_size=_NAME_BYTES).digest()
+        names.append(name)
+    return names
+
+
+def block_key(name: bytes, layer: int) -> str:
+    """Return the key under which one layer of the chunk called `name` is stored, such as `demo/0f...9c/L07`."""
+    return f"demo/{name.hex()}/L{layer:02d}"
+
+
+def block_keys(layout: KVLayout, names: Sequence[bytes]) -> list[str]:
+    """Return the keys of all blocks of the chunks, chunk by chunk and layer by layer within each.
+
+    In this order the longest prefix that a store holds, divided by the number of layers, is the number of chunks that
+    are there whole: a chunk that lost a single layer to eviction does not count.
+    """
+    return [block_key(name, layer) for name in names for layer in range(layout.layers)]

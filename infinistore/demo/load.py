@@ -1,0 +1,106 @@
+"""Find the longest prefix of a prompt that the store holds, load it layer by layer, and check every byte.
+
+Decode does this because it has nothing else; prefill does it because the tokens that it computes look back at the ones
+that it found. Both processes run this same code, so that there is one place that decides what is right.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import frozen
+
+import infinistore
+from infinistore.demo.content import block_content, first_difference
+from infinistore.demo.layout import KVLayout, block_key, block_keys
+from infinistore.demo.messages import DemoError, LayerDone, Matched, send_event
+
+if TYPE_CHECKING:
+    from infinistore.client import AsyncStore, PrefixMatch
+
+__all__ = ["LoadedPrefix", "PrefixLoader"]
+
+_HOLD_S = 60.0  # an upper bound; the hold is released as soon as the prefix is loaded
+
+
+@frozen
+class LoadedPrefix:
+    """How many chunks were found, and what loading them took."""
+
+    chunks: int
+    loaded_bytes: int
+    load_s: float
+
+
+@frozen
+class PrefixLoader:
+    """Loads and checks chunks of one prompt, whose name goes into the events."""
+
+    store: "AsyncStore"
+    layout: KVLayout
+    prompt: str
+
+    async def load(self, tokens: int, names: Sequence[bytes]) -> LoadedPrefix:
+        """Load and check as many of the chunks `names`, from the first on, as the store holds whole.
+
+        Sends `Matched` and, for each layer, two `LayerDone` events. Memory: one layer of all chunks that were found.
+
+        Raises `DemoError`, which names the block and the byte, if one is wrong or has gone although it was held.
+        """
+        layout = self.layout
+        match = await self._match(block_keys(layout, names))
+        try:
+            found = names[: int(match) // layout.layers]
+            send_event(Matched(self.prompt, tokens, len(found) * layout.chunk_tokens))
+            load_s = 0.0
+            if found:
+                # One buffer for all layers: its memory is touched once, and an engine loads into pages it has, too.
+                memory = memoryview(bytearray(len(found) * layout.block_bytes))
+                for layer in range(layout.layers):
+                    load_s += await self._load_and_check_layer(found, layer, memory)
+        finally:
+            if match.hold:
+                with trio.CancelScope(shield=True):
+                    await self.store.release_hold(match.hold)
+        return LoadedPrefix(len(found), len(found) * layout.chunk_bytes, load_s)
+
+    async def _match(self, keys: list[str]) -> "PrefixMatch":
+        """Count the leading keys, and hold them so that none is evicted before it is read."""
+        try:
+            return await self.store.match_prefix(keys, hold_s=_HOLD_S)
+        except infinistore.LimitExceeded:
+            # A server holds no more than a part of its pool. Without a hold a block may be gone when we come to load
+            # it: an engine computes it then, and this demonstration reports it.
+            return await self.store.match_prefix(keys)
+
+    async def _load_and_check_layer(self, names: Sequence[bytes], layer: int, memory: memoryview) -> float:
+        """Load one layer of all chunks with one call, then check it; return the seconds that loading took.
+
+        Checking is not part of the time, and not done while the next layer loads: an engine does not do it at all, and
+        it would take the processor from what is being measured.
+        """
+        size = self.layout.block_bytes
+        blocks = [memory[size * number : size * (number + 1)] for number in range(len(names))]
+        items = [(block_key(name, layer), block) for name, block in zip(names, blocks, strict=True)]
+        started = time.perf_counter()
+        lengths = await self.store.get_many_into(items)
+        loaded = time.perf_counter()
+        send_event(LayerDone(self.prompt, "loaded", layer, len(memory), loaded - started))
+        for chunk, (name, block, length) in enumerate(zip(names, blocks, lengths, strict=True)):
+            where = f"layer {layer} of chunk {chunk} (key {block_key(name, layer)})"
+            if length is None:
+                raise DemoError(f"{where} was there a moment ago and is missing now")
+            expected = block_content(self.layout, name, layer)
+            _check(where, expected, block[:length])
+            await trio.lowlevel.checkpoint()
+        send_event(LayerDone(self.prompt, "checked", layer, len(memory), time.perf_counter() - loaded))
+        return loaded - started
+
+
+def _check(where: str, expected: bytes, found: memoryview) -> None:
+    """Raise `DemoError` unless `found` is `expected`, to the last byte."""
+    place = first_difference(expected, found)
+    if place is not None:
+        got = f"is {found[place]:#04x}" if place < len(found) else "is missing"
+        raise DemoError(f"{where} is wrong: byte {place} {got} and should be {expected[place]:#04x}")

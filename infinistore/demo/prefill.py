@@ -1,0 +1,97 @@
+"""The prefill process: computes the KV cache of a prompt layer by layer, and writes each layer while the next is made.
+
+Run as `python -m infinistore.demo.prefill`; `messages.py` says what it reads and writes.
+
+Two tasks in one Trio nursery share the work, with a channel between them. One computes: it makes the bytes of a layer
+in a thread and then waits until the simulated model, at its stated speed, would be done with the layer. The other
+writes what it receives. The channel holds at most one layer, so that a slow store holds the model up instead of filling
+the memory: never more than three layers of the prompt are in this process. If either task fails, the nursery ends the
+other.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from infinistore.demo.content import block_content
+from infinistore.demo.layout import KVLayout, block_key, chunk_names
+from infinistore.demo.load import PrefixLoader
+from infinistore.demo.messages import Finished, Job, LayerDone, Setup, send_event
+from infinistore.demo.worker import run_worker
+
+if TYPE_CHECKING:
+    from infinistore.client import AsyncStore
+
+Layer = list[tuple[str, bytes]]
+"""One layer of all new chunks: keys and blocks, as `put_many` takes them."""
+
+
+async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
+    """Load what the store has of the prompt, compute the rest, and store that."""
+    layout, tokens = setup.layout, len(job.tokens)
+    names = chunk_names(layout, job.tokens)
+    prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
+    new_names = names[prefix.chunks :]
+    hit_tokens = prefix.chunks * layout.chunk_tokens
+    compute_s = (tokens - hit_tokens) / setup.prefill_tokens_per_s
+
+    started = time.perf_counter()
+    write_s = 0.0
+    to_write, computed = trio.open_memory_channel[Layer](1)  # one layer may wait while another is being written
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(_compute, setup, job.prompt, new_names, to_write, layer_s=compute_s / layout.layers))
+        layer = 0
+        async for blocks in computed:
+            write_s += await _write(store, job.prompt, layer, blocks)
+            layer += 1
+    return Finished(
+        prompt=job.prompt,
+        tokens=tokens,
+        hit_tokens=hit_tokens,
+        loaded_bytes=prefix.loaded_bytes,
+        load_s=prefix.load_s,
+        computed_tokens=tokens - hit_tokens,
+        compute_s=compute_s,
+        written_bytes=len(new_names) * layout.chunk_bytes,
+        write_s=write_s,
+        compute_and_write_s=time.perf_counter() - started,
+    )
+
+
+async def _compute(
+    setup: Setup, prompt: str, names: Sequence[bytes], to_write: trio.MemorySendChannel[Layer], *, layer_s: float
+) -> None:
+    """Make one layer after the other, none faster than the simulated model would."""
+    async with to_write:
+        for number in range(setup.layout.layers):
+            started, deadline = time.perf_counter(), trio.current_time() + layer_s
+            layer = await trio.to_thread.run_sync(_make_layer, setup.layout, names, number)
+            await trio.sleep_until(deadline)
+            send_event(LayerDone(prompt, "computed", number, _payload_bytes(layer), time.perf_counter() - started))
+            await to_write.send(layer)
+
+
+def _make_layer(layout: KVLayout, names: Sequence[bytes], layer: int) -> Layer:
+    return [(block_key(name, layer), block_content(layout, name, layer)) for name in names]
+
+
+async def _write(store: "AsyncStore", prompt: str, number: int, layer: Layer) -> float:
+    """Store one layer of all new chunks with one call; return the seconds that it took."""
+    if not layer:  # everything was found, and what is left fills no chunk
+        return 0.0
+    started = time.perf_counter()
+    await store.put_many(layer)
+    took_s = time.perf_counter() - started
+    send_event(LayerDone(prompt, "written", number, _payload_bytes(layer), took_s))
+    return took_s
+
+
+def _payload_bytes(layer: Layer) -> int:
+    return sum(len(block) for _, block in layer)
+
+
+if __name__ == "__main__":
+    run_worker(prefill)

@@ -1,0 +1,174 @@
+"""Starts the server and the workers as processes of their own, listens to them, and ends them.
+
+Every process lives in a nursery of the caller: when that is cancelled, by Ctrl-C or because something failed, each gets
+SIGTERM, and SIGKILL if it has not gone five seconds later. A process that ends when it should not is a `DemoError` with
+the last thing that it said.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import trio
+
+from infinistore.demo.messages import (
+    DemoError,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    LineReader,
+    Ready,
+    Setup,
+    decode_event,
+    encode_order,
+)
+from infinistore.sizes import format_size
+
+__all__ = ["ServerProcess", "WorkerProcess", "start_server", "start_worker"]
+
+_START_TIMEOUT_S = 60.0
+_KEPT_LINES = 20
+_ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
+
+
+class _Process:
+    """A child process whose standard error is kept, the last lines of it, for when something goes wrong."""
+
+    def __init__(self, title: str, process: trio.Process) -> None:
+        self.title = title
+        self._process = process
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._stderr_read = trio.Event()
+        assert process.stdout is not None
+        self._stdout = LineReader(process.stdout)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    async def keep_stderr(self) -> None:
+        """Read standard error until it ends: a child that nobody reads would block once the pipe is full."""
+        assert self._process.stderr is not None
+        reader = LineReader(self._process.stderr)
+        try:
+            while (line := await reader.next_line()) is not None:
+                self._said.append(line.decode(errors="replace").strip())
+        finally:
+            self._stderr_read.set()
+
+    async def ended(self) -> DemoError:
+        """Wait for the end of the process; return what to tell the reader about it."""
+        status = await self._process.wait()
+        with trio.move_on_after(1):  # a grandchild could keep the pipe open
+            await self._stderr_read.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        last = next((line for line in reversed(self._said) if line), "it said nothing")
+        return DemoError(f"the {self.title} process {how}: {last}")
+
+
+class ServerProcess(_Process):
+    """A server that listens at `url`."""
+
+    url: str = ""
+
+    async def wait_until_ready(self) -> None:
+        """Return once the server has said on its standard output where it listens."""
+        with trio.move_on_after(_START_TIMEOUT_S):
+            while (line := await self._stdout.next_line()) is not None:
+                if address := _ADDRESS.search(line.decode(errors="replace")):
+                    self.url = address.group()
+                    return
+            raise await self.ended()
+        raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
+
+    async def raise_when_ended(self) -> None:
+        """Read, to keep the pipe empty, for as long as the server runs; raise `DemoError` when it ends."""
+        while await self._stdout.next_line() is not None:
+            pass
+        raise await self.ended()
+
+
+class WorkerProcess(_Process):
+    """A prefill or decode process that has opened the store."""
+
+    def __init__(self, title: str, process: trio.Process, on_event: Callable[[str, Event], None]) -> None:
+        super().__init__(title, process)
+        self._on_event = on_event
+        assert process.stdin is not None
+        self._stdin = process.stdin
+
+    async def set_up(self, setup: Setup) -> None:
+        """Tell the worker what it works with; return when it has opened the store."""
+        await self._order(setup)
+        while not isinstance(await self._next_event(), Ready):
+            pass
+
+    async def run(self, job: Job) -> Finished:
+        """Let the worker do `job`; its events go to `on_event` as they come. One job at a time."""
+        await self._order(job)
+        while not isinstance(event := await self._next_event(), Finished):
+            pass
+        return event
+
+    async def finish(self) -> None:
+        """Tell the worker that there is no more work, and wait until it has gone."""
+        await self._stdin.aclose()
+        if await self._process.wait() != 0:
+            raise await self.ended()
+
+    async def _order(self, order: Setup | Job) -> None:
+        with suppress(trio.BrokenResourceError):  # it has ended: `_next_event` will find out why
+            await self._stdin.send_all(encode_order(order))
+
+    async def _next_event(self) -> Event:
+        line = await self._stdout.next_line()
+        if line is None:
+            raise await self.ended()
+        event = decode_event(line)
+        self._on_event(self.title, event)
+        if isinstance(event, Failed):
+            raise DemoError(f"{self.title}: {event.message}")
+        return event
+
+
+async def _start(
+    nursery: trio.Nursery, module: str, *arguments: str, environment: dict[str, str] | None = None
+) -> trio.Process:
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    pipe = subprocess.PIPE
+    run = partial(trio.run_process, stdin=pipe, stdout=pipe, stderr=pipe, check=False, env=environment)
+    process: trio.Process = await nursery.start(run, command)
+    return process
+
+
+async def start_server(nursery: trio.Nursery, pool_bytes: int) -> ServerProcess:
+    """Start a server of this machine's own on a free port, with TCP as the only way in; return when it listens.
+
+    Raises `DemoError` with the server's own words if it does not start.
+    """
+    command = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
+    # Without the settings of another server that may stand in this process's environment.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
+    command += ["--prealloc-size", format_size(pool_bytes)]
+    process = await _start(nursery, "infinistore", *command, environment=environment)
+    server = ServerProcess("server", process)
+    nursery.start_soon(server.keep_stderr)
+    await server.wait_until_ready()
+    return server
+
+
+async def start_worker(
+    nursery: trio.Nursery, title: str, setup: Setup, on_event: Callable[[str, Event], None]
+) -> WorkerProcess:
+    """Start the worker `title`, "prefill" or "decode"; return when it has opened the store."""
+    worker = WorkerProcess(title, await _start(nursery, f"infinistore.demo.{title}"), on_event)
+    nursery.start_soon(worker.keep_stderr)
+    await worker.set_up(setup)
+    return worker

@@ -1,0 +1,112 @@
+"""What a run of the demonstration found: the figures of the table and of `--json`, and how they are worked out.
+
+Rates are in GB/s of payload (10**9 bytes a second), over the time spent in calls to the store. The compute is
+simulated: the time "saved" is the time that the model would have taken at the speed that was set, less the time that
+loading took, and is worth as much as that speed is true.
+"""
+
+from typing import Any
+
+from attrs import frozen
+
+from infinistore.demo.layout import KVLayout
+from infinistore.demo.messages import Finished
+from infinistore.demo.text import Prompt
+
+__all__ = ["DemoResult", "PromptResult", "gigabytes_per_s"]
+
+
+def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
+    """Return the rate, or None where nothing was moved."""
+    return payload_bytes / seconds / 1e9 if payload_bytes and seconds > 0 else None
+
+
+@frozen
+class PromptResult:
+    """What became of one prompt. Every byte that was loaded was compared and was right, or there would be no result."""
+
+    prompt: Prompt
+    prefill: Finished
+    decode: Finished
+
+    @property
+    def storing_added_s(self) -> float:
+        """How much longer prefill took because it stored what it computed. Writes that hide behind compute are free."""
+        return max(0.0, self.prefill.compute_and_write_s - self.prefill.compute_s)
+
+    def computing_instead_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
+        """Return what computing the tokens that `work` loaded would have taken, at the speed of the simulated model."""
+        return work.hit_tokens / prefill_tokens_per_s
+
+    def saved_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
+        """Return what loading saved compared with computing; negative if the store was the slower way."""
+        return self.computing_instead_s(work, prefill_tokens_per_s) - work.load_s
+
+
+@frozen
+class DemoResult:
+    """What a whole run found."""
+
+    url: str
+    transport: str
+    source: str
+    """The name of the text."""
+    layout: KVLayout
+    prefill_tokens_per_s: float
+    prompts: list[PromptResult]
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes that were loaded, by both workers, and compared one by one."""
+        return sum(work.loaded_bytes for result in self.prompts for work in (result.prefill, result.decode))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data; keys end in their units. `ok` is always true here."""
+        return {
+            "ok": True,
+            "url": self.url,
+            "transport": self.transport,
+            "input": self.source,
+            "layout": {
+                "model": self.layout.model,
+                "layers": self.layout.layers,
+                "kv_heads": self.layout.kv_heads,
+                "head_dim": self.layout.head_dim,
+                "element_bytes": self.layout.element_bytes,
+                "chunk_tokens": self.layout.chunk_tokens,
+                "block_bytes": self.layout.block_bytes,
+            },
+            "simulated_prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "checked_bytes": self.checked_bytes,
+            "wrong_bytes": 0,
+            "prompts": [self._prompt_as_json(result) for result in self.prompts],
+        }
+
+    def _prompt_as_json(self, result: PromptResult) -> dict[str, Any]:
+        prefill, decode, speed = result.prefill, result.decode, self.prefill_tokens_per_s
+        return {
+            "name": result.prompt.name,
+            "about": result.prompt.about,
+            "tokens": prefill.tokens,
+            "prefill": {
+                "hit_tokens": prefill.hit_tokens,
+                "loaded_bytes": prefill.loaded_bytes,
+                "load_s": prefill.load_s,
+                "load_gb_per_s": gigabytes_per_s(prefill.loaded_bytes, prefill.load_s),
+                "saved_s": result.saved_s(prefill, speed),
+                "computed_tokens": prefill.computed_tokens,
+                "simulated_compute_s": prefill.compute_s,
+                "written_bytes": prefill.written_bytes,
+                "write_s": prefill.write_s,
+                "write_gb_per_s": gigabytes_per_s(prefill.written_bytes, prefill.write_s),
+                "compute_and_write_s": prefill.compute_and_write_s,
+                "storing_added_s": result.storing_added_s,
+            },
+            "decode": {
+                "hit_tokens": decode.hit_tokens,
+                "loaded_bytes": decode.loaded_bytes,
+                "load_s": decode.load_s,
+                "load_gb_per_s": gigabytes_per_s(decode.loaded_bytes, decode.load_s),
+                "saved_s": result.saved_s(decode, speed),
+            },
+        }

@@ -1,0 +1,172 @@
+"""The story that the demonstration tells, from the text to the table.
+
+1. A server starts, unless the address of one is given.
+2. The text becomes tokens, and the tokens two prompts: A is the text, B the text with one sentence put in.
+3. A prefill and a decode process start and connect to the server.
+4. For A, then for B: prefill finds what the store already has, computes the rest and stores it layer by layer; then
+   decode finds it, loads it, and checks every byte.
+
+This process plays the part of a router: it hands out the prompts and never touches a byte of the cache.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+import infinistore
+from infinistore.demo.display import Display, Plan
+from infinistore.demo.layout import KVLayout
+from infinistore.demo.messages import DemoError, Event, Job, Setup
+from infinistore.demo.processes import WorkerProcess, start_server, start_worker
+from infinistore.demo.result import DemoResult, PromptResult
+from infinistore.demo.settings import CONTEXT_TOKENS, DemoSettings
+from infinistore.demo.text import INSERTED_SENTENCE, Prompt, insertion_place, sample_text_file, token_ids, two_prompts
+from infinistore.sizes import KIB, describe_size
+
+if TYPE_CHECKING:
+    from infinistore.client import AsyncStore
+
+__all__ = ["run_demo", "tokens_that_fit"]
+
+_MAX_TEXT_BYTES = 1 << 20  # more than CONTEXT_TOKENS, for any text that people write
+_USABLE_PART_OF_POOL = 0.75  # below what a server evicts at, so that nothing is lost between prefill and decode
+_PIECE_BYTES = 64 * KIB  # every block takes a whole number of these in a server that nobody tuned
+_WATCH_INTERVAL_S = 0.1
+
+
+async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
+    """Run the whole story and return what was found. Cancelled, it ends all its processes before it returns.
+
+    Raises `DemoError`, one line for the reader, if anything went wrong: a byte that differs, a process that ended, a
+    server that did not start, a text that cannot be read or is too short. A server at `url` that cannot be used raises
+    what `open_store` raises.
+    """
+    source, text = _read_text(settings.input_file)
+    try:
+        async with trio.open_nursery() as nursery:
+            url = settings.url
+            if url is None:
+                server = await start_server(nursery, settings.pool_bytes)
+                nursery.start_soon(server.raise_when_ended)
+                url = server.url
+                display.server_started(server.pid, url)
+            async with infinistore.open_store(url) as store:
+                result = await _tell(
+                    nursery, settings=settings, url=url, store=store, source=source, text=text, display=display
+                )
+            nursery.cancel_scope.cancel()  # ends the server
+    except BaseExceptionGroup as group:
+        # A nursery wraps what its tasks raise. What is expected becomes one line, what is not keeps its traceback.
+        expected, unexpected = group.split((DemoError, infinistore.InfiniStoreException))
+        if unexpected is not None or expected is None:
+            raise
+        raise _first(expected) from None
+    return result
+
+
+async def _tell(
+    nursery: trio.Nursery,
+    *,
+    settings: DemoSettings,
+    url: str,
+    store: "AsyncStore",
+    source: str,
+    text: str,
+    display: Display,
+) -> DemoResult:
+    layout, statistics = settings.layout, await store.stats()
+    tokens = token_ids(text)
+    used_tokens = tokens_that_fit(layout, len(tokens), statistics.store.capacity_bytes)
+    prompts = two_prompts(tokens[:used_tokens])
+    display.plan(
+        Plan(source, len(tokens), used_tokens, layout, settings.prefill_tokens_per_s, statistics.store.capacity_bytes)
+    )
+    nursery.start_soon(_watch_pool, store, display)
+    setup = Setup(url, layout, settings.prefill_tokens_per_s)
+    prefill, decode = await _start_workers(nursery, setup, display.event)
+    results = [await _serve(prompt, prefill, decode, display) for prompt in prompts]
+    await prefill.finish()
+    await decode.finish()
+    return DemoResult(url, statistics.transport, source, layout, settings.prefill_tokens_per_s, results)
+
+
+async def _serve(prompt: Prompt, prefill: WorkerProcess, decode: WorkerProcess, display: Display) -> PromptResult:
+    """Let both workers do their part for one prompt, one after the other."""
+    display.prompt_started(prompt)
+    job = Job(prompt.name, prompt.tokens)
+    prefilled = await prefill.run(job)
+    return PromptResult(prompt, prefilled, await decode.run(job))
+
+
+async def _start_workers(
+    nursery: trio.Nursery, setup: Setup, on_event: Callable[[str, Event], None]
+) -> tuple[WorkerProcess, WorkerProcess]:
+    """Start both workers at the same time: most of it is the import of Python modules."""
+    started: dict[str, WorkerProcess] = {}
+
+    async def start(title: str) -> None:
+        started[title] = await start_worker(nursery, title, setup, on_event)
+
+    async with trio.open_nursery() as starting:
+        for title in ("prefill", "decode"):
+            starting.start_soon(start, title)
+    return started["prefill"], started["decode"]
+
+
+async def _watch_pool(store: "AsyncStore", display: Display) -> None:
+    while True:
+        statistics = await store.stats()
+        display.pool(statistics.store.used_bytes, statistics.store.capacity_bytes, statistics.store.keys)
+        await trio.sleep(_WATCH_INTERVAL_S)
+
+
+def tokens_that_fit(layout: KVLayout, tokens: int, capacity_bytes: int) -> int:
+    """Return how many of `tokens` can be used, so that both prompts fit into a pool of `capacity_bytes` at once.
+
+    Raises `DemoError` if that is less than one chunk.
+    """
+    if layout.whole_chunks(tokens) < 1:
+        raise DemoError(
+            f"the text has {tokens:,} tokens, and a chunk takes {layout.chunk_tokens:,}: "
+            "take a longer text (--input) or shorter chunks (--chunk-tokens)"
+        )
+    pieces = -(-layout.block_bytes // _PIECE_BYTES)
+    room_chunks = int(capacity_bytes * _USABLE_PART_OF_POOL) // (layout.layers * pieces * _PIECE_BYTES)
+    chunks = layout.whole_chunks(min(tokens, CONTEXT_TOKENS))
+    if chunks + _chunks_of_b_alone(layout, min(tokens, CONTEXT_TOKENS)) <= room_chunks:
+        return min(tokens, CONTEXT_TOKENS)
+    while chunks and chunks + _chunks_of_b_alone(layout, chunks * layout.chunk_tokens) > room_chunks:
+        chunks -= 1
+    if not chunks:
+        raise DemoError(
+            f"the pool of {describe_size(capacity_bytes)} is too small: one chunk of the cache has "
+            f"{describe_size(layout.chunk_bytes)}. Give the server more memory (--pool-size), or use "
+            "shorter chunks (--chunk-tokens)"
+        )
+    return chunks * layout.chunk_tokens
+
+
+def _chunks_of_b_alone(layout: KVLayout, tokens: int) -> int:
+    """Return how many chunks prompt B has that prompt A, of `tokens` tokens, has not."""
+    tokens_of_b = tokens + len(token_ids(INSERTED_SENTENCE))
+    return layout.whole_chunks(tokens_of_b) - layout.whole_chunks(insertion_place(tokens))
+
+
+def _read_text(file: Path | None) -> tuple[str, str]:
+    """Return the name and the text of `file`, or of the text that the package ships; of a long one the first MiB."""
+    source = sample_text_file() if file is None else file
+    try:
+        with source.open("rb") as stream:
+            data = stream.read(_MAX_TEXT_BYTES)
+    except OSError as error:
+        raise DemoError(f"cannot read {file}: {error.strerror or error}") from None
+    return source.name, data.decode(errors="replace")
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

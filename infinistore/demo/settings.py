@@ -1,0 +1,31 @@
+"""What can be chosen about a run of the demonstration. Imports little: the help of the command line needs it."""
+
+from pathlib import Path
+from typing import Final
+
+from attrs import field, frozen
+from attrs.validators import gt
+
+from infinistore.demo.layout import KVLayout
+from infinistore.sizes import GIB
+
+__all__ = ["CONTEXT_TOKENS", "DEFAULT_POOL_BYTES", "DEFAULT_PREFILL_TOKENS_PER_S", "DemoSettings"]
+
+CONTEXT_TOKENS: Final = 32_768
+"""The longest prompt that Qwen2.5-7B is made for; a longer text is cut."""
+DEFAULT_POOL_BYTES: Final = GIB
+DEFAULT_PREFILL_TOKENS_PER_S: Final = 4000.0
+
+
+@frozen
+class DemoSettings:
+    """The text, the server, the layout, and the speed of the simulated model."""
+
+    input_file: Path | None = None
+    """None takes the text that the package ships."""
+    url: str | None = None
+    """The address of a server that runs already; without one, a server is started."""
+    pool_bytes: int = DEFAULT_POOL_BYTES
+    """Memory of the server that is started."""
+    layout: KVLayout = field(factory=KVLayout)
+    prefill_tokens_per_s: float = field(default=DEFAULT_PREFILL_TOKENS_PER_S, validator=gt(0))

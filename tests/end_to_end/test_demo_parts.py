@@ -1,0 +1,211 @@
+"""The parts of the demonstration that need no process: layout, names, tokens, content, what fits."""
+
+import hashlib
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import memory_stream_pair
+
+from infinistore.demo.content import block_content, first_difference
+from infinistore.demo.layout import KVLayout, block_key, block_keys, chunk_names
+from infinistore.demo.messages import DemoError, Job, LineReader, Setup, decode_order, encode_order
+from infinistore.demo.result import gigabytes_per_s
+from infinistore.demo.run import tokens_that_fit
+from infinistore.demo.text import VOCABULARY_SIZE, pieces, sample_text_file, token_ids, two_prompts
+from infinistore.sizes import GIB, KIB, MIB
+
+SMALL = KVLayout(layers=3, chunk_tokens=4)
+
+# A small alphabet and repeated beginnings, so that common prefixes of every length turn up.
+token_lists = st.lists(st.integers(0, 2), max_size=24)
+
+
+def test_the_default_layout_has_the_sizes_of_qwen2_5_7b() -> None:
+    layout = KVLayout()
+
+    assert layout.row_bytes == 4 * 128 * 2
+    assert layout.token_bytes == 28 * 2048
+    assert layout.block_bytes == 512 * KIB
+    assert layout.chunk_bytes == 14 * MIB
+
+
+@given(beginning=token_lists, one=token_lists, other=token_lists)
+def test_names_are_equal_exactly_as_far_as_the_prompts_are(
+    beginning: list[int], one: list[int], other: list[int]
+) -> None:
+    prompt_a, prompt_b = beginning + one, beginning + other
+    common = 0
+    while common < min(len(prompt_a), len(prompt_b)) and prompt_a[common] == prompt_b[common]:
+        common += 1
+
+    names_a, names_b = chunk_names(SMALL, prompt_a), chunk_names(SMALL, prompt_b)
+
+    shared = common // SMALL.chunk_tokens
+    assert names_a[:shared] == names_b[:shared]
+    assert not set(names_a[shared:]) & set(names_b[shared:])
+    assert len(names_a) == len(set(names_a)) == len(prompt_a) // SMALL.chunk_tokens
+
+
+def test_the_same_tokens_have_other_names_in_another_layout() -> None:
+    tokens = list(range(64))
+    layouts = [KVLayout(), KVLayout(model="other"), KVLayout(layers=2), KVLayout(kv_heads=8), KVLayout(chunk_tokens=32)]
+
+    names = [name for layout in layouts for name in chunk_names(layout, tokens)]
+
+    assert len(names) == len(set(names))
+
+
+def test_keys_go_chunk_by_chunk_and_layer_by_layer() -> None:
+    assert block_keys(SMALL, [b"\x01", b"\x02"]) == [
+        "demo/01/L00",
+        "demo/01/L01",
+        "demo/01/L02",
+        "demo/02/L00",
+        "demo/02/L01",
+        "demo/02/L02",
+    ]
+    assert block_key(b"\xff", 12) == "demo/ff/L12"
+
+
+@given(text=st.text())
+def test_the_pieces_of_a_text_are_the_text(text: str) -> None:
+    assert "".join(pieces(text)) == text
+
+
+@given(text=st.text())
+def test_every_piece_is_a_token_of_the_vocabulary(text: str) -> None:
+    tokens = token_ids(text)
+
+    assert len(tokens) == len(pieces(text))
+    assert all(0 <= token < VOCABULARY_SIZE for token in tokens)
+
+
+def test_words_keep_their_space_and_long_ones_are_cut() -> None:
+    assert pieces("The cache, 2048 bytes\n\n  disaggregation") == [
+        "The", " cache", ",", " 204", "8", " bytes", "\n\n ", " disaggre", "gation",
+    ]  # fmt: skip
+
+
+def test_token_ids_are_the_same_on_every_machine() -> None:
+    assert token_ids("a KV cache") == [147795, 32303, 110792]
+
+
+def test_the_shipped_text_is_a_prompt_of_several_thousand_tokens() -> None:
+    text = sample_text_file().read_text(encoding="utf-8")
+
+    assert text.isascii()
+    assert 3000 <= len(token_ids(text)) <= 6000
+
+
+@given(tokens=st.integers(1, 2000))
+def test_the_second_prompt_is_the_first_with_something_put_in_after_two_thirds(tokens: int) -> None:
+    prompt_a, prompt_b = two_prompts(list(range(tokens)))
+
+    place = 2 * tokens // 3
+    assert prompt_a.tokens[:place] == prompt_b.tokens[:place]
+    assert prompt_a.tokens[place:] == prompt_b.tokens[len(prompt_b.tokens) - (tokens - place) :]
+    assert len(prompt_b.tokens) > tokens
+
+
+def test_content_is_the_same_on_every_machine() -> None:
+    assert (
+        hashlib.sha256(block_content(KVLayout(), b"name", 7)).hexdigest()
+        == "72c7c067e1e03cc117e97c994e495edc2cee1139757ce68593c2b69d6100620a"
+    )
+
+
+@given(
+    names=st.lists(st.binary(min_size=16, max_size=16), min_size=2, max_size=2, unique=True), layer=st.integers(0, 27)
+)
+def test_content_differs_from_chunk_to_chunk_and_from_layer_to_layer(names: list[bytes], layer: int) -> None:
+    block = block_content(SMALL, names[0], layer)
+
+    assert len(block) == SMALL.block_bytes
+    assert block == block_content(SMALL, names[0], layer)
+    assert block != block_content(SMALL, names[1], layer)
+    assert block != block_content(SMALL, names[0], layer + 1)
+
+
+def test_rows_of_a_block_differ_so_that_a_shifted_block_is_noticed() -> None:
+    layout = KVLayout()
+    block = block_content(layout, b"name", 0)
+    rows = {block[start : start + layout.row_bytes] for start in range(0, len(block), layout.row_bytes)}
+
+    assert len(rows) == layout.rows == 512
+
+
+def test_content_is_small_finite_bfloat16_numbers() -> None:
+    block = block_content(SMALL, b"name", 0)
+    # A bfloat16 is the upper half of a float32.
+    numbers = [struct.unpack("<f", b"\0\0" + block[place : place + 2])[0] for place in range(0, len(block), 2)]
+
+    assert all(2**-5 <= abs(number) < 2 for number in numbers)
+    assert min(numbers) < 0 < max(numbers)
+
+
+@given(expected=st.binary(max_size=40), found=st.binary(max_size=40))
+def test_the_first_difference_is_the_first_place_where_the_bytes_part(expected: bytes, found: bytes) -> None:
+    place = first_difference(expected, memoryview(found))
+
+    if place is None:
+        assert expected == found
+    else:
+        assert expected[:place] == found[:place]
+        assert expected[place : place + 1] != found[place : place + 1]
+
+
+@given(tokens=st.integers(256, 200_000), capacity_mib=st.integers(64, 4096))
+def test_both_prompts_fit_into_the_pool_together(tokens: int, capacity_mib: int) -> None:
+    layout = KVLayout()
+    used = tokens_that_fit(layout, tokens, capacity_mib * MIB)
+
+    prompt_a, prompt_b = two_prompts(list(range(used)))
+    stored = set(chunk_names(layout, prompt_a.tokens)) | set(chunk_names(layout, prompt_b.tokens))
+    assert 256 <= used <= min(tokens, 32_768)
+    assert len(stored) * layout.chunk_bytes <= 0.75 * capacity_mib * MIB
+
+
+def test_a_text_that_fits_is_used_whole() -> None:
+    assert tokens_that_fit(KVLayout(), 4004, GIB) == 4004
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity_bytes", "remedy"), [(255, GIB, "--input"), (4000, 8 * MIB, "--pool-size")]
+)
+def test_what_cannot_work_is_refused_with_a_remedy(tokens: int, capacity_bytes: int, remedy: str) -> None:
+    with pytest.raises(DemoError, match=remedy):
+        tokens_that_fit(KVLayout(), tokens, capacity_bytes)
+
+
+@pytest.mark.parametrize(
+    "order", [Setup("tcp://127.0.0.1:1", SMALL, 4000.0), Job("A", [1, 2, 3])], ids=["setup", "job"]
+)
+def test_an_order_survives_its_journey(order: Setup | Job) -> None:
+    assert decode_order(encode_order(order)) == order
+
+
+@given(
+    lines=st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"")), max_size=5), cut=st.integers(1, 9)
+)
+async def test_lines_arrive_whole_however_they_are_cut(lines: list[bytes], cut: int) -> None:
+    ours, theirs = memory_stream_pair()
+    data = b"".join(line + b"\n" for line in lines)
+    for start in range(0, len(data), cut):
+        await theirs.send_all(data[start : start + cut])
+    await theirs.send_eof()
+
+    reader = LineReader(ours)
+    assert [await reader.next_line() for _ in lines] == lines
+    assert await reader.next_line() is None
+
+
+def test_a_rate_is_in_units_of_a_thousand_million_bytes() -> None:
+    assert gigabytes_per_s(3_000_000_000, 2.0) == 1.5
+    assert gigabytes_per_s(0, 2.0) is None
+
+
+def test_the_sample_text_is_part_of_the_package() -> None:
+    assert Path(str(sample_text_file())).is_file()

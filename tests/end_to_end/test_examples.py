@@ -1,0 +1,72 @@
+"""The examples run as they stand, against a server of this test's own or embedded."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SERVER = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The address of a server for the examples."""
+    command = [sys.executable, "-P", "-m", "infinistore", *SERVER, "--prealloc-size", "128MiB"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = re.search(r"tcp://\S+", server.stdout.readline())
+            assert address is not None
+            yield address.group()
+        finally:
+            server.terminate()
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run an example with warnings as errors; return what it printed."""
+    command = [sys.executable, "-P", "-W", "error", str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+
+    assert [file.name for file in EXAMPLES.glob("*.py") if f'"{file.name}"' not in here] == []
+
+
+def test_the_quick_start_runs_embedded() -> None:
+    printed = run_example("quickstart.py")
+
+    assert "greeting: hello\nlongest prefix: 8 of 10 keys\nKeyNotFound: " in printed
+
+
+def test_the_quick_start_runs_against_a_server(url: str) -> None:
+    assert "the bytes went by: tcp" in run_example("quickstart.py", url)
+
+
+def test_threads_share_the_blocking_client(url: str) -> None:
+    assert run_example("blocking_client.py", url).startswith("4 threads wrote and read 67 MB")
+
+
+@pytest.mark.parametrize("where", ["embedded", "server"])
+def test_layers_are_stored_while_the_next_is_computed(url: str, where: str) -> None:
+    printed = run_example("layer_by_layer.py", *([url] if where == "server" else []))
+
+    assert "read back layer by layer, every byte is right\n" in printed
+
+
+def test_decode_finds_what_prefill_left_and_no_more(url: str) -> None:
+    def run(role: str, prompt: str) -> str:
+        return run_example("prefill_and_decode.py", role, url, prompt)
+
+    assert run("prefill", "a b c d e f g h") == "prefill: 0 of 4 chunks were there, 4 computed and stored\n"
+    assert run("prefill", "a b c d e X g h") == "prefill: 2 of 4 chunks were there, 2 computed and stored\n"
+    assert run("decode", "a b c d e f g h") == "decode: loaded 4 of 4 chunks, every byte is right\n"
+    assert run("decode", "a b c d Y f g h") == "decode: loaded 2 of 4 chunks, every byte is right\n"
+    assert run("decode", "Z b c d e f g h") == "decode: loaded 0 of 4 chunks, every byte is right\n"
