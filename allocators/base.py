@@ -78,6 +78,15 @@ class Allocator(ABC):
                 f"the smallest allocation must be a multiple of {MINIMUM_UNIT_BYTES} bytes, got {unit_bytes}"
             )
         self.unit_bytes = unit_bytes
+        self._arenas = 0
+
+    def _check_arena(self, index: int, length: int) -> None:
+        """Count an arena that a subclass is about to add; ValueError if it is out of turn or has no sense."""
+        if index != self._arenas or length < 0:
+            raise ValueError(
+                f"arena {self._arenas} is next, of zero bytes or more; got arena {index} of {length} bytes"
+            )
+        self._arenas += 1
 
     @classmethod
     def prepare_process(cls) -> None:
@@ -113,7 +122,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def footprint(self, size: int) -> int:
-        """Return how many bytes of the pool a block of `size` bytes takes: `size` or more, and a multiple of the unit."""
+        """Return how many bytes of the pool a block of `size` bytes takes: whole units, so `size` or more."""
 
     @abstractmethod
     def statistics(self) -> AllocatorStatistics:

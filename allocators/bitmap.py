@@ -1,12 +1,20 @@
 """The default strategy: one bit per unit, searched in C.
 
-A block takes a run of whole units. The blocks of one inference engine are all of one size, which is the unit when the
-server is set up for it: such a batch is placed by one search for free bits that starts where the last one ended. Two
-bit arrays hold all there is to know, one for the units that are taken and one for the units where an extent starts.
+A block takes a run of whole units. Two bit arrays hold all there is to know: which units are taken, and at which ones
+an extent starts.
+
+Where blocks go decides how full the pool can be, because the store evicts in order of use and not in order of place:
+
+- Blocks of one unit are interchangeable. They take the next free units after those placed last; a batch is one search.
+- Larger blocks take the holes that fit best: the shortest ones that are long enough. Measured against next fit, first
+  fit, and small and large blocks at opposite ends, this left the least room unusable (docs/allocators.md).
+- A batch of small blocks goes into one hole if there is one. A batch of large ones does not ask for that: moving it as
+  one span gains nothing, and it would use up the holes that the largest blocks need.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice, repeat
+from operator import floordiv
 from typing import ClassVar
 
 from bitarray import bitarray
@@ -17,9 +25,15 @@ from infinistore.allocators.runs import UnitMap
 
 __all__ = ["BitmapAllocator"]
 
+_SMALL_BLOCK_BYTES = 512 * 1024
+"""Blocks below this gain from lying side by side: they are moved, sent or registered as one span."""
+
 
 class BitmapAllocator(Allocator):
-    """Runs of units in a bitmap. `largest_free_extent_bytes` is exact; a footprint is the size rounded up to units."""
+    """Runs of units in a bitmap. `largest_free_extent_bytes` is exact; a footprint is the size rounded up to units.
+
+    A batch that fits into one hole is never refused.
+    """
 
     name: ClassVar[str] = "bitmap"
 
@@ -29,77 +43,107 @@ class BitmapAllocator(Allocator):
         self._starts = bitarray()
         self._extents = 0
         self._next = 0
+        self._units_freed = 0
+        self._search_again_at = 0
 
     def add_arena(self, index: int, length: int) -> None:
         """Add an arena of whole units."""
-        if index != len(self._map.firsts) or length < 0:
-            raise ValueError(f"arena {len(self._map.firsts)} is next, got arena {index} of {length} bytes")
+        self._check_arena(index, length)
         self._map.add_arena(length // self.unit_bytes)
         self._starts.extend(zeros(len(self._map.taken) - len(self._starts)))
         self._starts[-1] = 1  # the separator ends whatever lies before it
+        self._search_again_at = 0
 
     def footprint(self, size: int) -> int:
         """Return `size` rounded up to whole units."""
         return -(-size // self.unit_bytes) * self.unit_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch, in one run if there is one that is long enough."""
+        """Place a batch: in one hole if its blocks are small and there is one, else where each fits best."""
         if not sizes:
             return []
-        if min(sizes) <= 0:
+        count = len(sizes)
+        size = sizes[0]
+        equal = sizes.count(size) == count
+        if (size if equal else min(sizes)) <= 0:
             raise ValueError(f"a block must have at least one byte, got {min(sizes)}")
         unit_bytes = self.unit_bytes
-        units = [-(-size // unit_bytes) for size in sizes]
-        total = sum(units)
-        if total > self._map.free_units:
-            return None
-        if total == len(units):
-            starts = self._place_single_units(total)
+        if equal and size <= unit_bytes:
+            if count > self._map.free_units:
+                return None
+            starts = self._place_single_units(count)
         else:
-            placed = self._place_runs(units, total)
+            placed = self._place_runs([-(-size // unit_bytes) for size in sizes])
             if placed is None:
                 return None
             starts = placed
         self._starts[starts] = 1
-        self._extents += len(starts)
-        return self._extents_at(starts, sizes)
+        self._extents += count
+        self._next = starts[-1] + 1
+        return self._extents_at(starts, [size] * count if equal else sizes)
 
     def _place_single_units(self, count: int) -> list[int]:
         taken = self._map.taken
         starts = list(islice(taken.search(0, self._next), count))
         if len(starts) < count:
             starts += islice(taken.search(0, 0, self._next), count - len(starts))
-        if starts[-1] - starts[0] != count - 1 and (run := self._map.find_run(count, self._next)) >= 0:
-            starts = list(range(run, run + count))
-        taken[starts] = 1
-        self._map.free_units -= count
-        self._next = starts[-1] + 1
+        if starts[-1] - starts[0] != count - 1:
+            first = self._one_hole(count)
+            if first is not None:
+                starts = list(range(first, first + count))
+        self._map.take_each(starts)
         return starts
 
-    def _place_runs(self, units: list[int], total: int) -> list[int] | None:
-        first = self._map.find_run(total, self._next)
-        if first >= 0:
-            self._map.take(first, total)
-            self._next = first + total
-            return [first + before for before in _sums_before(units)]
-        starts: list[int] = []
-        for count in units:
-            first = self._map.find_run(count, self._next)
-            if first < 0:
-                for start, length in zip(starts, units, strict=False):
-                    self._map.give_back(start, length)
-                return None
-            self._map.take(first, count)
-            self._next = first + count
-            starts.append(first)
+    def _one_hole(self, units: int) -> int | None:
+        """Return a hole for a batch that would rather lie in one piece, or None; it is not searched for every time."""
+        if self._units_freed < self._search_again_at:
+            return None
+        first, _ = next(self._map.holes(units, self._next), (None, 0))
+        if first is None:
+            # a search that fails reads the whole map: make it rare against the batches that are placed meanwhile
+            self._search_again_at = self._units_freed + max(4 * units, self._map.units // 256)
+        return first
+
+    def _place_runs(self, units: list[int]) -> list[int] | None:
+        total = sum(units)
+        if total > self._map.free_units:
+            return None
+        if total < len(units) * _SMALL_BLOCK_BYTES // self.unit_bytes:
+            first = self._one_hole(total)
+            if first is not None:
+                return self._take_neighbours(first, units)
+        starts = [0] * len(units)
+        done: list[tuple[int, int]] = []
+        for length in sorted(set(units), reverse=True):
+            wanted = [index for index, value in enumerate(units) if value == length]
+            # large blocks take the best of all holes that are low in the pool; there are too many for small ones
+            large = length * self.unit_bytes >= _SMALL_BLOCK_BYTES
+            found = self._map.best_fits(length, len(wanted), 0 if large else self._next)
+            if found is None:
+                for first, taken in done:
+                    self._map.give_back_run(first, taken)
+                first, _ = next(self._map.holes(total), (None, 0)) if done else (None, 0)
+                return None if first is None else self._take_neighbours(first, units)
+            for index, first in zip(wanted, found, strict=True):
+                self._map.take_run(first, length)
+                done.append((first, length))
+                starts[index] = first
         return starts
+
+    def _take_neighbours(self, first: int, units: list[int]) -> list[int]:
+        self._map.take_run(first, sum(units))
+        return list(accumulate(units[:-1], initial=first))
 
     def _extents_at(self, starts: list[int], sizes: Sequence[int]) -> list[Extent]:
         unit_bytes = self.unit_bytes
         firsts = self._map.firsts
         if len(firsts) == 1:
             return [(0, start * unit_bytes, size) for start, size in zip(starts, sizes, strict=True)]
-        arenas = [self._map.arena_of(start) for start in starts]
+        arena = self._map.arena_of(min(starts))
+        if max(starts) < self._map.ends[arena]:
+            base = firsts[arena]
+            return [(arena, (start - base) * unit_bytes, size) for start, size in zip(starts, sizes, strict=True)]
+        arenas = map(self._map.arena_of, starts)
         return [
             (arena, (start - firsts[arena]) * unit_bytes, size)
             for arena, start, size in zip(arenas, starts, sizes, strict=True)
@@ -107,13 +151,48 @@ class BitmapAllocator(Allocator):
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Give back extents; all are checked before the first is freed."""
-        runs = [self._run_of(extent) for extent in extents]
-        if len({start for start, _ in runs}) != len(runs):
-            raise ValueError("an extent is freed twice in one call")
-        for start, units in runs:
-            self._map.give_back(start, units)
-            self._starts[start] = 0
-        self._extents -= len(runs)
+        extents = list(extents)
+        if not extents:
+            return
+        starts = self._single_units_of(extents)
+        if starts is not None:
+            self._map.give_back_each(starts)
+            self._starts[starts] = 0
+            self._units_freed += len(starts)
+        else:
+            runs = [self._run_of(extent) for extent in extents]
+            if len(dict(runs)) != len(runs):
+                raise ValueError("an extent is freed twice in one call")
+            for start, units in runs:
+                self._map.give_back_run(start, units)
+                self._starts[start] = 0
+                self._units_freed += units
+        self._extents -= len(extents)
+
+    def _single_units_of(self, extents: list[Extent]) -> list[int] | None:
+        """Return the units of allocated extents of one unit each in one arena, checked together; None: check each."""
+        arenas, offsets, lengths = zip(*extents, strict=True)
+        arena = arenas[0]
+        units = self._map
+        unit_bytes = self.unit_bytes
+        if not 0 <= arena < len(units.firsts) or arenas.count(arena) != len(arenas):
+            return None
+        if lengths.count(lengths[0]) != len(lengths) or not 0 < lengths[0] <= unit_bytes or min(offsets) < 0:
+            return None
+        base = units.firsts[arena]
+        starts = list(map(floordiv, offsets, repeat(unit_bytes)))
+        if base:
+            starts = [base + start for start in starts]
+        aligned = sum(offsets) == (sum(starts) - base * len(starts)) * unit_bytes
+        if not aligned or max(starts) >= units.ends[arena] or len(set(starts)) != len(starts):
+            return None
+        if not self._starts[starts].all():
+            return None
+        if self._extents != units.units - units.free_units:  # some extents are longer: is it one of these?
+            after = [start + 1 for start in starts]
+            if not (self._starts[after] | ~units.taken[after]).all():
+                return None
+        return starts
 
     def _run_of(self, extent: Extent) -> tuple[int, int]:
         """Return the first unit of an allocated extent and how many it has; ValueError if it is not one."""
@@ -132,7 +211,7 @@ class BitmapAllocator(Allocator):
                 and (starts[end] or not taken[end])
             ):
                 return start, units
-        raise ValueError(f"{extent} is not an allocated extent")
+        raise ValueError(f"{extent} is not an allocated extent: it was freed before, or never given out")
 
     def statistics(self) -> AllocatorStatistics:
         """Return what is held now; the largest free extent is exact."""
@@ -144,14 +223,5 @@ class BitmapAllocator(Allocator):
             capacity_bytes=units.units * self.unit_bytes,
             used_bytes=(units.units - units.free_units) * self.unit_bytes,
             extents=self._extents,
-            largest_free_extent_bytes=units.largest_run() * self.unit_bytes,
+            largest_free_extent_bytes=units.largest_hole() * self.unit_bytes,
         )
-
-
-def _sums_before(values: list[int]) -> list[int]:
-    total = 0
-    sums = []
-    for value in values:
-        sums.append(total)
-        total += value
-    return sums

@@ -1,21 +1,31 @@
-"""A map of equal units, taken or free, over several arenas, and the search for free runs in it.
+"""A map of equal units, taken or free, over several arenas, and the search for free runs ("holes") in it.
 
 The bitmap strategy keeps one map of units, the slab strategy one map of pages. All arenas lie in one bit array, with a
-taken bit between two of them, so that one search in C covers all and no run crosses from one arena into the next. The
-map promises that a search for a run is exact (it finds one if there is one) and that a failing search is cheap; where
-in the map to put what is left to the strategies.
+taken bit after each, so that one search in C covers all and no hole spans two arenas. The map promises that it finds a
+hole if there is one, and that a search that fails costs tens of microseconds for a map of some hundred thousand units,
+and a few when it failed before and little was freed since. Which hole to use is the strategies' affair.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from bitarray import bitarray
 from bitarray.util import zeros
 
 __all__ = ["UnitMap"]
 
-_SHORT_RUN_UNITS = 64
-"""Runs below this are found by shifting the map against itself, longer ones by looking for zero bytes first."""
+_SHORT_HOLE_UNITS = 64
+"""Below this, holes are found by shifting the map against itself; from here on by looking for zero bytes."""
+
+_WINDOW_UNITS = 1 << 16
+"""How much of the map is shifted at a time: a search that succeeds early does not pay for the rest."""
+
+_REMEMBERED_PLACES = 64
+"""How many places that changed since a failing search are looked at one by one; more, and the map is searched."""
+
+_HOLES_COMPARED = 64
+"""How many holes that are long enough are compared for the best fit."""
 
 
 class UnitMap:
@@ -23,17 +33,19 @@ class UnitMap:
 
     def __init__(self) -> None:
         self.taken = bitarray()
-        """One bit per unit: 1 is taken (or a separator)."""
+        """One bit per unit: 1 is taken, or a separator."""
         self.firsts: list[int] = []
         """The first unit of each arena."""
         self.ends: list[int] = []
         """The separator after the last unit of each arena."""
         self.units = 0
-        """How many units there are."""
+        """How many units there are, without separators."""
         self.free_units = 0
-        """How many of them are free; whoever changes `taken` keeps it right."""
-        self._impossible_units = 1
-        """No free run is this long or longer, by the last failing search; forgotten when units are freed."""
+        """How many of them are free."""
+        # A search for `_failed_units` found nothing. Every hole that has become that long since then holds one of
+        # `_places`: where units were freed, and the neighbours of what was taken. (Minus one is the last separator.)
+        self._failed_units: int | None = None
+        self._places: list[int] = []
 
     def add_arena(self, units: int) -> None:
         """Append an arena of `units` free units."""
@@ -42,88 +54,156 @@ class UnitMap:
         self.ends.append(len(self.taken))
         self.taken.append(1)
         self.units += units
-        self.freed(units)
+        self.free_units += units
+        self._failed_units = None
 
     def arena_of(self, unit: int) -> int:
         """Return the arena that `unit` lies in."""
         return bisect_right(self.firsts, unit) - 1
 
-    def take(self, first: int, units: int) -> None:
+    def take_run(self, first: int, units: int) -> None:
         """Mark a run of free units as taken."""
         self.taken[first : first + units] = 1
         self.free_units -= units
+        self._remember((first - 1, first + units))  # what is left of the hole must still touch a remembered place
 
-    def give_back(self, first: int, units: int) -> None:
+    def take_each(self, units: list[int]) -> None:
+        """Mark these free units as taken."""
+        self.taken[units] = 1
+        self.free_units -= len(units)
+        if self._failed_units is not None:
+            self._remember([unit + 1 for unit in units])
+            self._remember([unit - 1 for unit in units])
+
+    def give_back_run(self, first: int, units: int) -> None:
         """Mark a run of taken units as free."""
         self.taken[first : first + units] = 0
-        self.freed(units)
-
-    def freed(self, units: int) -> None:
-        """Say that `units` bits were cleared: what a failing search has found out before no longer holds."""
         self.free_units += units
-        self._impossible_units = self.units + 1
+        self._remember((first,))
 
-    def run_start(self, unit: int) -> int:
-        """Return the first unit of the free run that the free unit `unit` lies in."""
-        return self.taken.find(1, 0, unit, right=True) + 1
+    def give_back_each(self, units: list[int]) -> None:
+        """Mark these taken units as free."""
+        self.taken[units] = 0
+        self.free_units += len(units)
+        self._remember(units)
 
-    def find_run(self, units: int, start: int = 0) -> int:
-        """Return the first place at or after `start`, else from zero, with `units` free units side by side; -1: none."""
-        if units >= self._impossible_units or units > self.free_units:
-            return -1
-        found = next(self._runs(units, start), -1)
-        if found < 0 and start:
-            found = next(self._runs(units, 0), -1)
-        if found < 0:
-            self._impossible_units = units
-        return found
+    def _remember(self, places: Iterable[int]) -> None:
+        if self._failed_units is not None:
+            self._places.extend(places)
+            if len(self._places) > _REMEMBERED_PLACES:
+                self._failed_units = None
 
-    def _runs(self, units: int, start: int) -> Iterator[int]:
-        """Yield places at or after `start` for a run, in order, at most one or a few in each free run."""
-        if units == 1:
-            yield from self.taken.search(0, start)
-        elif units < _SHORT_RUN_UNITS:
-            yield from self._short_runs(units, start)
-        else:
-            yield from self._long_runs(units, start)
+    def holes(self, units: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the holes of at least `units` units as (first unit, end), each once.
 
-    def _short_runs(self, units: int, start: int) -> Iterator[int]:
-        # bit i of `free` says that a run of `width` units starts at i; doubling the width takes a shift and an AND
-        free = ~self.taken[start:]
-        width = 1
-        while width < units:
-            step = min(width, units - width)
-            free &= free << step
-            width += step
-        for found in free.search(1):
-            yield found + start
+        They come in order, from the hole that `start` lies in and then from zero, unless few can be that long: these
+        come in any order. Nothing may be taken or given back while the iterator is in use.
+        """
+        if units > self.free_units:
+            return iter(())
+        if self._failed_units is not None and units >= self._failed_units:
+            return iter(self._holes_at_places(units))
+        if start:
+            start = self.taken.find(1, 0, start, right=True) + 1  # so that no hole is cut in two
+        return self._remembering_failure(units, chain(self._search(units, start), self._search(units, 0, start)))
 
-    def _long_runs(self, units: int, start: int) -> Iterator[int]:
-        # a run of this many bits covers at least so many whole bytes, and looking for bytes is much faster
+    def _remembering_failure(self, units: int, found: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        first = next(found, None)
+        if first is None:
+            self._failed_units = units
+            self._places = []
+            return
+        yield first
+        yield from found
+
+    def _holes_at_places(self, units: int) -> list[tuple[int, int]]:
+        taken = self.taken
+        holes = {}
+        for place in self._places:
+            if not taken[place]:
+                first = taken.find(1, 0, place, right=True) + 1
+                if first not in holes:
+                    holes[first] = taken.find(1, place)
+        return [(first, end) for first, end in holes.items() if end - first >= units]
+
+    def _search(self, units: int, start: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the holes of the map in [start, stop); no hole lies across either."""
+        end = len(self.taken) if stop is None else stop
+        if end - start < units:
+            return iter(())
+        if units < _SHORT_HOLE_UNITS:
+            return self._search_by_shifting(units, start, end)
+        return self._search_by_bytes(units, start, end)
+
+    def _search_by_shifting(self, units: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        taken = self.taken
+        while start < stop:
+            # bit i of `fits` says that `width` free units start at i; a shift and an AND double the width
+            fits = ~taken[start : min(start + _WINDOW_UNITS + units - 1, stop)]
+            width = 1
+            while width < units:
+                step = min(width, units - width)
+                fits &= fits << step
+                width += step
+            place = fits.find(1)
+            end = 0
+            while place >= 0:
+                first = start + place
+                end = taken.find(1, first, stop)
+                if end < 0:
+                    end = stop
+                yield first, end
+                place = fits.find(1, min(end - start, len(fits)))
+            start = max(start + _WINDOW_UNITS, end)
+
+    def _search_by_bytes(self, units: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        # a hole this long covers at least so many whole bytes, and a search for bytes is many times faster
         taken = self.taken
         map_bytes = taken.tobytes()
         needle = bytes((units - 7) // 8)
         place = map_bytes.find(needle, start // 8)
-        while place >= 0:
+        while place >= 0 and place * 8 < stop:
             first = max(taken.find(1, 0, place * 8, right=True) + 1, start)
-            end = taken.find(1, place * 8)
+            end = taken.find(1, place * 8, stop)
+            if end < 0:
+                end = stop
             if end - first >= units:
-                yield first
+                yield first, end
             place = map_bytes.find(needle, end // 8 + 1)
 
-    def largest_run(self) -> int:
-        """Return the length in units of the longest free run."""
-        free = ~self.taken
-        if not free.any():
+    def best_fits(self, units: int, count: int, start: int = 0) -> list[int] | None:
+        """Return places for `count` runs of `units` units, or None when there is no room for all of them.
+
+        The shortest holes that are long enough are filled first. When there are many, those after `start` are compared.
+        """
+        holes = []
+        room = 0
+        for first, end in self.holes(units, start):
+            holes.append((end - first, first, end))
+            room += (end - first) // units
+            if room >= count and len(holes) >= _HOLES_COMPARED:
+                break
+        if room < count:
+            return None
+        places: list[int] = []
+        for _, first, end in sorted(holes):
+            places += range(first, end - units + 1, units)
+            if len(places) >= count:
+                break
+        return places[:count]
+
+    def largest_hole(self) -> int:
+        """Return the length in units of the longest hole, exactly."""
+        fits = [~self.taken]
+        if not fits[0].any():
             return 0
-        # widths double until no run is that wide; then the bits of the answer are tried from the top
-        stages = [free]
-        while (wider := stages[-1] & (stages[-1] << (1 << (len(stages) - 1)))).any():
-            stages.append(wider)
-        width = 1 << (len(stages) - 1)
-        best = stages[-1]
-        for power in range(len(stages) - 2, -1, -1):
-            wider = best & (stages[power] << width)
+        # double the width until no hole is that wide, then try the bits of the answer from the top
+        while (wider := fits[-1] & (fits[-1] << (1 << (len(fits) - 1)))).any():
+            fits.append(wider)
+        best = fits[-1]
+        width = 1 << (len(fits) - 1)
+        for power in range(len(fits) - 2, -1, -1):
+            wider = best & (fits[power] << width)
             if wider.any():
                 best = wider
                 width += 1 << power
