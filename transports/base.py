@@ -7,8 +7,10 @@ it belongs, or back.
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+import trio
+
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Exchange, Send
+from infinistore.protocol.connection import Exchange, Receive, Send
 
 __all__ = ["Stream", "drive"]
 
@@ -36,8 +38,15 @@ class Stream(Protocol):
             StoreUnavailable: the stream is broken.
         """
 
-    async def aclose(self) -> None:
-        """Close the stream, at once. May be called twice."""
+    async def send_eof(self) -> None:
+        """Tell the peer that nothing more will be sent, and go on receiving.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+    def close(self) -> None:
+        """Close the stream, at once. May be called twice. Whoever waits on it gets `StoreUnavailable`."""
 
 
 async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
@@ -46,11 +55,13 @@ async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
         effect = next(exchange)
         while True:
             try:
-                if isinstance(effect, Send):
-                    await stream.send_all(effect.views)
-                    count = 0
-                else:
+                count = 0
+                if isinstance(effect, Receive):
                     count = await stream.receive_into(effect.views)
+                elif isinstance(effect, Send):
+                    await stream.send_all(effect.views)
+                else:
+                    await trio.lowlevel.checkpoint()
             except StoreUnavailable as error:
                 effect = exchange.throw(error)
             else:

@@ -18,7 +18,7 @@ import trio
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.protocol.span import Span
 
-__all__ = ["SocketStream", "accept", "connect_tcp", "connect_unix", "listen_tcp", "listen_unix"]
+__all__ = ["SocketStream", "accept", "broken", "connect_tcp", "connect_unix", "listen_tcp", "listen_unix", "reason"]
 
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
@@ -47,7 +47,7 @@ class SocketStream:
                 await self._wait(trio.lowlevel.wait_writable)
                 continue
             except OSError as error:
-                raise _broken(error) from error
+                raise broken(error) from error
             span.advance(sent)
             await self._spend(sent)
 
@@ -60,16 +60,33 @@ class SocketStream:
                 await self._wait(trio.lowlevel.wait_readable)
                 continue
             except OSError as error:
-                raise _broken(error) from error
+                raise broken(error) from error
             await self._spend(count)
             return count
 
-    async def aclose(self) -> None:
-        """Close the socket. Tasks that wait on it get `StoreUnavailable`."""
+    async def send_eof(self) -> None:
+        """Shut the sending side down."""
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise broken(error) from error
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """Close the socket."""
         if self.socket.fileno() != -1:
             trio.lowlevel.notify_closing(self.socket)
             self.socket.close()
-        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def is_stale(self) -> bool:
+        """Whether the peer has closed an idle connection, or said something that nobody asked for."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]]) -> None:
         try:
@@ -95,7 +112,9 @@ async def connect_tcp(host: str, port: int) -> SocketStream:
     try:
         stream = await trio.open_tcp_stream(host, port)
     except OSError as error:
-        raise StoreUnavailable(f"cannot connect to {host}:{port}: {_reason(error)}; is the server running there?") from error
+        raise StoreUnavailable(
+            f"cannot connect to {host}:{port}: {reason(error)}; is the server running there?"
+        ) from error
     return SocketStream(_stdlib_socket(stream.socket))
 
 
@@ -111,7 +130,7 @@ async def connect_unix(path: str) -> SocketStream:
         sock.connect(path)  # a Unix socket connects at once, or refuses
     except OSError as error:
         sock.close()
-        raise StoreUnavailable(f"cannot connect to {path}: {_reason(error)}; is the server running there?") from error
+        raise StoreUnavailable(f"cannot connect to {path}: {reason(error)}; is the server running there?") from error
     except BaseException:
         sock.close()
         raise
@@ -128,7 +147,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {_reason(error)}; give an address or a name of this machine") from None
+        raise ConfigError(f"--host {host}: {reason(error)}; give an address or a name of this machine") from None
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as undo:
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -163,7 +182,7 @@ def listen_unix(path: Path) -> socket.socket:
         _remove_stale(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"--unix-socket {path}: {_reason(error)}; choose another path, or `off`") from None
+        raise ConfigError(f"--unix-socket {path}: {reason(error)}; choose another path, or `off`") from None
     try:
         sock.setblocking(False)
         # Made private before it can be connected to: between bind and listen nobody gets in.
@@ -172,7 +191,7 @@ def listen_unix(path: Path) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"--unix-socket {path}: {_reason(error)}; choose another path, or `off`") from None
+        raise ConfigError(f"--unix-socket {path}: {reason(error)}; choose another path, or `off`") from None
     return sock
 
 
@@ -198,7 +217,14 @@ async def accept(listener: socket.socket) -> SocketStream:
             return SocketStream(sock)
 
 
-_LOST_BEFORE_ACCEPT = {errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENETUNREACH}
+_LOST_BEFORE_ACCEPT = {
+    errno.ECONNABORTED,
+    errno.EPERM,
+    errno.EPROTO,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+    errno.ENETUNREACH,
+}
 
 
 def _stdlib_socket(wrapped: trio.socket.SocketType) -> socket.socket:
@@ -232,12 +258,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
         return f"--host {host}: not an address of this machine"
     if error.errno == errno.EACCES:
         return f"port {port} needs privileges; give a --service-port above 1023"
-    return f"cannot listen on {host}:{port}: {_reason(error)}"
+    return f"cannot listen on {host}:{port}: {reason(error)}"
 
 
-def _broken(error: OSError) -> StoreUnavailable:
-    return StoreUnavailable(f"the connection broke: {_reason(error)}")
+def broken(error: OSError) -> StoreUnavailable:
+    """Return the error that stands for a broken socket."""
+    return StoreUnavailable(f"the connection broke: {reason(error)}")
 
 
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
+    """Return what the system says, without the number."""
     return error.strerror or str(error)

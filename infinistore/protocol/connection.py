@@ -16,10 +16,11 @@ A server may receive the next request while it replies (pipelining): it lies in 
 """
 
 import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from infinistore.errors import InfiniStoreException, ProtocolError, error_from_code
+from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
 from infinistore.protocol.codec import HEADER_BYTES, decode_body, encode_head, head_bytes, parse_header
 from infinistore.protocol.messages import (
     REPLIES,
@@ -33,7 +34,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.span import Span
 
-__all__ = ["ClientConnection", "Exchange", "Receive", "Received", "Send", "ServerConnection", "State"]
+__all__ = ["ClientConnection", "Exchange", "Pause", "Receive", "Received", "Send", "ServerConnection", "State"]
 
 _T = TypeVar("_T")
 READ_AHEAD_BYTES = 64 * 1024
@@ -53,7 +54,11 @@ class Receive(NamedTuple):
     views: Sequence[memoryview]
 
 
-Exchange: TypeAlias = Generator[Send | Receive, int, _T]
+class Pause(NamedTuple):
+    """Let others have their turn; nothing is to be moved. Only what works inside one process yields it."""
+
+
+Exchange: TypeAlias = Generator[Send | Receive | Pause, int, _T]
 
 
 class State(enum.Enum):
@@ -117,7 +122,7 @@ class _FrameReader:
         while span.remaining:
             count = yield Receive(span.next_views(CHUNK_BYTES))
             if not count:
-                raise ProtocolError(f"the stream ended {span.remaining} bytes before the end of a frame")
+                raise StoreUnavailable(f"the connection ended {span.remaining} bytes before the end of a frame")
             span.advance(count)
             if progress is not None:
                 progress(span)
@@ -130,7 +135,7 @@ class _FrameReader:
         while count:
             got = yield Receive([self._buffer[:count]])
             if not got:
-                raise ProtocolError(f"the stream ended {count} bytes before the end of a frame")
+                raise StoreUnavailable(f"the connection ended {count} bytes before the end of a frame")
             count -= got
 
     def _fill(self, length: int) -> Exchange[bool]:
@@ -146,7 +151,7 @@ class _FrameReader:
             if not count:
                 if self._end == self._start:
                     return False
-                raise ProtocolError("the stream ended in the middle of a frame")
+                raise StoreUnavailable("the connection ended in the middle of a frame")
             self._end += count
         return True
 
@@ -181,9 +186,13 @@ class ServerConnection:
         if isinstance(message, Put):
             expected = _put_payload_bytes(message)
             if received.payload_bytes != expected:
-                raise ProtocolError(f"a Put with {received.payload_bytes} bytes of payload, its sizes add up to {expected}")
+                raise ProtocolError(
+                    f"a Put with {received.payload_bytes} bytes of payload, its sizes add up to {expected}"
+                )
         elif received.payload_bytes:
-            raise ProtocolError(f"{type(message).__name__} has no payload, but {received.payload_bytes} bytes come with it")
+            raise ProtocolError(
+                f"{type(message).__name__} has no payload, but {received.payload_bytes} bytes come with it"
+            )
         self.payload_left = received.payload_bytes
         self.state = State.PAYLOAD if received.payload_bytes else State.REPLYING
         return received
@@ -236,7 +245,7 @@ class ClientConnection:
     def request(
         self,
         message: Request,
-        payload: Sequence[Sequence[memoryview]] | Generator[Sequence[memoryview], None, None] = (),
+        payload: Iterable[Sequence[memoryview]] = (),
         *,
         payload_bytes: int = 0,
         deadline_us: int = 0,
@@ -254,26 +263,33 @@ class ClientConnection:
         self._next_id = request_id % 0xFFFF_FFFF + 1
         self.state = State.PAYLOAD
         head = encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us)
-        groups = iter(payload)
-        yield Send([memoryview(head), *next(groups, ())])
-        for group in groups:
-            yield Send(group)
+        try:
+            groups = iter(payload)
+            yield Send([memoryview(head), *next(groups, ())])
+            for group in groups:
+                yield Send(group)
+        except StoreUnavailable as broken:
+            # A server that refuses a payload says why before it closes.
+            with suppress(ProtocolError, StoreUnavailable):
+                yield from self._read_reply(message, request_id)
+            raise broken from None
         self.state = State.REPLYING
-        return (yield from self.read_reply(message, request_id))
+        return (yield from self._read_reply(message, request_id))
 
-    def read_reply(self, request: Request, request_id: int | None) -> Exchange[Reply]:
-        """Read the reply to a request that has been sent, or has been sent in part (`request_id` None: any)."""
+    def _read_reply(self, request: Request, request_id: int) -> Exchange[Reply]:
         received = yield from self._reader.read_head()
         if received is None:
             self.state = State.CLOSED
-            raise ProtocolError("the server closed the connection instead of replying")
+            raise StoreUnavailable("the server closed the connection instead of replying")
         reply = received.message
         if isinstance(reply, ErrorReply):
             unfinished = self.state is not State.REPLYING
             self.state = State.CLOSED if reply.fatal or unfinished else State.READY
             raise error_from_code(reply.code, reply.message)
         if received.request_id != request_id or type(reply) is not REPLIES[type(request)]:
-            raise ProtocolError(f"{type(reply).__name__} (request {received.request_id}) is no reply to request {request_id}")
+            raise ProtocolError(
+                f"{type(reply).__name__} (request {received.request_id}) is no reply to request {request_id}"
+            )
         if received.payload_bytes and not isinstance(reply, GetReply):
             raise ProtocolError(f"{type(reply).__name__} with a payload")
         self._payload_left = received.payload_bytes
@@ -285,7 +301,9 @@ class ClientConnection:
         """How many bytes of the reply's payload are still to be read."""
         return self._payload_left
 
-    def read_payload(self, views: Sequence[memoryview], progress: Callable[[Span], None] | None = None) -> Exchange[None]:
+    def read_payload(
+        self, views: Sequence[memoryview], progress: Callable[[Span], None] | None = None
+    ) -> Exchange[None]:
         """Receive the payload of the last reply, all of it, into these views."""
         span = Span(views)
         if span.remaining != self._payload_left:

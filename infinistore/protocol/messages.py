@@ -275,18 +275,7 @@ class ErrorReply:
 
 
 Request: TypeAlias = (
-    Hello
-    | Put
-    | Get
-    | Exists
-    | MatchPrefix
-    | ReleaseHold
-    | Delete
-    | ListKeys
-    | Purge
-    | Evict
-    | Statistics
-    | Verify
+    Hello | Put | Get | Exists | MatchPrefix | ReleaseHold | Delete | ListKeys | Purge | Evict | Statistics | Verify
 )
 Reply: TypeAlias = (
     HelloReply

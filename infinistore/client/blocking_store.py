@@ -1,0 +1,160 @@
+"""The methods of a blocking store, the same for a server and for the embedded engine.
+
+They are those of `AsyncStore`, word for word, for threads; a test compares the two.
+How an operation is carried out is the business of the subclasses, which have one method: `_call`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TypeVar
+
+from infinistore.client.arguments import Pairs, check_hold, items_to_get, items_to_put, key_list
+from infinistore.client.buffers import BufferLike
+from infinistore.client.operations import Operation
+from infinistore.client.prefix_match import PrefixMatch
+from infinistore.errors import KeyNotFound
+from infinistore.statistics import Stats
+
+__all__ = ["BlockingStore"]
+
+_T = TypeVar("_T")
+
+
+class BlockingStore(ABC):
+    """A store of blocks by key. Made by `open_store`; used by any number of threads at once.
+
+    Data and buffers are anything contiguous with the buffer protocol, and PyTorch tensors on the CPU. Each method has a
+    deadline (`deadline_s` of `open_store`). Every method may raise:
+
+    * `StoreUnavailable`: the server cannot be reached, or was lost; a put that ends so may have been stored;
+    * `DeadlineExceeded`: the same, after the deadline;
+    * `ValueError`, `TypeError`: wrong arguments; nothing was sent.
+    """
+
+    @abstractmethod
+    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        """Carry out an operation. `idempotent`: it may be tried again; `payload`: it moves blocks."""
+
+    def put(self, key: str, data: BufferLike) -> None:
+        """Store one block; what the key had before is replaced.
+
+        Raises:
+            OutOfMemory: no room, even after evicting.
+            ValueTooLarge: larger than the store takes.
+        """
+        self.put_many([(key, data)])
+
+    def put_many(self, items: Pairs, replace: bool = True) -> list[str]:
+        """Store a batch, visible all at once. Returns the keys that were skipped.
+
+        `items` is a mapping or pairs of key and data. With `replace=False`, keys that are there are skipped and their
+        bytes not moved. A batch over the server's limits is stored in parts, each of them at once.
+
+        Raises:
+            OutOfMemory: no room, even after evicting.
+            ValueTooLarge: a block is larger than the store takes.
+            LimitExceeded: a bound of the server was reached.
+        """
+        checked = items_to_put(items)
+        return self._call(lambda ops: ops.put_many(checked, replace), idempotent=False, payload=True)
+
+    def get(self, key: str) -> bytearray:
+        """Read one block.
+
+        Raises:
+            KeyNotFound: it is not there.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        value = (self.get_many([key]))[0]
+        if value is None:
+            raise KeyNotFound(f"{key!r} is not in the store")
+        return value
+
+    def get_many(self, keys: Iterable[str]) -> list[bytearray | None]:
+        """Read blocks; None for each that is not there.
+
+        Raises:
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        checked = key_list(keys)
+        return self._call(lambda ops: ops.get_many(checked), payload=True)
+
+    def get_into(self, key: str, buffer: BufferLike) -> int:
+        """Read one block into the caller's memory. Returns its length in bytes; the rest of the buffer is left as it is.
+
+        Raises:
+            KeyNotFound: it is not there.
+            BufferTooSmall: it is longer than the buffer, which is left as it is.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        length = (self.get_many_into([(key, buffer)]))[0]
+        if length is None:
+            raise KeyNotFound(f"{key!r} is not in the store")
+        return length
+
+    def get_many_into(self, items: Pairs) -> list[int | None]:
+        """Read blocks into the caller's memory. Returns the stored length in bytes of each, None for what is not there.
+
+        `items` is a mapping or pairs of key and buffer. After any error but `BufferTooSmall`, what is in the buffers is
+        undefined.
+
+        Raises:
+            BufferTooSmall: a block is longer than its buffer; no byte was written to any buffer. (A batch over the
+                server's limits is read in parts, and this holds for each of them.)
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        checked = items_to_get(items)
+        return self._call(lambda ops: ops.get_many_into(checked), payload=True)
+
+    def exists(self, key: str) -> bool:
+        """Tell whether the key is there. Does not count as a use of it."""
+        return (self.exists_many([key]))[0]
+
+    def exists_many(self, keys: Iterable[str]) -> list[bool]:
+        """Tell for each key whether it is there. Does not count as a use of them."""
+        checked = key_list(keys)
+        return self._call(lambda ops: ops.exists_many(checked))
+
+    def match_prefix(self, keys: Iterable[str], hold_s: float = 0) -> PrefixMatch:
+        """Count the leading keys that are there, up to the first that is not.
+
+        With `hold_s`, what was counted stays for so many seconds, or until `release_hold(match.hold)`.
+
+        Raises:
+            LimitExceeded: the hold is too long, or too much would be held.
+        """
+        checked = key_list(keys)
+        check_hold(hold_s)
+        matched, hold = self._call(lambda ops: ops.match_prefix(checked, hold_s))
+        return PrefixMatch(matched, hold)
+
+    def release_hold(self, hold: str) -> bool:
+        """End a hold before its time. False if it has ended already, or was another server's."""
+        return bool(hold) and self._call(lambda ops: ops.release_hold(hold), idempotent=False)
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Delete keys; returns how many were there."""
+        checked = key_list(keys)
+        return self._call(lambda ops: ops.delete(checked), idempotent=False)
+
+    def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
+        """List up to `limit` keys that begin with `prefix` and come after `after`, in code point order.
+
+        For the next page, give the last key of this one as `after`. Looks at every key of the store: not for hot paths.
+        """
+        return self._call(lambda ops: ops.keys(prefix, limit, after))
+
+    def evict(self, min_ratio: float, max_ratio: float) -> int:
+        """If more than `max_ratio` of the pool is used, evict cold blocks until at most `min_ratio` is; returns how many.
+
+        Ratios are of the pool's bytes, 0 to 1.
+        """
+        return self._call(lambda ops: ops.evict(min_ratio, max_ratio), idempotent=False)
+
+    def purge(self) -> int:
+        """Delete everything; returns how many keys there were."""
+        return self._call(lambda ops: ops.purge(), idempotent=False)
+
+    def stats(self) -> Stats:
+        """Statistics of the store; `transport` says which path is in use, `transport_reason` why."""
+        return self._call(lambda ops: ops.stats())

@@ -1,0 +1,212 @@
+"""The embedded store: the same engine in this process, without a server.
+
+Every call into the core is under one lock, so a store may be used from several threads. Bytes are copied outside the lock, under
+a pin or into a reservation, so that a long copy keeps nobody from looking up a key.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from infinistore.allocators import create_allocator
+from infinistore.client.operations import Items
+from infinistore.client.options import Options
+from infinistore.core.arena import create_arena
+from infinistore.core.clients import Lease
+from infinistore.core.index import NO_CHECKSUM
+from infinistore.core.limits import CoreLimits
+from infinistore.core.pool import Pool
+from infinistore.core.store import StoreCore
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
+from infinistore.protocol.connection import Exchange, Pause
+from infinistore.statistics import Stats
+
+__all__ = ["EmbeddedOperations", "EmbeddedStore"]
+
+_Buffer = TypeVar("_Buffer", bytearray, memoryview)
+_PAUSE_BYTES = 4 * 1024 * 1024
+_MAX_BATCH_KEYS = 1024 * 1024
+
+
+class EmbeddedStore:
+    """A core with its pool, for one process. Blocking to make: it takes the memory of the pool."""
+
+    def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
+        self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
+        self.core = StoreCore(self.pool, clock=clock, limits=CoreLimits(max_batch_keys=_MAX_BATCH_KEYS))
+        self.lock = threading.Lock()
+        self.closed = False
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody looks at it."""
+        with self.lock:
+            self.closed = True
+            self.pool.close()
+
+    def check_usable(self) -> None:
+        """Raise `StoreUnavailable` if the store is closed, or in a forked child, which does not have the memory."""
+        if self.closed:
+            raise StoreUnavailable("this store is closed; open another one")
+        if os.getpid() != self._pid:
+            raise StoreUnavailable("this store was opened before a fork and lives in the parent; open one in the child")
+
+
+class EmbeddedOperations:
+    """The operations of an embedded store, for one caller: its pins are its own."""
+
+    def __init__(self, store: EmbeddedStore, *, verify: bool) -> None:
+        store.check_usable()
+        self._store = store
+        self._core = store.core
+        self._lock = store.lock
+        self._verify = verify
+        with self._lock:
+            self._client = self._core.open_client("embedded")
+
+    def close(self) -> None:
+        """Give back what the caller has pinned. Its copies are done: they are made by the thread that calls this."""
+        with self._lock:
+            self._core.close_client(self._client)
+
+    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]:
+        """Put the batch; return the keys that were skipped because they were there."""
+        skipped: list[str] = []
+        if not replace:
+            with self._lock:
+                present = self._core.exists([key for key, _ in items])
+            skipped = [key for (key, _), there in zip(items, present, strict=True) if there]
+            items = [item for item, there in zip(items, present, strict=True) if not there]
+        keys = [key for key, _ in items]
+        with self._lock:
+            reservation = self._core.reserve(self._client, [len(data) for _, data in items])
+        try:
+            checksums = yield from self._copy_in(items, reservation.views)
+            with self._lock:
+                again = self._core.commit(reservation, keys, checksums, replace=replace)
+        finally:
+            with self._lock:
+                self._core.abort(reservation)  # does nothing after a commit
+        return skipped + [keys[index] for index in again]
+
+    def _copy_in(self, items: Items, views: Sequence[memoryview]) -> Exchange[list[int] | None]:
+        checksums: list[int] = []
+        copied = 0
+        for (_, data), view in zip(items, views, strict=True):
+            view[:] = data
+            if self._verify:
+                checksums.append(xxh3_64_intdigest(view))
+            copied += len(data)
+            if copied >= _PAUSE_BYTES:
+                copied = 0
+                yield Pause()
+        return checksums if self._verify else None
+
+    def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
+        """Read the batch into memory of its own; None for what is missing."""
+
+        def room(lease: Lease) -> list[bytearray | None]:
+            return [None if entry is None else bytearray(entry[2]) for entry in lease.entries]
+
+        return (yield from self._read(keys, room))
+
+    def get_many_into(self, items: Items) -> Exchange[list[int | None]]:
+        """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
+
+        def room(lease: Lease) -> list[memoryview | None]:
+            for (key, view), entry in zip(items, lease.entries, strict=True):
+                if entry is not None and entry[2] > len(view):
+                    raise BufferTooSmall(f"{key[:100]!r} has {entry[2]} bytes, its buffer {len(view)}")
+            return [
+                None if entry is None else view[: entry[2]]
+                for (_, view), entry in zip(items, lease.entries, strict=True)
+            ]
+
+        filled = yield from self._read([key for key, _ in items], room)
+        return [None if view is None else len(view) for view in filled]
+
+    def _read(
+        self, keys: Sequence[str], room: Callable[[Lease], list[_Buffer | None]]
+    ) -> Exchange[list[_Buffer | None]]:
+        """Copy leased blocks into the buffers that `room` finds for them, and check them there."""
+        with self._lock:
+            lease = self._core.lease(self._client, keys)
+        try:
+            buffers = room(lease)
+            bad: list[str] = []
+            copied = 0
+            for key, buffer, view, checksum in zip(keys, buffers, lease.views, lease.checksums, strict=True):
+                if buffer is None or view is None:
+                    continue
+                memoryview(buffer)[:] = view
+                if self._verify and checksum != NO_CHECKSUM and xxh3_64_intdigest(buffer) != checksum:
+                    bad.append(key)
+                copied += len(view)
+                if copied >= _PAUSE_BYTES:
+                    copied = 0
+                    yield Pause()
+        finally:
+            with self._lock:
+                self._core.release(lease)
+        if bad:
+            with self._lock:
+                for key in bad:
+                    self._core.verify(key)
+            raise ChecksumMismatch(f"{len(bad)} of {len(keys)} blocks are not what was written, first {bad[0][:100]!r}")
+        return buffers
+
+    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
+        """Ask which keys are there."""
+        yield from ()
+        with self._lock:
+            return list(map(bool, self._core.exists(keys)))
+
+    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
+        """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
+        yield from ()
+        with self._lock:
+            if not hold_s:
+                return self._core.match_prefix(keys), ""
+            matched, hold = self._core.hold_prefix(self._client, keys, hold_s)
+            return matched, f"{hold:x}" if hold else ""
+
+    def release_hold(self, hold: str) -> Exchange[bool]:
+        """End a hold; False if it has ended."""
+        yield from ()
+        with self._lock:
+            return self._core.release_hold(int(hold, 16))
+
+    def delete(self, keys: Sequence[str]) -> Exchange[int]:
+        """Delete keys; return how many were there."""
+        yield from ()
+        with self._lock:
+            return self._core.delete(keys)
+
+    def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]:
+        """One page of keys, in code point order."""
+        yield from ()
+        with self._lock:
+            return self._core.keys(prefix, limit, after)
+
+    def evict(self, low: float, high: float) -> Exchange[int]:
+        """Evict cold blocks; return how many."""
+        yield from ()
+        with self._lock:
+            return self._core.evict(low, high)
+
+    def purge(self) -> Exchange[int]:
+        """Delete everything; return how many keys there were."""
+        yield from ()
+        with self._lock:
+            return self._core.purge()
+
+    def stats(self) -> Exchange[Stats]:
+        """The statistics of the store."""
+        yield from ()
+        with self._lock:
+            return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())

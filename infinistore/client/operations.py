@@ -1,0 +1,323 @@
+"""The operations of a store, as exchanges: written once, driven by Trio, by threads or by asyncio.
+
+`Operations` is what a store can do. `RemoteOperations` does it over a connection; `EmbeddedOperations` (in `embedded.py`)
+does it to a store in this process. Arguments have been checked (`arguments.py`) when they come here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from infinistore.errors import ChecksumMismatch, ProtocolError, ValueTooLarge
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.connection import ClientConnection, Exchange
+from infinistore.protocol.messages import (
+    MISSING,
+    NO_CHECKSUM,
+    CountReply,
+    Delete,
+    Evict,
+    Exists,
+    ExistsReply,
+    Get,
+    GetReply,
+    HelloReply,
+    Keys,
+    KeysReply,
+    ListKeys,
+    MatchPrefix,
+    MatchPrefixReply,
+    Purge,
+    Put,
+    PutReply,
+    ReleaseHold,
+    Reply,
+    Request,
+    Statistics,
+    StatisticsReply,
+    Verify,
+)
+from infinistore.protocol.span import Span
+from infinistore.statistics import Stats, statistics_from_tree
+
+__all__ = ["Items", "Operation", "Operations", "RemoteOperations"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R", bound=Reply)
+_HASH_BYTES = 512 * 1024
+"""How much is hashed before it is sent: small enough to be in the cache still when the kernel copies it."""
+
+Items: TypeAlias = Sequence[tuple[str, memoryview]]
+
+
+class Operations(Protocol):
+    """What a store can do; each method is an exchange. See the clients' methods for what they promise."""
+
+    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]: ...
+    def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]: ...
+    def get_many_into(self, items: Items) -> Exchange[list[int | None]]: ...
+    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]: ...
+    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]: ...
+    def release_hold(self, hold: str) -> Exchange[bool]: ...
+    def delete(self, keys: Sequence[str]) -> Exchange[int]: ...
+    def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]: ...
+    def evict(self, low: float, high: float) -> Exchange[int]: ...
+    def purge(self) -> Exchange[int]: ...
+    def stats(self) -> Exchange[Stats]: ...
+
+
+Operation: TypeAlias = Callable[[Operations], Exchange[_T]]
+"""What a client's method hands to its driver: given operations, the exchange to run."""
+
+
+class RemoteOperations:
+    """The operations over one connection to a server.
+
+    A batch over the server's limits goes in parts; each part is atomic. `path` names the transport, and why it is the
+    one in use. `remaining_us` tells how long the caller still
+    waits, in microseconds; 0 means for ever.
+    """
+
+    def __init__(
+        self,
+        connection: ClientConnection,
+        hello: HelloReply,
+        *,
+        verify: bool,
+        path: tuple[str, str],
+        remaining_us: Callable[[], int],
+    ) -> None:
+        self._connection = connection
+        self._hello = hello
+        self._verify = verify
+        self._path = path
+        self._remaining_us = remaining_us
+
+    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]:
+        """Put the batch; return the keys that were skipped because they were there."""
+        for key, data in items:
+            if len(data) > self._hello.max_value_bytes:
+                raise ValueTooLarge(
+                    f"the value of {key[:100]!r} has {len(data)} bytes; this store takes at most {self._hello.max_value_bytes}"
+                )
+        skipped: list[str] = []
+        if not replace:
+            present = yield from self.exists_many([key for key, _ in items])
+            skipped = [key for (key, _), there in zip(items, present, strict=True) if there]
+            items = [item for item, there in zip(items, present, strict=True) if not there]
+        for part in _parts(items, self._hello.max_batch_keys, self._hello.max_batch_bytes):
+            skipped += yield from self._put_part(part, replace)
+        return skipped
+
+    def _put_part(self, items: Items, replace: bool) -> Exchange[list[str]]:
+        keys = Keys([key for key, _ in items])
+        views = [view for _, view in items]
+        sizes = numbers(map(len, views))
+        payload_bytes = sum(sizes)
+        put = Put(keys, sizes, checksums=self._verify, replace=replace)
+        payload: Iterable[list[memoryview]] = [views]
+        if self._verify:
+            payload, payload_bytes = _hashed_groups(views), payload_bytes + 8 * len(keys)
+        request = self._connection.request(put, payload, payload_bytes=payload_bytes, deadline_us=self._remaining_us())
+        reply = _expect(PutReply, (yield from request))
+        return [keys[index] for index in reply.skipped]
+
+    def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
+        """Read the batch into memory of its own; None for what is missing."""
+        values: list[bytearray | None] = []
+
+        def make_room(sizes: Sequence[int], first: int) -> list[memoryview]:
+            made = [None if size == MISSING else bytearray(size) for size in sizes]
+            values.extend(made)
+            return [memoryview(value) for value in made if value is not None]
+
+        yield from self._get(keys, None, make_room)
+        return values
+
+    def get_many_into(self, items: Items) -> Exchange[list[int | None]]:
+        """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
+        lengths: list[int | None] = []
+
+        def room(sizes: Sequence[int], first: int) -> list[memoryview]:
+            lengths.extend(None if size == MISSING else size for size in sizes)
+            return [
+                view if len(view) == size else view[:size]
+                for (_, view), size in zip(items[first:], sizes, strict=False)
+                if size != MISSING
+            ]
+
+        yield from self._get([key for key, _ in items], [len(view) for _, view in items], room)
+        return lengths
+
+    def _get(
+        self,
+        keys: Sequence[str],
+        capacities: Sequence[int] | None,
+        room: Callable[[Sequence[int], int], list[memoryview]],
+    ) -> Exchange[None]:
+        """Read a batch in as many parts as the server makes of it; `room(sizes, first)` tells where a part goes."""
+        first = 0
+        while first < len(keys):
+            part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
+            room_for = () if capacities is None else capacities[first : first + len(part)]
+            get = Get(part, numbers(room_for), checksums=self._verify)
+            reply = _expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
+            _check_get_reply(get, reply)
+            yield from self._read_blocks(part, reply, room(reply.sizes, first))
+            first += len(reply.sizes)
+
+    def _read_blocks(self, keys: Keys, reply: GetReply, views: list[memoryview]) -> Exchange[None]:
+        if not views:
+            return
+        if not self._verify:
+            yield from self._connection.read_payload(views)
+            return
+        present = [i for i, size in enumerate(reply.sizes) if size != MISSING]
+        checker = _Checker(views, [reply.checksums[i] for i in present])
+        yield from self._connection.read_payload(views, checker.progress)
+        if checker.bad:
+            bad = Keys([keys[present[i]] for i in checker.bad])
+            # The server looks at its own bytes, and forgets them if they are bad: the next reader gets a miss.
+            yield from self._connection.request(Verify(bad), deadline_us=self._remaining_us())
+            raise ChecksumMismatch(
+                f"{len(bad)} of {len(views)} blocks are not what was written, first {bad[0][:100]!r}"
+            )
+
+    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
+        """Ask which keys are there."""
+        present = b""
+        for part in self._key_parts(keys):
+            reply = _expect(ExistsReply, (yield from self._ask(Exists(part))))
+            present += reply.present
+        if len(present) != len(keys):
+            raise ProtocolError(f"the server answered for {len(present)} of {len(keys)} keys")
+        return list(map(bool, present))
+
+    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
+        """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
+        matched = 0
+        holds: list[str] = []
+        for part in self._key_parts(keys):
+            request = MatchPrefix(part, hold_us=int(hold_s * 1e6))
+            reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
+            matched += reply.matched
+            if reply.hold:
+                holds.append(f"{reply.hold:x}")
+            if reply.matched < len(part):
+                break
+        return matched, f"{self._hello.instance}:{','.join(holds)}" if holds else ""
+
+    def release_hold(self, hold: str) -> Exchange[bool]:
+        """End a hold; False if it has ended, or if it was another server's."""
+        instance, _, ids = hold.partition(":")
+        if instance != self._hello.instance:
+            return False
+        released = 0
+        for hold_id in ids.split(","):
+            released += yield from self._count(ReleaseHold(int(hold_id, 16)))
+        return released > 0
+
+    def delete(self, keys: Sequence[str]) -> Exchange[int]:
+        """Delete keys; return how many were there."""
+        deleted = 0
+        for part in self._key_parts(keys):
+            deleted += yield from self._count(Delete(part))
+        return deleted
+
+    def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]:
+        """One page of keys, in code point order."""
+        found: list[str] = []
+        while len(found) < limit:
+            request = ListKeys(prefix, found[-1] if found else after, limit - len(found))
+            reply = _expect(KeysReply, (yield from self._ask(request)))
+            found += reply.keys
+            if len(reply.keys) < reply.limit:
+                break
+        return found
+
+    def evict(self, low: float, high: float) -> Exchange[int]:
+        """Evict cold blocks; return how many."""
+        return (yield from self._count(Evict(low, high)))
+
+    def purge(self) -> Exchange[int]:
+        """Delete everything; return how many keys there were."""
+        return (yield from self._count(Purge()))
+
+    def stats(self) -> Exchange[Stats]:
+        """Ask the server for its statistics."""
+        reply = _expect(StatisticsReply, (yield from self._ask(Statistics())))
+        server, store = statistics_from_tree(reply.statistics)
+        return Stats(*self._path, store=store, server=server)
+
+    def _ask(self, request: Request) -> Exchange[Reply]:
+        return self._connection.request(request, deadline_us=self._remaining_us())
+
+    def _count(self, request: Request) -> Exchange[int]:
+        return _expect(CountReply, (yield from self._ask(request))).count
+
+    def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
+        most = self._hello.max_batch_keys
+        return [Keys(list(keys[first : first + most])) for first in range(0, len(keys), most)]
+
+
+class _Checker:
+    """Hashes blocks as they arrive, while they are in the cache, and remembers which were wrong."""
+
+    def __init__(self, views: list[memoryview], checksums: list[int]) -> None:
+        self._views = views
+        self._checksums = checksums
+        self._checked = 0
+        self.bad: list[int] = []
+
+    def progress(self, span: Span) -> None:
+        for index in range(self._checked, span.complete):
+            expected = self._checksums[index]
+            if expected != NO_CHECKSUM and xxh3_64_intdigest(self._views[index]) != expected:
+                self.bad.append(index)
+        self._checked = span.complete
+
+
+def _expect(kind: type[_R], reply: Reply) -> _R:
+    """The connection has checked which reply answers which request; this tells the type checker."""
+    assert isinstance(reply, kind)
+    return reply
+
+
+def _check_get_reply(get: Get, reply: GetReply) -> None:
+    if not 0 < len(reply.sizes) <= len(get.keys) or (get.checksums and len(reply.checksums) != len(reply.sizes)):
+        raise ProtocolError(f"a reply with {len(reply.sizes)} sizes to a Get of {len(get.keys)} keys")
+    if get.capacities and any(
+        size > capacity for size, capacity in zip(reply.sizes, get.capacities, strict=False) if size != MISSING
+    ):
+        raise ProtocolError("the server sends more than there is room for")
+
+
+def _parts(items: Items, most_keys: int, most_bytes: int) -> list[Items]:
+    """Split a batch so that each part keeps to the limits; a single block may be longer than `most_bytes`."""
+    parts: list[Items] = []
+    first = 0
+    part_bytes = 0
+    for index, (_, data) in enumerate(items):
+        if index > first and (index - first == most_keys or part_bytes + len(data) > most_bytes):
+            parts.append(items[first:index])
+            first, part_bytes = index, 0
+        part_bytes += len(data)
+    if first < len(items):
+        parts.append(items[first:])
+    return parts
+
+
+def _hashed_groups(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the blocks in groups, each hashed just before, and with the last group the checksums."""
+    checksums = numbers()
+    group: list[memoryview] = []
+    group_bytes = 0
+    for view in views:
+        if group_bytes >= _HASH_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        checksums.append(xxh3_64_intdigest(view))
+        group.append(view)
+        group_bytes += len(view)
+    yield [*group, memoryview(checksums).cast("B")]

@@ -1,0 +1,127 @@
+"""`open_store` for threads: plain blocking sockets and no event loop."""
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar, Unpack, cast
+
+from infinistore.client.address import Address
+from infinistore.client.blocking_store import BlockingStore
+from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
+from infinistore.client.operations import Operation
+from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.connection import Receive, Send
+from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
+
+__all__ = ["open_store"]
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> Generator[BlockingStore, None, None]:
+    """Open a store, for threads: `with open_store(...) as store`. Any number of threads may use it at once.
+
+    Arguments and errors are those of `infinistore.open_store`.
+    """
+    address, options = make_options(url, given)
+    if address is None:
+        embedded = EmbeddedStore(options)
+        try:
+            yield _EmbeddedThreadStore(embedded, options)
+        finally:
+            embedded.close()
+        return
+    store = _RemoteThreadStore(address, options)
+    try:
+        store.connect()
+        yield store
+    finally:
+        store.close()
+
+
+class _EmbeddedThreadStore(BlockingStore):
+    def __init__(self, store: EmbeddedStore, options: Options) -> None:
+        self._store = store
+        self._verify = options.verify == "always"
+
+    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        operations = EmbeddedOperations(self._store, verify=self._verify)
+        exchange = operation(operations)
+        try:
+            while True:
+                next(exchange)
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        finally:
+            exchange.close()
+            operations.close()
+
+
+class _RemoteThreadStore(BlockingStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks."""
+
+    def __init__(self, address: Address, options: Options) -> None:
+        self._calls: RemoteCalls[BlockingSocketStream] = RemoteCalls(address, options, time.monotonic)
+        self._payload_slots = threading.BoundedSemaphore(options.max_connections)
+        self._lookup_slots = threading.BoundedSemaphore(LOOKUP_CONNECTIONS)
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + self._calls.options.deadline_s
+        self._drive(self._calls.first(deadline), deadline)
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        deadline_s = self._calls.options.deadline_s
+        deadline = time.monotonic() + deadline_s
+        slots = self._payload_slots if payload else self._lookup_slots
+        if not slots.acquire(timeout=deadline_s):
+            raise self._calls.deadline_exceeded()
+        try:
+            return self._drive(self._calls.call(operation, idempotent=idempotent, deadline=deadline), deadline)
+        finally:
+            slots.release()
+
+    def _drive(self, call: Call[_T], deadline: float) -> _T:
+        """Run a call. A broken stream is raised inside it, so that it can try again."""
+        stream: Any = None  # a call asks for one before it moves bytes
+        result: Any = None
+        try:
+            effect = next(call)
+            while True:
+                try:
+                    if isinstance(effect, Receive):
+                        result = stream.receive_into(effect.views)
+                    elif isinstance(effect, Send):
+                        stream.send_all(effect.views)
+                    elif isinstance(effect, Connect):
+                        result = stream = self._connect(deadline)
+                    elif isinstance(effect, Use):
+                        stream = effect.stream
+                        stream.deadline = deadline
+                    elif isinstance(effect, Sleep):
+                        time.sleep(effect.seconds)
+                except StoreUnavailable as error:
+                    effect = call.throw(error)
+                else:
+                    effect = call.send(result)
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        except TimeoutError:
+            raise self._calls.deadline_exceeded() from None
+        finally:
+            call.close()
+
+    def _connect(self, deadline: float) -> BlockingSocketStream:
+        address = self._calls.address
+        if address.scheme == "unix":
+            stream = connect_unix(address.path)
+        else:
+            stream = connect_tcp(address.host, address.port, deadline)
+        stream.deadline = deadline
+        return stream

@@ -1,0 +1,141 @@
+"""`open_store` for Trio."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, Unpack, cast
+
+import trio
+
+from infinistore.client.address import Address
+from infinistore.client.async_store import AsyncStore
+from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
+from infinistore.client.operations import Operation
+from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.connection import Receive, Send
+from infinistore.transports.sockets import SocketStream, connect_tcp, connect_unix
+
+__all__ = ["open_store"]
+
+_T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> AsyncGenerator[AsyncStore, None]:
+    """Open a store, for Trio: `async with open_store(...) as store`.
+
+    Without a URL the store is embedded: the engine runs in this process, and the store ends with the block.
+
+    Args:
+        url: `infinistore://HOST:PORT`, `tcp://HOST:PORT` or `unix:///PATH`, with options as in `?deadline_s=5`.
+        deadline_s: how long one call may take, in seconds; 30 unless given.
+        verify: "always" (the default) makes a checksum of each block written and checks that of each block read;
+            "never" does neither.
+        token: what the server wants to see; else the file that the URL names by `token_file`, else `INFINISTORE_TOKEN`.
+        max_connections: how many connections may carry blocks at a time; 8 unless given. Two more carry look-ups.
+        name: what the server's statistics call this client.
+        pool_bytes: embedded only: how much memory the store takes; 256 MiB unless given.
+        minimal_allocate_bytes: embedded only: blocks take whole multiples of this; 64 KiB unless given.
+        allocator: embedded only: how blocks are placed, by name; "bitmap" unless given.
+        huge_pages: embedded only: take huge pages, which the machine must have set aside.
+
+    Raises:
+        ConfigError: an option or the URL cannot be used.
+        StoreUnavailable: no server answers there.
+        AuthenticationFailed: the token is missing or wrong.
+        OutOfMemory: no memory for an embedded store.
+    """
+    address, options = make_options(url, given)
+    if address is None:
+        embedded = await trio.to_thread.run_sync(EmbeddedStore, options)
+        try:
+            yield _EmbeddedTrioStore(embedded, options)
+        finally:
+            embedded.close()
+        return
+    store = _RemoteTrioStore(address, options)
+    try:
+        await store.connect()
+        yield store
+    finally:
+        store.close()
+
+
+class _EmbeddedTrioStore(AsyncStore):
+    def __init__(self, store: EmbeddedStore, options: Options) -> None:
+        self._store = store
+        self._verify = options.verify == "always"
+
+    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        await trio.lowlevel.checkpoint()
+        operations = EmbeddedOperations(self._store, verify=self._verify)
+        exchange = operation(operations)
+        try:
+            while True:
+                next(exchange)
+                await trio.lowlevel.checkpoint()
+        except StopIteration as stop:
+            result: _T = stop.value
+            return result
+        finally:
+            exchange.close()
+            operations.close()
+
+
+class _RemoteTrioStore(AsyncStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks."""
+
+    def __init__(self, address: Address, options: Options) -> None:
+        self._calls: RemoteCalls[SocketStream] = RemoteCalls(address, options, trio.current_time)
+        self._payload_slots = trio.Semaphore(options.max_connections)
+        self._lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
+
+    async def connect(self) -> None:
+        deadline = trio.current_time() + self._calls.options.deadline_s
+        with trio.CancelScope(deadline=deadline):
+            return await self._drive(self._calls.first(deadline))
+        raise self._calls.deadline_exceeded()
+
+    def close(self) -> None:
+        self._calls.close()
+
+    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        deadline = trio.current_time() + self._calls.options.deadline_s
+        with trio.CancelScope(deadline=deadline):
+            async with self._payload_slots if payload else self._lookup_slots:
+                return await self._drive(self._calls.call(operation, idempotent=idempotent, deadline=deadline))
+        raise self._calls.deadline_exceeded()
+
+    async def _drive(self, call: Call[_T]) -> _T:
+        """Run a call. A broken stream is raised inside it, so that it can try again."""
+        stream: Any = None  # a call asks for one before it moves bytes
+        result: Any = None
+        try:
+            effect = next(call)
+            while True:
+                try:
+                    if isinstance(effect, Receive):
+                        result = await stream.receive_into(effect.views)
+                    elif isinstance(effect, Send):
+                        result = await stream.send_all(effect.views)
+                    elif isinstance(effect, Connect):
+                        result = stream = await _connect(self._calls.address)
+                    elif isinstance(effect, Use):
+                        stream = effect.stream
+                    elif isinstance(effect, Sleep):
+                        await trio.sleep(effect.seconds)
+                except StoreUnavailable as error:
+                    effect = call.throw(error)
+                else:
+                    effect = call.send(result)
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        finally:
+            call.close()
+
+
+async def _connect(address: Address) -> SocketStream:
+    if address.scheme == "unix":
+        return await connect_unix(address.path)
+    return await connect_tcp(address.host, address.port)

@@ -1,0 +1,242 @@
+"""The server: one Trio nursery with the listeners, a session for each connection, growth and periodic eviction.
+
+`serve` runs until it is cancelled or, if it handles signals, until SIGTERM or SIGINT; then it drains: it accepts nobody,
+lets requests under way finish, and leaves when they have or when the drain timeout is over.
+"""
+
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import attrs
+import trio
+
+from infinistore import __version__
+from infinistore.allocators import create_allocator
+from infinistore.config import ServerConfig, read_token
+from infinistore.core.arena import Arena, create_arena
+from infinistore.core.limits import CoreLimits
+from infinistore.core.memory import available_memory
+from infinistore.core.pool import Pool
+from infinistore.core.store import StoreCore
+from infinistore.errors import LimitExceeded, StoreUnavailable
+from infinistore.protocol.connection import ServerConnection
+from infinistore.protocol.messages import HelloReply
+from infinistore.server.growth import PoolGrowth
+from infinistore.server.session import Service, Session, SessionLimits
+from infinistore.server.slices import evict_in_slices
+from infinistore.statistics import ServerStatistics, statistics_to_tree
+from infinistore.transports.base import Stream, drive
+from infinistore.transports.sockets import accept, listen_tcp, listen_unix
+
+__all__ = ["Server", "ServerAddresses", "serve"]
+
+_log = logging.getLogger("infinistore.server")
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+_NO_DESCRIPTORS_PAUSE_S = 0.1
+
+
+@attrs.frozen
+class ServerAddresses:
+    """Where a server can be reached."""
+
+    tcp: tuple[tuple[str, int], ...]
+    unix_socket: Path | None
+
+    @property
+    def port(self) -> int:
+        """The TCP port, the same on every address."""
+        return self.tcp[0][1]
+
+
+async def serve(
+    config: ServerConfig | None = None,
+    *,
+    handle_signals: bool = False,
+    task_status: trio.TaskStatus[ServerAddresses] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run a server until it is cancelled; with `handle_signals` (main thread only) also until SIGTERM or SIGINT.
+
+    Started in a nursery by `await nursery.start(serve, config)`, it gives a `ServerAddresses` once it listens.
+
+    Raises:
+        ConfigError: an address, a port or a path that cannot be used.
+        OutOfMemory: the machine has no memory for the pool.
+    """
+    with ExitStack() as resources:
+        config = ServerConfig() if config is None else config
+        token = read_token(config.token_file) if config.token_file else ""
+        # Listen before taking memory: a port in use is known at once. Nobody is served until the pool is there.
+        listeners = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
+        tcp = tuple(sock.getsockname()[:2] for sock in listeners)
+        unix_path = config.socket_path(tcp[0][1])
+        if unix_path is not None:
+            listeners.append(resources.enter_context(listen_unix(unix_path)))
+            resources.callback(unix_path.unlink, missing_ok=True)
+        pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
+        resources.callback(pool.close)
+        pool.add_arena(await trio.to_thread.run_sync(_make_arena, config, 0, config.prealloc_bytes))
+        server = Server(config, pool, ServerAddresses(tcp, unix_path), token)
+        async with trio.open_nursery() as nursery:
+            if handle_signals:
+                await nursery.start(_drain_on_signal, server)
+            await server.run(listeners, on_listening=lambda: task_status.started(server.addresses))
+            nursery.cancel_scope.cancel()
+
+
+class Server:
+    """A server that listens: its parts, for those who look into it."""
+
+    def __init__(self, config: ServerConfig, pool: Pool, addresses: ServerAddresses, token: str) -> None:
+        self.config = config
+        self.addresses = addresses
+        self.core = StoreCore(
+            pool,
+            clock=trio.current_time,
+            limits=CoreLimits(max_value_bytes=config.max_value_bytes, max_batch_keys=config.max_batch_keys),
+            random=random.Random(secrets.randbits(128)),
+        )
+        self._started_at = trio.current_time()
+        self._sessions: set[Session] = set()
+        self._drain = trio.Event()
+        self._connections_total = 0
+        self._connections_refused = 0
+        growth = None
+        if config.auto_increase:
+            growth = PoolGrowth(
+                self.core,
+                max_capacity_bytes=_max_pool_bytes(config, pool),
+                step_bytes=config.prealloc_bytes,
+                make_arena=lambda index, length: _make_arena(config, index, length),
+            )
+        self._service = Service(
+            core=self.core,
+            hello=self._hello(),
+            limits=SessionLimits(
+                max_body_bytes=_MAX_BODY_BYTES,
+                max_payload_bytes=max(config.max_batch_bytes, config.max_value_bytes) + 8 * config.max_batch_keys,
+            ),
+            statistics=lambda: statistics_to_tree(self.statistics(), self.core.statistics()),
+            token=token,
+            growth=growth,
+        )
+
+    def _hello(self) -> HelloReply:
+        config = self.config
+        return HelloReply(
+            instance=secrets.token_hex(16),
+            server_version=__version__,
+            max_body_bytes=_MAX_BODY_BYTES,
+            max_batch_keys=config.max_batch_keys,
+            max_batch_bytes=config.max_batch_bytes,
+            max_value_bytes=config.max_value_bytes,
+            unix_socket=str(self.addresses.unix_socket or ""),
+        )
+
+    async def run(self, listeners: Sequence[socket.socket], on_listening: Callable[[], None]) -> None:
+        """Serve until `drain` is called and the last session is over. Everything else ends with it."""
+        async with trio.open_nursery() as background:
+            if self._service.growth is not None:
+                background.start_soon(self._service.growth.run)
+            if self.config.enable_periodic_evict:
+                background.start_soon(self._evict_periodically)
+            async with trio.open_nursery() as sessions:
+                for listener in listeners:
+                    sessions.start_soon(self._accept, listener, sessions)
+                on_listening()
+                await self._drain.wait()
+                sessions.cancel_scope.deadline = trio.current_time() + self.config.drain_timeout_s
+                for listener in listeners:
+                    trio.lowlevel.notify_closing(listener)
+                    listener.close()
+                for session in self._sessions:
+                    session.finish()
+            background.cancel_scope.cancel()
+
+    def drain(self) -> None:
+        """Accept nobody any more, let requests under way finish within the drain timeout, and stop."""
+        self._drain.set()
+
+    def statistics(self) -> ServerStatistics:
+        """What the server has done so far."""
+        traffic = self._service.traffic
+        return ServerStatistics(
+            instance=self._service.hello.instance,
+            version=__version__,
+            uptime_s=trio.current_time() - self._started_at,
+            connections_open=len(self._sessions),
+            connections_total=self._connections_total,
+            connections_refused=self._connections_refused,
+            requests=traffic.requests,
+            errors=traffic.errors,
+            received_bytes=traffic.received_bytes,
+            sent_bytes=traffic.sent_bytes,
+        )
+
+    async def _accept(self, listener: socket.socket, sessions: trio.Nursery) -> None:
+        while True:
+            try:
+                stream = await accept(listener)
+            except trio.ClosedResourceError:
+                return
+            except OSError as error:
+                # Out of descriptors, most likely: what is open goes on, and the next connection waits a moment.
+                _log.warning("cannot accept a connection: %s", error.strerror)
+                await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
+                continue
+            self._connections_total += 1
+            if len(self._sessions) < self.config.max_connections:
+                session = Session(stream, self._service, f"client-{self._connections_total}")
+                self._sessions.add(session)
+                sessions.start_soon(self._serve, session)
+            else:
+                self._connections_refused += 1
+                sessions.start_soon(self._refuse, stream)
+
+    async def _serve(self, session: Session) -> None:
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+
+    async def _refuse(self, stream: Stream) -> None:
+        error = LimitExceeded(
+            f"the server has its {self.config.max_connections} connections (--max-connections); close some, or raise that"
+        )
+        with suppress(StoreUnavailable), trio.move_on_after(1):
+            await drive(ServerConnection(max_body_bytes=0, max_payload_bytes=0).reply_fatal(error), stream)
+        stream.close()
+
+    async def _evict_periodically(self) -> None:
+        config = self.config
+        while True:
+            await trio.sleep(config.evict_interval_s)
+            self.core.expire_holds()
+            low, high = config.evict_min_threshold, config.evict_max_threshold
+            evicted = await evict_in_slices(self.core, low, high, "periodic")
+            if evicted:
+                _log.info("periodic eviction: %d blocks", evicted)
+
+
+async def _drain_on_signal(server: Server, *, task_status: trio.TaskStatus[None]) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            _log.info("%s: draining for at most %g s", signal.Signals(number).name, server.config.drain_timeout_s)
+            server.drain()
+
+
+def _make_arena(config: ServerConfig, index: int, length: int) -> Arena:
+    return create_arena(index, length, huge_pages=config.huge_pages, prefault_threads=os.cpu_count() or 1)
+
+
+def _max_pool_bytes(config: ServerConfig, pool: Pool) -> int:
+    if config.max_pool_bytes is not None:
+        return config.max_pool_bytes
+    return pool.capacity_bytes + available_memory().available_bytes

@@ -1,0 +1,286 @@
+"""One connection, from hello to goodbye.
+
+A session owns what its client has pinned in the core, and gives it back when the connection is over. Requests are answered
+one after the other, so a slow reader slows nobody but itself; a pipelined request waits in the socket.
+"""
+
+import hmac
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import attrs
+import trio
+
+from infinistore.core.clients import Reservation
+from infinistore.core.store import StoreCore
+from infinistore.errors import (
+    AuthenticationFailed,
+    BufferTooSmall,
+    DeadlineExceeded,
+    InfiniStoreException,
+    InvalidRequest,
+    OutOfMemory,
+    ProtocolError,
+    StoreUnavailable,
+)
+from infinistore.keys import check_distinct
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.connection import Exchange, Received, ServerConnection, State
+from infinistore.protocol.messages import (
+    MISSING,
+    CountReply,
+    ErrorReply,
+    Evict,
+    Get,
+    GetReply,
+    Hello,
+    HelloReply,
+    Purge,
+    Put,
+    PutReply,
+    Statistics,
+    StatisticsReply,
+    Tree,
+    Verify,
+    VerifyReply,
+)
+from infinistore.server.growth import PoolGrowth
+from infinistore.server.requests import answer
+from infinistore.server.slices import evict_in_slices, purge_in_slices
+from infinistore.transports.base import Stream, drive
+
+__all__ = ["Service", "Session", "SessionLimits", "Traffic"]
+
+_log = logging.getLogger("infinistore.server")
+_T = TypeVar("_T")
+_DRAIN_BYTES = 16 * 1024 * 1024
+_LINGER_S = 1.0
+
+
+@attrs.frozen
+class SessionLimits:
+    """What one connection may ask for, and how slow it may be.
+
+    A transfer may take `grace_s` and then as long as its bytes take at `least_bytes_per_s`.
+    """
+
+    max_body_bytes: int
+    max_payload_bytes: int
+    grace_s: float = 10.0
+    least_bytes_per_s: float = 1024 * 1024
+
+    def transfer_s(self, count: int, deadline_us: int) -> float:
+        """How long a transfer of `count` bytes may take, for a caller with `deadline_us` left (0: no deadline)."""
+        longest = self.grace_s + count / self.least_bytes_per_s
+        return min(longest, deadline_us / 1e6) if deadline_us else longest
+
+
+@attrs.define
+class Traffic:
+    """What went over all connections of a server."""
+
+    requests: int = 0
+    errors: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+@attrs.frozen
+class Service:
+    """What all sessions of one server share. `token` is empty where everybody is welcome."""
+
+    core: StoreCore
+    hello: HelloReply
+    limits: SessionLimits
+    statistics: Callable[[], Tree]
+    token: str = attrs.field(default="", repr=False)
+    growth: PoolGrowth | None = None
+    traffic: Traffic = attrs.field(factory=Traffic)
+
+
+class Session:
+    """Serves one stream until it ends. `run` returns when it is over, whatever the client did."""
+
+    def __init__(self, stream: Stream, service: Service, name: str) -> None:
+        self.name = name
+        self._stream = stream
+        self._service = service
+        self._core = service.core
+        self._limits = service.limits
+        self._connection = ServerConnection(
+            max_body_bytes=service.limits.max_body_bytes, max_payload_bytes=service.limits.max_payload_bytes
+        )
+        self._scope = trio.CancelScope()
+        self._finishing = False
+        self._client = service.core.open_client(name)
+
+    def finish(self) -> None:
+        """End the session after the request under way, at once if there is none."""
+        self._finishing = True
+        if self._connection.state in (State.HELLO, State.READY):
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        """Serve the stream until the client leaves, breaks the protocol, or `finish` is called."""
+        try:
+            with self._scope:
+                await self._converse()
+        except StoreUnavailable as error:
+            _log.debug("%s: %s", self.name, error)
+        except InfiniStoreException as error:
+            _log.info("%s: closed: %s: %s", self.name, type(error).__name__, error)
+            self._service.traffic.errors += 1
+            await self._say_goodbye(error)
+        finally:
+            # Every byte of this client goes through this task, which is done: nobody writes or reads there any more.
+            self._core.close_client(self._client)
+            self._stream.close()
+
+    async def _converse(self) -> None:
+        await self._greet()
+        traffic = self._service.traffic
+        while not self._finishing:
+            received = await self._drive(self._connection.receive())
+            if received is None:
+                return
+            traffic.requests += 1
+            traffic.received_bytes += received.payload_bytes
+            await self._serve(received)
+
+    async def _greet(self) -> None:
+        """Exchange hellos. A stranger has little time to say who it is."""
+        with trio.move_on_after(self._limits.grace_s) as scope:
+            received = await self._drive(self._connection.receive())
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"no Hello came within {self._limits.grace_s:g} s")
+        if received is None:
+            raise StoreUnavailable("the client left before it said anything")
+        assert isinstance(received.message, Hello)
+        token = self._service.token
+        if token and not hmac.compare_digest(token.encode(), received.message.token.encode()):
+            raise AuthenticationFailed("this server wants a token; give the one that is in its --token-file")
+        await self._drive(self._connection.reply(self._service.hello))
+
+    async def _serve(self, received: Received) -> None:
+        message = received.message
+        try:
+            if isinstance(message, Put):
+                await self._put(message, received)
+            elif isinstance(message, Get):
+                await self._get(message, received)
+            elif isinstance(message, Statistics):
+                await self._drive(self._connection.reply(StatisticsReply(self._service.statistics())))
+            elif isinstance(message, Verify):
+                await self._verify(message)
+            elif isinstance(message, Purge):
+                await self._drive(self._connection.reply(CountReply(await purge_in_slices(self._core))))
+            elif isinstance(message, Evict):
+                evicted = await evict_in_slices(self._core, message.low, message.high, "manual")
+                await self._drive(self._connection.reply(CountReply(evicted)))
+            else:
+                await self._drive(self._connection.reply(answer(message, self._core, self._client)))
+        except InvalidRequest as error:
+            await self._refuse(error, received)
+        except (ProtocolError, StoreUnavailable):
+            raise
+        except ValueError as error:  # how the core refuses arguments
+            await self._refuse(InvalidRequest(str(error)), received)
+        except InfiniStoreException as error:
+            await self._refuse(error, received)
+
+    async def _refuse(self, error: InfiniStoreException, received: Received) -> None:
+        """Answer with an error, and keep the connection if the rest of the payload is short enough to wait for."""
+        if self._connection.state is State.PAYLOAD:
+            if self._connection.payload_left > _DRAIN_BYTES:
+                raise error
+            with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
+                await self._drive(self._connection.discard_payload())
+            if scope.cancelled_caught:
+                raise error
+        if self._connection.state is not State.REPLYING:
+            raise error
+        self._service.traffic.errors += 1
+        _log.debug("%s: %s: %s", self.name, type(error).__name__, error)
+        await self._drive(self._connection.reply(ErrorReply(error.code, str(error)[:1000])))
+
+    async def _put(self, put: Put, received: Received) -> None:
+        check_distinct(put.keys)
+        reservation = await self._reserve(put.sizes, received.deadline_us)
+        try:
+            trailer = memoryview(numbers(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
+            with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
+                await self._drive(self._connection.read_payload([*reservation.merged_views, trailer]))
+            if scope.cancelled_caught:
+                raise DeadlineExceeded(
+                    f"{self._connection.payload_left} of {received.payload_bytes} bytes had not come in time"
+                )
+            checksums = trailer.cast("Q").tolist() if put.checksums else None
+            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
+        finally:
+            self._core.abort(reservation)  # does nothing after a commit
+        await self._drive(self._connection.reply(PutReply(numbers(skipped))))
+
+    async def _reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
+        """Take room; where there is none and the pool may grow, wait for that, but not beyond the caller's deadline."""
+        growth = self._service.growth
+        try:
+            return self._core.reserve(self._client, sizes)
+        except OutOfMemory:
+            if growth is None:
+                raise
+            footprints = [self._core.pool.footprint(size) for size in sizes]
+            with trio.move_on_after(deadline_us / 1e6 if deadline_us else self._limits.grace_s):
+                while await growth.grow_for(sum(footprints), max(footprints)):
+                    try:
+                        return self._core.reserve(self._client, sizes)
+                    except OutOfMemory:
+                        continue
+            raise
+
+    async def _get(self, get: Get, received: Received) -> None:
+        if get.capacities and len(get.capacities) != len(get.keys):
+            raise ProtocolError(f"a Get of {len(get.keys)} keys and {len(get.capacities)} capacities")
+        lease = self._core.lease(self._client, get.keys, max_bytes=self._limits.max_payload_bytes)
+        try:
+            sizes = [MISSING if entry is None else entry[2] for entry in lease.entries]
+            if get.capacities:
+                _check_capacities(get, sizes)
+            checksums = [0 if entry is None else entry[3] for entry in lease.entries] if get.checksums else ()
+            views = lease.merged_views
+            payload_bytes = sum(map(len, views))
+            self._service.traffic.sent_bytes += payload_bytes
+            with trio.move_on_after(self._limits.transfer_s(payload_bytes, received.deadline_us)) as scope:
+                await self._drive(self._connection.reply(GetReply(numbers(sizes), numbers(checksums)), views))
+        finally:
+            self._core.release(lease)
+        if scope.cancelled_caught:
+            raise StoreUnavailable("the client did not take its reply in time")
+
+    async def _verify(self, verify: Verify) -> None:
+        sound = bytearray()
+        for key in verify.keys:
+            sound.append(self._core.verify(key))
+            await trio.lowlevel.checkpoint()
+        await self._drive(self._connection.reply(VerifyReply(bytes(sound))))
+
+    async def _drive(self, exchange: Exchange[_T]) -> _T:
+        return await drive(exchange, self._stream)
+
+    async def _say_goodbye(self, error: InfiniStoreException) -> None:
+        """Tell the client why, and give it the time to read that: closing on unread bytes would reset the connection."""
+        with trio.move_on_after(_LINGER_S):
+            try:
+                await self._drive(self._connection.reply_fatal(error))
+                await self._stream.send_eof()
+                buffer = [memoryview(bytearray(64 * 1024))]
+                while await self._stream.receive_into(buffer):
+                    pass
+            except StoreUnavailable:
+                pass  # it has gone
+
+
+def _check_capacities(get: Get, sizes: Sequence[int]) -> None:
+    for key, size, capacity in zip(get.keys, sizes, get.capacities, strict=False):
+        if size != MISSING and size > capacity:
+            raise BufferTooSmall(f"{key[:100]!r} has {size} bytes, its buffer {capacity}")

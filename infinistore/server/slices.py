@@ -1,0 +1,41 @@
+"""Work on many blocks in slices, so that nobody waits long for it.
+
+A million keys take a second to drop. Between two slices of a few milliseconds the others have their turn.
+"""
+
+import trio
+
+from infinistore.core.eviction import EvictionCause
+from infinistore.core.store import StoreCore
+
+__all__ = ["evict_in_slices", "purge_in_slices"]
+
+_SLICE_KEYS = 4096
+
+
+async def purge_in_slices(core: StoreCore) -> int:
+    """Delete as many keys as there are now, the coldest first; return how many. What is put meanwhile stays."""
+    wanted = len(core)
+    purged = 0
+    while purged < wanted:
+        count = core.purge(min(_SLICE_KEYS, wanted - purged))
+        if not count:
+            break
+        purged += count
+        await trio.lowlevel.checkpoint()
+    return purged
+
+
+async def evict_in_slices(core: StoreCore, low: float, high: float, cause: EvictionCause) -> int:
+    """If more than `high` of the pool is used, evict until at most `low` of it is; return how many blocks.
+
+    Raises:
+        ValueError: not 0 <= low <= high <= 1.
+    """
+    count = core.evict(low, high, cause, max_blocks=_SLICE_KEYS)
+    evicted = count
+    while count:
+        await trio.lowlevel.checkpoint()
+        count = core.evict(low, low, cause, max_blocks=_SLICE_KEYS)
+        evicted += count
+    return evicted
