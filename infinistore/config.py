@@ -34,7 +34,7 @@ from infinistore.settings import (
     switch,
     text,
 )
-from infinistore.sizes import GIB, KIB, MIB
+from infinistore.sizes import GIB, KIB, MIB, format_size
 
 __all__ = [
     "DEFAULT_SERVICE_PORT",
@@ -52,8 +52,8 @@ _LARGEST_POOL_BYTES: Final = 1 << 50
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, less its final zero
 _MAX_TOKEN_BYTES: Final = 4096
 _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
-# Variables that are not settings of a server: the client commands read the first, `load_server_config` the second.
-_OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", _CONFIG_VARIABLE)
+# Not settings of a server: clients read the first two, `load_server_config` the last.
+_OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", VARIABLE_PREFIX + "TOKEN", _CONFIG_VARIABLE)
 
 _NETWORK, _MEMORY, _EVICTION = "Network", "Memory", "Eviction"
 _RDMA, _LIMITS, _SECURITY, _LOGGING = "RDMA", "Limits", "Security", "Logging"
@@ -293,20 +293,27 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
         )
     if config.service_port == config.manage_port != 0:
         found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
-    if config.evict_min_threshold >= config.evict_max_threshold:
-        found.append((("evict_min_threshold", "evict_max_threshold"), "must be smaller than --evict-max-threshold"))
-    if config.prealloc_bytes < config.minimal_allocate_bytes:
-        found.append((("prealloc_size", "minimal_allocate_size"), "must be at least --minimal-allocate-size"))
-    if config.max_pool_bytes is not None and config.max_pool_bytes < config.prealloc_bytes:
-        found.append((("max_pool_size", "prealloc_size"), "must be at least --prealloc-size"))
-    if config.max_value_bytes > config.max_batch_bytes:
-        found.append((("max_value_size", "max_batch_size"), "must be at most --max-batch-size"))
+    for small, large, relation in _ORDER:
+        low, high = getattr(config, small.attribute), getattr(config, large.attribute)
+        if high is not None and (low > high or (low == high and relation == "smaller than")):
+            spelt = [format_size(value) if isinstance(value, int) else f"{value:g}" for value in (low, high)]
+            problem = f"{small.flag} ({spelt[0]}) must be {relation} {large.flag} ({spelt[1]})"
+            found.append(((small.key, large.key), problem))
     return found
 
 
 def server_settings() -> tuple[Setting, ...]:
     """Every setting of a server, in the order they are documented."""
     return settings_of(ServerConfig)
+
+
+_BY_KEY: Final = {setting.key: setting for setting in server_settings()}
+_ORDER: Final = (
+    (_BY_KEY["evict_min_threshold"], _BY_KEY["evict_max_threshold"], "smaller than"),
+    (_BY_KEY["minimal_allocate_size"], _BY_KEY["prealloc_size"], "at most"),
+    (_BY_KEY["prealloc_size"], _BY_KEY["max_pool_size"], "at most"),
+    (_BY_KEY["max_value_size"], _BY_KEY["max_batch_size"], "at most"),
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -369,4 +376,6 @@ def misspelt_variables(environment: Mapping[str, str] | None = None) -> list[str
     environment = os.environ if environment is None else environment
     known = [setting.variable for setting in server_settings()] + list(_OTHER_VARIABLES)
     unknown = [name for name in sorted(environment) if name.startswith(VARIABLE_PREFIX) and name not in known]
-    return [f"the variable {name} means nothing here{hint}" for name in unknown if (hint := near(name, known))]
+    # The prefix makes any two look alike: INFINISTORE_SERVICE_HOST, which Kubernetes sets, is 0.917 like ..._PORT.
+    likely = [(name, near(name, known, cutoff=0.92)) for name in unknown]
+    return [f"the variable {name} means nothing here{hint}" for name, hint in likely if hint]

@@ -6,6 +6,7 @@ themselves. Nothing here knows where a value came from: that is said by who read
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,11 +18,14 @@ from infinistore.errors import ConfigError
 from infinistore.sizes import format_size, parse_size
 
 __all__ = [
+    "VARIABLE_PREFIX",
     "Kind",
+    "RefusedSetting",
     "Setting",
     "choice",
     "declare",
     "integer",
+    "markdown_table",
     "near",
     "number",
     "path",
@@ -132,9 +136,26 @@ def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
     return tuple(attrs.evolve(field.metadata[_METADATA_KEY], attribute=field.name) for field in fields)
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string if none is near."""
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+def markdown_table(settings: Iterable[Setting]) -> str:
+    """Return the settings as tables in Markdown, one under each heading. `docs/configuration.md` holds them."""
+    lines: list[str] = []
+    for heading, group in itertools.groupby(settings, key=lambda setting: setting.group):
+        lines += [f"### {heading}", "", "| Flag | Variable | Key in the file | Default | What it does |"]
+        lines += ["|---|---|---|---|---|"]
+        for setting in group:
+            value = " " + setting.kind.metavar.replace("|", "\\|") if setting.kind.metavar else ""
+            names = f"`{setting.flag}{value}` | `{setting.variable}` | `{setting.key}`"
+            lines.append(f"| {names} | {setting.default_text} | {setting.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string if none is near.
+
+    `cutoff` is how much alike they must be: 1 is the same.
+    """
+    found = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     likeness = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
     found = [other for other, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -12,6 +12,7 @@ from typing import Final
 
 import attrs
 import rich_click as click
+from click.exceptions import Exit
 
 from infinistore import errors
 from infinistore.settings import near
@@ -94,7 +95,7 @@ def _invoke(arguments: Sequence[str], session: Session) -> int:
     try:
         with root.make_context(PROGRAM, list(arguments), obj=session) as context:
             root.invoke(context)
-    except click.exceptions.Exit as stop:  # how click ends --help and --version
+    except Exit as stop:  # how click ends --help and --version
         return stop.exit_code
     return OK
 

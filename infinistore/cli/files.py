@@ -12,12 +12,15 @@ a file that lost one is missing.
 
 import json
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import attrs
 
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, KeyNotFound, OutOfMemory
 from infinistore.sizes import MIB, format_size
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
 
 __all__ = ["DEFAULT_BLOCK_BYTES", "Manifest", "StoredFile", "delete_files", "open_file", "put_file"]
 
@@ -57,7 +60,7 @@ class StoredFile:
     """False: the key was there already, and was to be kept."""
 
 
-def put_file(store: Any, key: str, source: BinaryIO, block_bytes: int, *, replace: bool) -> StoredFile:
+def put_file(store: "BlockingStore", key: str, source: BinaryIO, block_bytes: int, *, replace: bool) -> StoredFile:
     """Store all that `source` has to read under `key`; with `replace` False keep what is there.
 
     Raises what the store raises: OutOfMemory, ValueTooLarge, StoreUnavailable and so on. Blocks that were stored before
@@ -80,7 +83,7 @@ def put_file(store: Any, key: str, source: BinaryIO, block_bytes: int, *, replac
     return stored
 
 
-def _put_blocks(store: Any, key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Manifest:
+def _put_blocks(store: "BlockingStore", key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Manifest:
     """Store the blocks `ahead` and the rest of `source` in batches, and return the manifest, not yet stored."""
     import xxhash
 
@@ -131,7 +134,7 @@ def _read_block(source: BinaryIO, block_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def open_file(store: Any, key: str) -> tuple[Manifest | None, Iterator[bytes]]:
+def open_file(store: "BlockingStore", key: str) -> tuple[Manifest | None, Iterator[bytes | bytearray]]:
     """Return the manifest (None: the file is one value) and the file's bytes, piece by piece, checked as they come.
 
     Raises KeyNotFound if the key or one of the blocks is missing. The iterator raises ChecksumMismatch at its end if
@@ -147,7 +150,7 @@ def open_file(store: Any, key: str) -> tuple[Manifest | None, Iterator[bytes]]:
     return manifest, _read_blocks(store, key, manifest)
 
 
-def _read_blocks(store: Any, key: str, manifest: Manifest) -> Iterator[bytes]:
+def _read_blocks(store: "BlockingStore", key: str, manifest: Manifest) -> Iterator[bytes | bytearray]:
     import xxhash
 
     checksum = xxhash.xxh3_64()
@@ -169,7 +172,7 @@ def _lost(key: str, manifest: Manifest, index: int) -> KeyNotFound:
     return KeyNotFound(f"{key!r} is missing block {index} of {manifest.blocks}, evicted or deleted; put the file again")
 
 
-def delete_files(store: Any, keys: list[str]) -> int:
+def delete_files(store: "BlockingStore", keys: list[str]) -> int:
     """Delete the keys, and the blocks of those that are files in blocks. Return how many of `keys` were there."""
     blocks: list[str] = []
     for key in keys:
@@ -182,7 +185,7 @@ def delete_files(store: Any, keys: list[str]) -> int:
     return deleted
 
 
-def _manifest_at(store: Any, key: str) -> Manifest | None:
+def _manifest_at(store: "BlockingStore", key: str) -> Manifest | None:
     """Return the manifest under `key`, without moving a value that is too long to be one."""
     buffer = bytearray(_MAX_MANIFEST_BYTES)
     try:

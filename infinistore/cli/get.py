@@ -33,7 +33,7 @@ def command(key: str, output: Path | None, force: bool, target: Target) -> None:
             _write_output(manifest, pieces, force=force)
 
 
-def _write_output(manifest: Manifest | None, pieces: Iterable[bytes], *, force: bool) -> None:
+def _write_output(manifest: Manifest | None, pieces: Iterable[bytes | bytearray], *, force: bool) -> None:
     output = sys.stdout.buffer
     to_terminal = sys.stdout.isatty() and not force
     for piece in pieces:
@@ -45,7 +45,7 @@ def _write_output(manifest: Manifest | None, pieces: Iterable[bytes], *, force: 
     output.flush()
 
 
-def _write_file(path: Path, pieces: Iterable[bytes]) -> None:
+def _write_file(path: Path, pieces: Iterable[bytes | bytearray]) -> None:
     """Write beside `path` and rename, so that a reader never sees half a file."""
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         with path.open("wb") as device:

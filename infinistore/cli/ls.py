@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import rich_click as click
 
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import note, print_json, print_line, visible
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
 
 __all__ = ["command"]
 
@@ -45,7 +48,7 @@ def command(prefix: str, limit: int | None, after: str, as_json: bool, target: T
             left = None if left is None else left - len(page)
 
 
-def _pages(store: Any, prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:
+def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:
     while limit is None or limit > 0:
         asked = _PAGE_KEYS if limit is None else min(limit, _PAGE_KEYS)
         page: list[str] = store.keys(prefix, limit=asked, after=after)

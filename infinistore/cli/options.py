@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import attrs
 import rich_click as click
@@ -18,6 +18,9 @@ from infinistore.errors import StoreUnavailable
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
 
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
+
 __all__ = ["KEY", "SIZE", "Target", "client_options", "json_option", "server_options"]
 
 DEFAULT_URL: Final = f"infinistore://127.0.0.1:{DEFAULT_SERVICE_PORT}"
@@ -27,7 +30,14 @@ _RETRY_S: Final = 0.05
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Key(click.ParamType):
+if TYPE_CHECKING:  # generic for a type checker; at run time only in newer versions of click
+    _TextToText = click.ParamType[str]
+    _TextToSize = click.ParamType[int]
+else:
+    _TextToText = _TextToSize = click.ParamType
+
+
+class _Key(_TextToText):
     """A key that a store accepts."""
 
     name = "key"
@@ -40,7 +50,7 @@ class _Key(click.ParamType):
         return str(value)
 
 
-class _Size(click.ParamType):
+class _Size(_TextToSize):
     """A size in bytes, or with a unit."""
 
     name = "size"
@@ -67,21 +77,26 @@ class Target:
 
     url: str
     token_file: Path | None
-    deadline_s: float
+    deadline_s: float | None
+    """None: as the URL says, or the client's default."""
     wait_s: float
 
     @contextmanager
-    def open(self) -> Iterator[Any]:
+    def open(self) -> Iterator["BlockingStore"]:
         """Connect, waiting up to `wait_s` for a server to come up, and disconnect at the end."""
         from infinistore import blocking
         from infinistore.config import read_token
 
-        more: dict[str, Any] = {} if self.token_file is None else {"token": read_token(self.token_file)}
-        self._wait_for_server(more)
-        with blocking.open_store(self.url, deadline_s=self.deadline_s, **more) as store:
+        given: dict[str, Any] = {}  # what is not given may stand in the URL
+        if self.token_file is not None:
+            given["token"] = read_token(self.token_file)
+        if self.deadline_s is not None:
+            given["deadline_s"] = self.deadline_s
+        self._wait_for_server(given)
+        with blocking.open_store(self.url, **given) as store:
             yield store
 
-    def _wait_for_server(self, more: dict[str, Any]) -> None:
+    def _wait_for_server(self, given: dict[str, Any]) -> None:
         import time
 
         from infinistore import blocking
@@ -89,7 +104,7 @@ class Target:
         end = time.monotonic() + self.wait_s
         while time.monotonic() < end:
             try:
-                with blocking.open_store(self.url, deadline_s=self.deadline_s, **more) as store:
+                with blocking.open_store(self.url, **given) as store:
                     store.stats()
             except StoreUnavailable:
                 time.sleep(_RETRY_S)
@@ -102,7 +117,7 @@ def client_options(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(
-        url: str, token_file: Path | None, deadline: float, wait: float, log_level: str | None, **more: Any
+        url: str, token_file: Path | None, deadline: float | None, wait: float, log_level: str | None, **more: Any
     ) -> Any:
         return function(target=Target(url, token_file, deadline, wait), **more)
 
@@ -123,8 +138,8 @@ def _client_options() -> list[Callable[[Any], Any]]:
             show_envvar=True, panel=_CONNECTING, help="File whose first line is the token that the server wants.",
         ),
         click.option(
-            "--deadline", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), default=30.0,
-            show_default=True, panel=_CONNECTING, help="Longest time for one call to the store.",
+            "--deadline", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+            panel=_CONNECTING, help="Longest time for one call to the store. Default: what --url says, or 30.",
         ),
         click.option(
             "--wait", metavar="SECONDS", type=click.FloatRange(min=0), default=0.0, panel=_CONNECTING,

@@ -1,6 +1,6 @@
 """`infinistore rm`: delete keys."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
@@ -8,6 +8,9 @@ from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.files import delete_files
 from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
 
 __all__ = ["command"]
 
@@ -37,7 +40,7 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
         raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
 
 
-def _delete_prefix(store: Any, prefix: str) -> int:
+def _delete_prefix(store: "BlockingStore", prefix: str) -> int:
     deleted, after = 0, ""
     while page := store.keys(prefix, limit=1000, after=after):
         deleted += store.delete(page)

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "stat": ("Server", "infinistore.cli.stat"),
     "evict": ("Server", "infinistore.cli.evict"),
     "purge": ("Server", "infinistore.cli.purge"),
+    "bench": ("Server", "infinistore.cli.bench"),
     "put": ("Keys", "infinistore.cli.put"),
     "get": ("Keys", "infinistore.cli.get"),
     "exists": ("Keys", "infinistore.cli.exists"),

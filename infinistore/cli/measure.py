@@ -1,0 +1,275 @@
+"""The measuring part of `infinistore bench`: batches put and got in threads for a while, and the same bytes moved raw.
+
+The comparison is measured in the same run and on the same machine, between the same buffers: blocking sockets to
+another process where the store is reached over a socket, a plain copy of memory where it is not. Printing is left to
+`bench.py`.
+"""
+
+import mmap
+import os
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from infinistore.cli.raw_peer import RawClient, raw_peer
+from infinistore.errors import ChecksumMismatch
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
+
+__all__ = ["Figure", "Plan", "measure"]
+
+_WARM_UP_ROUNDS: Final = 3
+
+Step = Callable[[], object]
+
+
+@attrs.frozen
+class Plan:
+    """What to measure."""
+
+    sizes_bytes: Sequence[int]
+    batch: int
+    clients: int
+    seconds: float
+    """For each figure."""
+
+    @property
+    def steps(self) -> int:
+        """How many times `measure` reports progress."""
+        return 2 * len(self.sizes_bytes)
+
+
+@attrs.frozen
+class Figure:
+    """One line of the result. Rates count payload only; times are for one batch."""
+
+    operation: str
+    size_bytes: int
+    batch: int
+    clients: int
+    bytes_per_s: float
+    batch_p50_us: float
+    batch_p99_us: float
+    compared_with: str
+    compared_bytes_per_s: float
+    ratio: float
+
+
+class _Client:
+    """One thread's store and buffers, and the keys that are its own."""
+
+    def __init__(self, store: "BlockingStore", name: str, plan: Plan) -> None:
+        self.store = store
+        self.prefix = f"{name}/{secrets.token_hex(4)}"
+        length = max(plan.sizes_bytes) * plan.batch
+        self.source = memoryview(_pages(length, os.urandom(min(length, 1 << 20))))
+        self.target = memoryview(_pages(length, b"\0"))
+
+    def keys(self, plan: Plan) -> list[str]:
+        return [f"{self.prefix}/{index}" for index in range(plan.batch)]
+
+    def put(self, plan: Plan, size_bytes: int) -> Step:
+        keys = self.keys(plan)
+        items = list(zip(keys, _pieces(self.source, size_bytes, plan.batch), strict=True))
+        return lambda: self.store.put_many(items)
+
+    def get(self, plan: Plan, size_bytes: int) -> Step:
+        keys = self.keys(plan)
+        items = list(zip(keys, _pieces(self.target, size_bytes, plan.batch), strict=True))
+        length = size_bytes * plan.batch
+        self.store.get_many_into(items)
+        if self.target[:length] != self.source[:length]:  # a fast answer that is wrong is no figure
+            raise ChecksumMismatch("the benchmark read other bytes than it wrote; please report it")
+        return lambda: self.store.get_many_into(items)
+
+
+def measure(
+    plan: Plan, open_store: Callable[[], AbstractContextManager["BlockingStore"]], report: Callable[[str], None]
+) -> tuple[list[Figure], str, str]:
+    """Measure `plan` and return the figures, the store's transport, and why it is that one.
+
+    `report` is called with a few words before each of `plan.steps` steps. The keys that were written are deleted at the
+    end. Raises what the store raises.
+    """
+    name = f"infinistore-bench/{secrets.token_hex(8)}"
+    figures: list[Figure] = []
+    with ExitStack() as stack:
+        clients = [_Client(stack.enter_context(open_store()), name, plan) for _ in range(plan.clients)]
+        stats = clients[0].store.stats()
+        raw = stack.enter_context(_compared(stats.transport, clients))
+        try:
+            for size_bytes in plan.sizes_bytes:
+                for operation in ("put", "get"):
+                    report(f"{operation} {size_bytes} B")
+                    figures.append(_figure(plan, operation, size_bytes, clients, raw))
+        finally:
+            for client in clients:
+                client.store.delete(client.keys(plan))
+    return figures, stats.transport, stats.transport_reason
+
+
+def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[_Client], raw: list["_Raw"]) -> Figure:
+    steps = [getattr(client, operation)(plan, size_bytes) for client in clients]
+    raw_steps = [getattr(one, operation)(size_bytes * plan.batch) for one in raw]
+    times, elapsed_s = _run(steps, plan.seconds)
+    raw_times, raw_elapsed_s = _run(raw_steps, plan.seconds)
+    rate = len(times) * size_bytes * plan.batch / elapsed_s
+    raw_rate = len(raw_times) * size_bytes * plan.batch / raw_elapsed_s
+    p50, p99 = _percentiles(times)
+    return Figure(
+        operation=operation,
+        size_bytes=size_bytes,
+        batch=plan.batch,
+        clients=plan.clients,
+        bytes_per_s=rate,
+        batch_p50_us=p50 * 1e6,
+        batch_p99_us=p99 * 1e6,
+        compared_with=raw[0].name,
+        compared_bytes_per_s=raw_rate,
+        ratio=rate / raw_rate,
+    )
+
+
+def _run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
+    """Call each step again and again in a thread of its own; return how long the calls took, and how long all took."""
+    runner = _Runner(len(steps), seconds)
+    threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: the threads end after the call they are in
+        runner.stop()
+        for thread in threads:
+            thread.join()
+        raise
+    if runner.errors:
+        raise runner.errors[0]
+    return runner.times, runner.elapsed_s
+
+
+class _Runner:
+    def __init__(self, threads: int, seconds: float) -> None:
+        self.times: list[float] = []
+        self.errors: list[BaseException] = []
+        self.elapsed_s = 0.0
+        self._seconds = seconds
+        self._stopped = False
+        self._start = threading.Barrier(threads)
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._start.abort()
+
+    def run(self, step: Step) -> None:
+        try:
+            for _ in range(_WARM_UP_ROUNDS):
+                step()
+            self._start.wait()
+            self._measure(step)
+        except threading.BrokenBarrierError:  # another thread failed, and has said why; or Ctrl-C
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            self.errors.append(error)
+            self.stop()
+
+    def _measure(self, step: Step) -> None:
+        times: list[float] = []
+        start = now = time.perf_counter()
+        while not times or (now < start + self._seconds and not self._stopped):
+            step()
+            before, now = now, time.perf_counter()
+            times.append(now - before)
+        with self._lock:
+            self.times += times
+            self.elapsed_s = max(self.elapsed_s, now - start)
+
+
+class _Raw:
+    """The same bytes without a store, for one client."""
+
+    name = ""
+
+    def __init__(self, client: _Client) -> None:
+        self._source, self._target = client.source, client.target
+
+    def put(self, length: int) -> Step:
+        raise NotImplementedError
+
+    def get(self, length: int) -> Step:
+        raise NotImplementedError
+
+
+class _Copy(_Raw):
+    name = "memory copy"
+
+    def __init__(self, client: _Client) -> None:
+        super().__init__(client)
+        self._room = memoryview(_pages(len(self._source), b"\0"))
+
+    def put(self, length: int) -> Step:
+        return lambda: _copy(self._room, self._source, length)
+
+    def get(self, length: int) -> Step:
+        return lambda: _copy(self._target, self._room, length)
+
+
+class _Sockets(_Raw):
+    name = "raw sockets"
+
+    def __init__(self, client: _Client, raw_client: RawClient) -> None:
+        super().__init__(client)
+        self._client = raw_client
+
+    def put(self, length: int) -> Step:
+        return lambda: self._client.put(self._source[:length])
+
+    def get(self, length: int) -> Step:
+        return lambda: self._client.get(self._target[:length])
+
+
+@contextmanager
+def _compared(transport: str, clients: Sequence[_Client]) -> Iterator[list[_Raw]]:
+    if transport not in ("tcp", "unix"):
+        yield [_Copy(client) for client in clients]
+        return
+    with raw_peer(unix=transport == "unix") as address, ExitStack() as stack:
+        raw: list[_Raw] = []
+        for client in clients:
+            raw_client = RawClient(address)
+            stack.callback(raw_client.close)
+            raw.append(_Sockets(client, raw_client))
+        yield raw
+
+
+def _copy(target: memoryview, source: memoryview, length: int) -> None:
+    target[:length] = source[:length]
+
+
+def _pages(length: int, pattern: bytes) -> mmap.mmap:
+    """Page-aligned memory, touched: a copy to unaligned or new memory is several times slower and measures that."""
+    pages = mmap.mmap(-1, length)
+    for start in range(0, length, len(pattern) if len(pattern) > 1 else mmap.PAGESIZE):
+        end = min(length, start + len(pattern))
+        pages[start:end] = pattern[: end - start]
+    return pages
+
+
+def _pieces(memory: memoryview, size_bytes: int, count: int) -> list[memoryview]:
+    return [memory[index * size_bytes : (index + 1) * size_bytes] for index in range(count)]
+
+
+def _percentiles(times: list[float]) -> tuple[float, float]:
+    if len(times) < 2:
+        return times[0], times[0]
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return cuts[49], cuts[98]

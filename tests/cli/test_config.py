@@ -1,0 +1,258 @@
+"""Where a setting comes from, what is refused, and what the refusal says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore.config import (
+    ServerConfig,
+    default_socket_path,
+    is_loopback,
+    load_server_config,
+    misspelt_variables,
+    read_token,
+    server_settings,
+)
+from infinistore.errors import ConfigError
+from infinistore.sizes import GIB, KIB, MIB
+
+SETTINGS = {setting.key: setting for setting in server_settings()}
+
+# Two or more values for each setting, of which any mixture goes together.
+VALUES: dict[str, list[Any]] = {
+    "host": ["127.0.0.1", "::1", "localhost"],
+    "service_port": [0, 1, "22345"],
+    "manage_port": [2, "65535"],
+    "unix_socket": ["auto", "off", "/run/infinistore.sock"],
+    "drain_timeout": [0, "2.5", 86400],
+    "prealloc_size": [1, "512MiB", 0.5, "2GiB"],
+    "minimal_allocate_size": [16, "64", "1MiB"],
+    "auto_increase": [True, False, "yes"],
+    "max_pool_size": [4096, "3TiB"],
+    "allocator": ["bitmap", "slab"],
+    "huge_pages": [True, "0"],
+    "enable_periodic_evict": ["on", "off"],
+    "evict_interval": [5, 0.25, "1"],
+    "evict_min_threshold": [0, 0.5, ".25"],
+    "evict_max_threshold": [0.75, "1", 1.0],
+    "dev_name": ["mlx5_0", "rxe0"],
+    "ib_port": [1, "2"],
+    "link_type": ["IB", "ethernet"],
+    "hint_gid_index": [-1, "3"],
+    "token_file": ["/etc/token", "token"],
+    "insecure": [True, "false"],
+    "max_connections": [1, "5000"],
+    "max_value_size": [1, "64MiB"],
+    "max_batch_size": [1024, "2GiB"],
+    "max_batch_keys": [1, "100"],
+    "max_key_size": [1, "1024"],
+    "log_level": ["debug", "Warning"],
+}
+
+
+def test_every_setting_has_values_to_test_with() -> None:
+    assert set(VALUES) == set(SETTINGS)
+
+
+layers = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in VALUES.items()})
+
+
+@given(command_line=layers, environment=layers, file=layers)
+def test_command_line_beats_environment_beats_file_beats_default(
+    tmp_path_factory: pytest.TempPathFactory,
+    command_line: dict[str, Any],
+    environment: dict[str, Any],
+    file: dict[str, Any],
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "precedence.yaml"
+    path.write_text(yaml.safe_dump(file))
+    variables = {SETTINGS[key].variable: str(value) for key, value in environment.items()}
+    config = load_server_config(command_line, environment=variables, file=path)
+    for key, setting in SETTINGS.items():
+        written = next((layer[key] for layer in (command_line, environment, file) if key in layer), None)
+        if written is not None:
+            assert getattr(config, setting.attribute) == setting.kind.parse(written), key
+        elif key != "prealloc_size":  # its default is a matter of the machine
+            assert getattr(config, setting.attribute) == getattr(ServerConfig(), setting.attribute), key
+
+
+def test_the_file_can_be_named_by_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("service_port: 1234\n")
+    assert load_server_config(environment={"INFINISTORE_CONFIG": str(path)}).service_port == 1234
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert load_server_config(environment={"INFINISTORE_HOST": "", "INFINISTORE_CONFIG": ""}).host == "127.0.0.1"
+
+
+def test_an_empty_file_and_empty_keys_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    for text in ("", "# nothing yet\n", "service_port:\n"):
+        path.write_text(text)
+        assert load_server_config(environment={}, file=path).service_port == 22345
+
+
+def test_off_is_off_although_yaml_makes_it_false(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("unix_socket: off\n")
+    assert load_server_config(environment={}, file=path).socket_path(1) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"),
+    [("16", 16 * GIB), ("0.5", GIB // 2), ("512MiB", 512 * MIB), (2, 2 * GIB), (0.25, GIB // 4)],
+)
+def test_a_bare_pool_size_is_in_gb(written: object, size_bytes: int) -> None:
+    assert load_server_config({"prealloc_size": written}, environment={}).prealloc_bytes == size_bytes
+
+
+def test_a_bare_minimal_allocation_is_in_kb() -> None:
+    assert load_server_config({"minimal_allocate_size": "16"}, environment={}).minimal_allocate_bytes == 16 * KIB
+
+
+def test_the_default_pool_is_at_most_16_gib_and_at_most_half_of_the_memory() -> None:
+    meminfo = Path("/proc/meminfo").read_text()
+    total_kib = int(re.search(r"MemTotal:\s+(\d+)", meminfo)[1])  # type: ignore[index]
+    assert MIB <= ServerConfig().prealloc_bytes <= min(16 * GIB, total_kib * KIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("command_line", "environment", "file", "message"),
+    [
+        ({"service_port": "99999"}, {}, "", "--service-port 99999: must be a whole number between 0 and 65535"),
+        ({}, {"INFINISTORE_IB_PORT": "one"}, "", "INFINISTORE_IB_PORT=one: must be a whole number between 1 and 255"),
+        ({}, {}, "service_port: true", "FILE: service_port: True: must be a whole number between 0 and 65535"),
+        ({}, {}, "service_port: 1.5", "FILE: service_port: 1.5: must be a whole number between 0 and 65535"),
+        ({}, {}, "servce_port: 1", "FILE: there is no setting 'servce_port'; did you mean service_port?"),
+        ({}, {}, "service-port: 1", "FILE: there is no setting 'service-port'; did you mean service_port?"),
+        ({}, {}, "a: [1", "FILE:1: cannot be read as YAML: expected ',' or ']', but got '<stream end>'"),
+        ({}, {}, "- host", "FILE: must hold settings, one a line, such as `service_port: 22345`"),
+        (
+            {"log_level": "inf"},
+            {},
+            "",
+            "--log-level inf: must be one of error, warning, info, debug; did you mean info",
+        ),
+        ({"link_type": "roce"}, {}, "", "--link-type roce: must be one of IB, Ethernet"),
+        ({"prealloc_size": "lots"}, {}, "", "--prealloc-size lots: is not a size; write a number with a unit, such as"),
+        ({"prealloc_size": "17179869184"}, {}, "", "a number without a unit is in GB"),
+        ({"prealloc_size": "0"}, {}, "", "--prealloc-size 0: must be between 64KiB and 1PiB"),
+        ({"minimal_allocate_size": "100B"}, {}, "", "--minimal-allocate-size 100B: must be a multiple of 64B"),
+        (
+            {"evict_interval": "nan"},
+            {},
+            "",
+            "--evict-interval nan: must be a number of seconds between 0.001",
+        ),
+        (
+            {"evict_min_threshold": "0.9"},
+            {},
+            "",
+            "0.9: --evict-min-threshold (0.9) must be smaller than --evict-max-threshold (0.8)",
+        ),
+        # The default is not to blame for what was written beside it.
+        (
+            {"evict_max_threshold": "0.5"},
+            {},
+            "",
+            "0.5: --evict-min-threshold (0.6) must be smaller than",
+        ),
+        (
+            {"max_pool_size": "1MiB", "prealloc_size": "2MiB"},
+            {},
+            "",
+            "--prealloc-size (2MiB) must be at most --max-pool-size (1MiB)",
+        ),
+        (
+            {"manage_port": "22345"},
+            {},
+            "",
+            "--manage-port 22345: is the service port too; give one of them",
+        ),
+        ({"max_value_size": "2GiB"}, {}, "", "--max-value-size (2GiB) must be at most --max-batch-size (1GiB)"),
+        ({"unix_socket": "/" + "x" * 200}, {}, "", "is too long for a Unix socket; at most 107 bytes"),
+        ({}, {"INFINISTORE_AUTO_INCREASE": "maybe"}, "", "INFINISTORE_AUTO_INCREASE=maybe: must be true or false"),
+        ({}, {"INFINISTORE_TOKEN_FILE": "~nobody-of-this-name/t"}, "", "names a home folder that is not known"),
+    ],
+)
+def test_a_refusal_is_one_line_that_says_where_and_what(
+    tmp_path: Path, command_line: dict[str, object], environment: dict[str, str], file: str, message: str
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(file)
+    with pytest.raises(ConfigError) as caught:
+        load_server_config(command_line, environment=environment, file=path)
+    assert message.replace("FILE", str(path)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"], ids=["missing", "binary"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "server.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load_server_config(environment={}, file=path)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
+def test_beyond_loopback_a_token_or_insecure_is_needed(host: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_server_config({"host": host}, environment={})
+    assert f"--host {host}" in str(caught.value)
+    assert "--token-file" in str(caught.value)
+    assert "--insecure" in str(caught.value)
+    assert load_server_config({"host": host, "insecure": True}, environment={}).host == host
+    assert load_server_config({"host": host, "token_file": "t"}, environment={}).host == host
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("LOCALHOST", True), ("0.0.0.0", False)],
+)
+def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_configuration_made_in_python_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="service_port: -1 must be a whole number"):
+        ServerConfig(service_port=-1)
+    with pytest.raises(ConfigError, match=r"evict_min_threshold: --evict-min-threshold .0.9. must be smaller"):
+        ServerConfig(evict_min_threshold=0.9)
+
+
+def test_the_socket_is_in_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_socket_path(5) == Path("/run/user/7/infinistore/5.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert re.fullmatch(r"/tmp/infinistore-\d+/5\.sock", str(default_socket_path(5)))
+    assert ServerConfig(unix_socket="/run/a.sock").socket_path(5) == Path("/run/a.sock")
+
+
+def test_the_token_is_the_first_line_of_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("  secret \nnot this\n")
+    assert read_token(path) == "secret"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(tmp_path / "nowhere")
+
+
+def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> None:
+    environment = {
+        "INFINISTORE_PREALOC_SIZE": "1",
+        "INFINISTORE_PORT_22345_TCP_ADDR": "10.0.0.1",
+        "INFINISTORE_URL": "tcp://a",
+        "HOME": "/",
+    }
+    (warning,) = misspelt_variables(environment)
+    assert "INFINISTORE_PREALOC_SIZE" in warning
+    assert "INFINISTORE_PREALLOC_SIZE" in warning
