@@ -94,7 +94,7 @@ def command(
 
     Needs about 1.2 GB of memory; less with a smaller --pool-size.
     """  # fmt: skip
-    from infinistore.demo.messages import DemoError
+    from infinistore.demo.failure import DemoError
 
     if url is not None and pool_bytes is not None:
         raise click.UsageError(
@@ -130,6 +130,7 @@ def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
     import trio
 
     from infinistore.demo.display import Display
+    from infinistore.demo.failure import expected_error
     from infinistore.demo.run import run_demo
 
     async def run() -> "DemoResult | signal.Signals":
@@ -151,7 +152,10 @@ def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
             nursery.cancel_scope.cancel()
         return stopped_by[0] if result is None else result
 
-    outcome = trio.run(run)
+    try:
+        outcome = trio.run(run)
+    except BaseExceptionGroup as group:
+        raise expected_error(group) from None
     if isinstance(outcome, signal.Signals):
         note(f"stopped by {outcome.name}; the server and the workers have ended")
         raise SystemExit(128 + outcome)

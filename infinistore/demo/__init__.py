@@ -8,6 +8,7 @@
 - `content.py`: the bytes that stand in for a model's output, the same in every process that knows the key
 - `messages.py`: what the processes tell each other about their work
 - `prefill.py`, `decode.py`: the two workers, each a process of its own; `worker.py` and `load.py` are what both need
+- `failure.py`: what can be expected to go wrong
 - `processes.py`: starts and stops the server and the workers
 - `display.py`: what the reader sees while it runs, and the table at the end; `result.py` has its figures
 

@@ -52,7 +52,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bars = Progress(
+        self.bars = Progress(  # what Live shows below the sentences
             TextColumn("{task.fields[who]}"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=28, complete_style="bold blue", finished_style="blue"),
@@ -66,7 +66,11 @@ class Display:
         self._moved: dict[tuple[str, str], tuple[int, float]] = {}
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._console.print(
+            "[bold]The KV cache of a text goes from a prefill process through a server to a decode process.[/]",
+            highlight=False,
+        )
+        self.bars.start()
         return self
 
     def __exit__(
@@ -75,7 +79,7 @@ class Display:
         exception: BaseException | None,
         traceback: "TracebackType | None",
     ) -> None:
-        self._bars.stop()
+        self.bars.stop()
 
     def server_started(self, pid: int, url: str) -> None:
         """Say that a server of our own listens."""
@@ -97,8 +101,8 @@ class Display:
         )
         facts.add_row(
             "model",
-            f"{layout.model}'s cache: {layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim} "
-            "x bfloat16, keys and values",
+            f"{layout.model}: {layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim} bfloat16, "
+            "K and V",
         )
         facts.add_row(
             "cache",
@@ -116,9 +120,9 @@ class Display:
             f"\n[bold]Prompt {prompt.name}[/]: {prompt.about}, {len(prompt.tokens):,} tokens", highlight=False
         )
         self._moved.clear()
-        for who, work, _ in _BARS:
-            if task := self._task(who, work):
-                self._bars.update(task, completed=0, detail="", visible=work != "loaded" or who == "decode")
+        for (who, work), task in self._tasks.items():
+            if who != "server":
+                self.bars.update(task, completed=0, detail="waits", visible=_is_always_visible(who, work))
 
     def event(self, who: str, event: Event) -> None:
         """Show what a worker reports."""
@@ -127,8 +131,8 @@ class Display:
                 self._say(who, f"process {event.pid} is connected, over {event.transport}")
             case Matched():
                 self._say(who, _describe_match(event))
-                if who == "prefill" and event.hit_tokens and (task := self._task(who, "loaded")):
-                    self._bars.update(task, visible=True)
+                if event.hit_tokens:
+                    self.bars.update(self._tasks[who, "loaded"], visible=True)
             case LayerDone():
                 self._advance(who, event)
             case Finished():
@@ -137,9 +141,8 @@ class Display:
 
     def pool(self, used_bytes: int, capacity_bytes: int, blocks: int) -> None:
         """Show how full the server's pool is."""
-        if task := self._task("server", "pool"):
-            detail = f"{describe_size(used_bytes)} in {blocks:,} blocks"
-            self._bars.update(task, completed=used_bytes, total=capacity_bytes, detail=detail)
+        detail = f"{describe_size(used_bytes)} in {blocks:,} blocks"
+        self.bars.update(self._tasks["server", "pool"], completed=used_bytes, total=capacity_bytes, detail=detail)
 
     def table(self, result: DemoResult) -> None:
         """Print the table of all figures, and what to make of them."""
@@ -148,38 +151,43 @@ class Display:
         loaded_s = sum(one.decode.load_s for one in result.prompts)
         instead_s = sum(one.computing_instead_s(one.decode, result.prefill_tokens_per_s) for one in result.prompts)
         self._console.print(
-            f"All {result.checked_bytes:,} bytes that were loaded are the bytes that prefill had to write.\n"
-            f"Saved is measured against compute that is [bold]simulated[/]: at {result.prefill_tokens_per_s:,.0f} "
-            "tokens/s (--prefill-tokens-per-s),\n"
-            f"computing what decode loaded takes {instead_s:.2f} s. Loading it took {loaded_s:.2f} s.",
+            f"All {result.checked_bytes:,} bytes that were loaded are the bytes that prefill had to write. "
+            f"Time saved is against compute that is [bold]simulated[/]: at {result.prefill_tokens_per_s:,.0f} tokens/s "
+            f"(--prefill-tokens-per-s), computing what decode loaded takes {instead_s:.2f} s. Loading it took "
+            f"{loaded_s:.2f} s.",
             highlight=False,
         )
 
     def _say(self, who: str, sentence: str) -> None:
         self._console.print(_name(who), sentence, highlight=False)
 
-    def _task(self, who: str, work: str) -> TaskID | None:
-        return self._tasks.get((who, work))
-
     def _show_bars(self) -> None:
-        self._tasks["server", "pool"] = self._bars.add_task("pool", total=None, who=_name("server"), detail="")
+        self._tasks["server", "pool"] = self.bars.add_task("holds", total=1, who=_name("server"), detail="")
         for who, work, verb in _BARS:
-            visible = work != "loaded" or who == "decode"
-            self._tasks[who, work] = self._bars.add_task(
-                verb, total=self._layers, who=_name(who), detail="", visible=visible
+            self._tasks[who, work] = self.bars.add_task(
+                verb, total=self._layers, who=_name(who), detail="waits", visible=_is_always_visible(who, work)
             )
 
     def _advance(self, who: str, event: LayerDone) -> None:
+        task = self._tasks.get((who, event.work))
+        if task is None:  # prefill checks what it loads as well, which needs no bar
+            return
         payload_bytes, seconds = self._moved.get((who, event.work), (0, 0.0))
         self._moved[who, event.work] = payload_bytes, seconds = (
             payload_bytes + event.payload_bytes,
             seconds + event.busy_s,
         )
-        detail = f"layer {event.layer + 1:2} of {self._layers}"
+        # What was reported is done; computing goes on with the next layer at once.
+        layer = min(event.layer + 2, self._layers) if event.work == "computed" else event.layer + 1
+        detail = f"layer {layer:2} of {self._layers}"
         if event.work in ("loaded", "written") and (rate := gigabytes_per_s(payload_bytes, seconds)):
             detail += f", {rate:.1f} GB/s"
-        if (task := self._task(who, event.work)) is not None:
-            self._bars.update(task, completed=event.layer + 1, detail=detail)
+        self.bars.update(task, completed=event.layer + 1, detail=detail)
+
+
+def _is_always_visible(who: str, work: str) -> bool:
+    """Whether a bar is there before there is anything to show. Prefill has nothing to load when all is new."""
+    return (who, work) != ("prefill", "loaded")
 
 
 def _name(who: str) -> Text:
@@ -203,8 +211,7 @@ def _describe_work(who: str, event: Finished, layers: int) -> list[str]:
         )
         added_s = max(0.0, event.compute_and_write_s - event.compute_s)
         sentences.append(
-            f"stored {describe_size(event.written_bytes)}, each layer while the next was computed ({rate:.1f} GB/s):"
-            f" {added_s:.2f} s longer than computing alone"
+            f"stored {describe_size(event.written_bytes)} meanwhile ({rate:.1f} GB/s), which took {added_s:.2f} s more"
         )
     elif who == "prefill":
         sentences.append(f"computed the last {event.computed_tokens:,} tokens, which fill no chunk and are not stored")

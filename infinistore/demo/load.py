@@ -13,8 +13,9 @@ from attrs import frozen
 
 import infinistore
 from infinistore.demo.content import block_content, first_difference
+from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_key, block_keys
-from infinistore.demo.messages import DemoError, LayerDone, Matched, send_event
+from infinistore.demo.messages import LayerDone, Matched, send_event
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore, PrefixMatch

@@ -20,7 +20,6 @@ from cattrs.strategies import configure_tagged_union
 from infinistore.demo.layout import KVLayout
 
 __all__ = [
-    "DemoError",
     "Event",
     "Failed",
     "Finished",
@@ -42,10 +41,6 @@ _MAX_LINE_BYTES = 16 << 20
 
 Work: TypeAlias = Literal["computed", "written", "loaded", "checked"]
 """What was done to a layer. Prefill computes and writes; both load and check."""
-
-
-class DemoError(Exception):
-    """The demonstration cannot go on, or a byte was wrong. The message is one line for the reader."""
 
 
 @frozen

@@ -16,8 +16,8 @@ from functools import partial
 
 import trio
 
+from infinistore.demo.failure import DemoError
 from infinistore.demo.messages import (
-    DemoError,
     Event,
     Failed,
     Finished,

@@ -17,8 +17,9 @@ import trio
 
 import infinistore
 from infinistore.demo.display import Display, Plan
+from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.layout import KVLayout
-from infinistore.demo.messages import DemoError, Event, Job, Setup
+from infinistore.demo.messages import Event, Job, Setup
 from infinistore.demo.processes import WorkerProcess, start_server, start_worker
 from infinistore.demo.result import DemoResult, PromptResult
 from infinistore.demo.settings import CONTEXT_TOKENS, DemoSettings
@@ -58,11 +59,7 @@ async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
                 )
             nursery.cancel_scope.cancel()  # ends the server
     except BaseExceptionGroup as group:
-        # A nursery wraps what its tasks raise. What is expected becomes one line, what is not keeps its traceback.
-        expected, unexpected = group.split((DemoError, infinistore.InfiniStoreException))
-        if unexpected is not None or expected is None:
-            raise
-        raise _first(expected) from None
+        raise expected_error(group) from None
     return result
 
 
@@ -163,10 +160,3 @@ def _read_text(file: Path | None) -> tuple[str, str]:
     except OSError as error:
         raise DemoError(f"cannot read {file}: {error.strerror or error}") from None
     return source.name, data.decode(errors="replace")
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import trio
 
 import infinistore
+from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.messages import (
-    DemoError,
     Failed,
     Finished,
     Job,
@@ -39,11 +39,7 @@ def run_worker(work: Work) -> None:
     try:
         trio.run(_serve_orders, work)
     except BaseExceptionGroup as group:
-        # A nursery wraps what its tasks raise. What is expected becomes one line, what is not keeps its traceback.
-        expected, unexpected = group.split((DemoError, infinistore.InfiniStoreException))
-        if unexpected is not None or expected is None:
-            raise
-        _fail(_first(expected))
+        _fail(expected_error(group))
     except (DemoError, infinistore.InfiniStoreException) as error:
         _fail(error)
     sys.exit(0)
@@ -66,13 +62,6 @@ async def _serve_orders(work: Work) -> None:
 async def _next_order(orders: LineReader) -> Setup | Job | None:
     line = await orders.next_line()
     return None if line is None else decode_order(line)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(error: BaseException) -> None:

@@ -17,11 +17,12 @@ from infinistore import blocking
 from infinistore.demo.layout import KVLayout, block_key, chunk_names
 from infinistore.demo.text import token_ids
 
+from .conftest import command, started
+
 LAYERS, CHUNK_TOKENS = 3, 16
 SMALL = ["--layers", str(LAYERS), "--chunk-tokens", str(CHUNK_TOKENS), "--prefill-tokens-per-s", "100000"]
 LAYOUT = KVLayout(layers=LAYERS, chunk_tokens=CHUNK_TOKENS)
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 10
-SERVER = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
 
 
 @pytest.fixture
@@ -29,35 +30,6 @@ def text_file(tmp_path: Path) -> Path:
     file = tmp_path / "night.txt"
     file.write_text(TEXT)
     return file
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "infinistore", *arguments]
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a command; at the end it is killed, should it still run."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command(*arguments), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """The address of a server of this test's own."""
-    with started(*SERVER, "--prealloc-size", "64MiB") as server:
-        assert server.stdout is not None
-        address = re.search(r"tcp://\S+", server.stdout.readline())
-        assert address is not None
-        yield address.group()
-        server.terminate()
-        server.communicate()
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,20 +1,27 @@
 """The parts of the demonstration that need no process: layout, names, tokens, content, what fits."""
 
 import hashlib
+import re
 import struct
+from io import StringIO
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
 from trio.testing import memory_stream_pair
 
 from infinistore.demo.content import block_content, first_difference
+from infinistore.demo.display import Display, Plan
+from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_key, block_keys, chunk_names
-from infinistore.demo.messages import DemoError, Job, LineReader, Setup, decode_order, encode_order
+from infinistore.demo.messages import Job, LayerDone, LineReader, Matched, Setup, Work, decode_order, encode_order
 from infinistore.demo.result import gigabytes_per_s
 from infinistore.demo.run import tokens_that_fit
-from infinistore.demo.text import VOCABULARY_SIZE, pieces, sample_text_file, token_ids, two_prompts
+from infinistore.demo.text import VOCABULARY_SIZE, Prompt, pieces, sample_text_file, token_ids, two_prompts
 from infinistore.sizes import GIB, KIB, MIB
 
 SMALL = KVLayout(layers=3, chunk_tokens=4)
@@ -200,6 +207,26 @@ async def test_lines_arrive_whole_however_they_are_cut(lines: list[bytes], cut: 
     reader = LineReader(ours)
     assert [await reader.next_line() for _ in lines] == lines
     assert await reader.next_line() is None
+
+
+def test_a_terminal_shows_layers_and_pool_while_the_work_goes_on() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=100)
+    with Display(console) as display:
+        display.plan(Plan("a text", 9, 8, SMALL, 4000.0, 64 * MIB))
+        display.prompt_started(Prompt("A", "a prompt", [1] * 8))
+        display.event("prefill", Matched("A", 8, 4))
+        for work in get_args(Work):
+            display.event("prefill", LayerDone("A", work, 1, 2_000_000_000, 1.0))
+        display.pool(32 * MIB, 64 * MIB, 12)
+        with console.capture() as shown:
+            console.print(display.bars)
+
+    text = Text.from_ansi(shown.get()).plain
+    assert re.search(r"server +holds .* 32 MiB in 12 blocks", text)
+    assert re.search(r"prefill +loads .* layer +2 of 3, 2.0 GB/s", text)
+    assert re.search(r"prefill +computes .* layer +3 of 3", text)
+    assert re.search(r"prefill +stores .* layer +2 of 3, 2.0 GB/s", text)
+    assert re.search(r"decode +loads .* waits", text)
 
 
 def test_a_rate_is_in_units_of_a_thousand_million_bytes() -> None:

@@ -1,29 +1,12 @@
 """The examples run as they stand, against a server of this test's own or embedded."""
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVER = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The address of a server for the examples."""
-    command = [sys.executable, "-P", "-m", "infinistore", *SERVER, "--prealloc-size", "128MiB"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = re.search(r"tcp://\S+", server.stdout.readline())
-            assert address is not None
-            yield address.group()
-        finally:
-            server.terminate()
 
 
 def run_example(name: str, *arguments: str) -> str:
