@@ -80,8 +80,7 @@ class Room:
 
         Stops earlier when nothing is left to evict, or `max_steps` blocks were looked at. Returns blocks evicted.
         """
-        evictable_bytes = self._pool.used_bytes - self._pins.bytes - self.reserved_bytes
-        wanted_bytes = min(wanted_bytes, evictable_bytes)
+        wanted_bytes = min(wanted_bytes, self._evictable_bytes())
         if wanted_bytes <= 0:
             return 0
         steps = len(self._index) if max_steps is None else min(max_steps, len(self._index))
@@ -103,15 +102,19 @@ class Room:
         if wanted_bytes > pool.capacity_bytes - self._pins.bytes - self.reserved_bytes:
             self.want_growth()
             raise self._out_of_memory(f"a batch of {wanted_bytes} bytes does not fit")
-        excess_bytes = pool.used_bytes + wanted_bytes - watermarks.high * pool.capacity_bytes
-        if excess_bytes > 0:
+        high_bytes = watermarks.high * pool.capacity_bytes - wanted_bytes
+        if pool.used_bytes > high_bytes:
             self.want_growth()
             self._draining = True
-            self.evict(excess_bytes, "on_demand")
+            self.evict(pool.used_bytes - high_bytes, "on_demand")
         if self._draining:
-            excess_bytes = pool.used_bytes + wanted_bytes - watermarks.low * pool.capacity_bytes
-            # Fewer than the bound: the low watermark is reached, or only pinned blocks are in the way.
-            self._draining = self.evict(excess_bytes, "on_demand", EXTRA_STEPS) == EXTRA_STEPS
+            low_bytes = watermarks.low * pool.capacity_bytes - wanted_bytes
+            self.evict(pool.used_bytes - low_bytes, "on_demand", EXTRA_STEPS)
+            # Done too when only pinned blocks are left: else the store would keep nothing until their pins end.
+            self._draining = pool.used_bytes > low_bytes and self._evictable_bytes() > 0
+
+    def _evictable_bytes(self) -> int:
+        return self._pool.used_bytes - self._pins.bytes - self.reserved_bytes
 
     def _make_larger_pieces(self, wanted_bytes: int, rounds: int) -> None:
         """Evict for a batch that was refused although its bytes are free; OutOfMemory after the last round."""

@@ -24,7 +24,8 @@ Entry: TypeAlias = tuple[int, int, int, int]
 """A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64 checksum or NO_CHECKSUM)."""
 
 NO_CHECKSUM = 0
-"""Stands for the checksum of a block whose writer made none. (A block whose checksum is 0 goes unchecked: 1 in 2**64.)"""
+"""Stands for the checksum of a block whose writer made none. (One in 2**64 blocks has this as its checksum; nobody
+checks those.)"""
 
 
 class Index:

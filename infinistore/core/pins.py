@@ -32,16 +32,24 @@ class PinTable:
     def add(self, entries: Sequence[Entry]) -> None:
         """Pin each entry once more; one named twice gets two pins."""
         counts = self.counts
+        # Nearly always no block is pinned yet: then it is done at C speed.
         first = dict.fromkeys(entries, 1)
-        if len(first) < len(entries) or not counts.keys().isdisjoint(first):
-            first = {}
-            for entry in entries:
-                if entry in counts:
-                    counts[entry] += 1
-                else:
-                    counts[entry] = first[entry] = 1  # first: those that had no pin
-        counts.update(first)
+        if len(first) == len(entries) and counts.keys().isdisjoint(first):
+            counts.update(first)
+        else:
+            first = self._add_singly(entries)
         self.bytes += sum(map(self._footprint, map(_LENGTH, first)))
+
+    def _add_singly(self, entries: Sequence[Entry]) -> dict[Entry, int]:
+        """Pin entries one by one; return those that had no pin."""
+        counts = self.counts
+        first: dict[Entry, int] = {}
+        for entry in entries:
+            if entry in counts:
+                counts[entry] += 1
+            else:
+                counts[entry] = first[entry] = 1
+        return first
 
     def remove(self, entries: Sequence[Entry]) -> Sequence[Entry]:
         """Take one pin from each entry, and return those that have none left."""

@@ -124,8 +124,8 @@ class StoreCore:
         in the batch, or too much held by this client. OutOfMemory: no room now.
         """
         self._check_open(client)
-        self.limits.check_batch(len(sizes))
         self.expire_holds()
+        self.limits.check_batch(len(sizes))
         if sizes:
             self._check_sizes(min(sizes), max(sizes))
         footprint_bytes = sum(map(self.pool.footprint, sizes))
