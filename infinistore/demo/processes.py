@@ -33,6 +33,7 @@ from infinistore.sizes import format_size
 __all__ = ["ServerProcess", "WorkerProcess", "start_server", "start_worker"]
 
 _START_TIMEOUT_S = 60.0
+_ENDING_S = 0.5
 _KEPT_LINES = 20
 _ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
 
@@ -87,6 +88,11 @@ class ServerProcess(_Process):
                     return
             raise await self.ended()
         raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
+
+    async def raise_if_ended(self) -> None:
+        """Raise `DemoError` if the server has ended, or is just ending."""
+        with trio.move_on_after(_ENDING_S):
+            raise await self.ended()
 
     async def raise_when_ended(self) -> None:
         """Read, to keep the pipe empty, for as long as the server runs; raise `DemoError` when it ends."""

@@ -10,6 +10,7 @@ This process plays the part of a router: it hands out the prompts and never touc
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,46 +48,38 @@ async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
     source, text = _read_text(settings.input_file)
     try:
         async with trio.open_nursery() as nursery:
-            url = settings.url
-            if url is None:
-                server = await start_server(nursery, settings.pool_bytes)
-                nursery.start_soon(server.raise_when_ended)
-                url = server.url
-                display.server_started(server.pid, url)
-            async with infinistore.open_store(url) as store:
-                result = await _tell(
-                    nursery, settings=settings, url=url, store=store, source=source, text=text, display=display
-                )
+            if settings.url is not None:
+                return await _tell(settings, settings.url, source, text, display)
+            server = await start_server(nursery, settings.pool_bytes)
+            nursery.start_soon(server.raise_when_ended)
+            display.server_started(server.pid, server.url)
+            try:
+                result = await _tell(settings, server.url, source, text, display)
+            except* (DemoError, infinistore.InfiniStoreException):
+                await server.raise_if_ended()  # if it has, what went wrong elsewhere is only the consequence
+                raise
             nursery.cancel_scope.cancel()  # ends the server
+            return result
     except BaseExceptionGroup as group:
         raise expected_error(group) from None
-    return result
 
 
-async def _tell(
-    nursery: trio.Nursery,
-    *,
-    settings: DemoSettings,
-    url: str,
-    store: "AsyncStore",
-    source: str,
-    text: str,
-    display: Display,
-) -> DemoResult:
-    layout, statistics = settings.layout, await store.stats()
-    tokens = token_ids(text)
-    used_tokens = tokens_that_fit(layout, len(tokens), statistics.store.capacity_bytes)
-    prompts = two_prompts(tokens[:used_tokens])
-    display.plan(
-        Plan(source, len(tokens), used_tokens, layout, settings.prefill_tokens_per_s, statistics.store.capacity_bytes)
-    )
-    nursery.start_soon(_watch_pool, store, display)
-    setup = Setup(url, layout, settings.prefill_tokens_per_s)
-    prefill, decode = await _start_workers(nursery, setup, display.event)
-    results = [await _serve(prompt, prefill, decode, display) for prompt in prompts]
-    await prefill.finish()
-    await decode.finish()
-    return DemoResult(url, statistics.transport, source, layout, settings.prefill_tokens_per_s, results)
+async def _tell(settings: DemoSettings, url: str, source: str, text: str, display: Display) -> DemoResult:
+    """Tell the story with the server at `url`."""
+    layout, speed, tokens = settings.layout, settings.prefill_tokens_per_s, token_ids(text)
+    async with infinistore.open_store(url) as store, trio.open_nursery() as nursery:
+        statistics = await store.stats()
+        capacity_bytes = statistics.store.capacity_bytes
+        used_tokens = tokens_that_fit(layout, len(tokens), capacity_bytes)
+        display.plan(Plan(source, len(tokens), used_tokens, layout, speed, capacity_bytes))
+        nursery.start_soon(_watch_pool, store, display)
+        prefill, decode = await _start_workers(nursery, Setup(url, layout, speed), display.event)
+        prompts = two_prompts(tokens[:used_tokens])
+        results = [await _serve(prompt, prefill, decode, display) for prompt in prompts]
+        await prefill.finish()
+        await decode.finish()
+        nursery.cancel_scope.cancel()  # ends the watch of the pool
+    return DemoResult(url, statistics.transport, source, layout, speed, results)
 
 
 async def _serve(prompt: Prompt, prefill: WorkerProcess, decode: WorkerProcess, display: Display) -> PromptResult:
@@ -113,10 +106,12 @@ async def _start_workers(
 
 
 async def _watch_pool(store: "AsyncStore", display: Display) -> None:
-    while True:
-        statistics = await store.stats()
-        display.pool(statistics.store.used_bytes, statistics.store.capacity_bytes, statistics.store.keys)
-        await trio.sleep(_WATCH_INTERVAL_S)
+    """Show how full the pool is until cancelled, or until the server is lost, which others find out and report."""
+    with suppress(infinistore.InfiniStoreException):
+        while True:
+            statistics = await store.stats()
+            display.pool(statistics.store.used_bytes, statistics.store.capacity_bytes, statistics.store.keys)
+            await trio.sleep(_WATCH_INTERVAL_S)
 
 
 def tokens_that_fit(layout: KVLayout, tokens: int, capacity_bytes: int) -> int:
