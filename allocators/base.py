@@ -39,8 +39,8 @@ class AllocatorStatistics:
     extents: int
     """How many extents are allocated."""
     largest_free_extent_bytes: int
-    """The largest footprint that a single block could be given right now, exact: a block of this many bytes can be
-    placed, and one whose footprint is larger cannot."""
+    """The size of the largest block that could be placed right now, exact: a block of this many bytes is not refused,
+    and one byte more is."""
 
     @property
     def free_bytes(self) -> int:

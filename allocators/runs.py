@@ -171,6 +171,14 @@ class UnitMap:
                 yield first, end
             place = map_bytes.find(needle, end // 8 + 1)
 
+    def has_room(self, units: int, count: int) -> bool:
+        """Say whether `count` runs of `units` units can be placed."""
+        for first, end in self.holes(units):
+            count -= (end - first) // units
+            if count <= 0:
+                return True
+        return False
+
     def best_fits(self, units: int, count: int, start: int = 0) -> list[int] | None:
         """Return places for `count` runs of `units` units, or None when there is no room for all of them.
 
