@@ -10,6 +10,8 @@ from typing import ClassVar, NewType, TypeAlias
 import attrs
 from attrs import validators
 
+from infinistore.keys import MAX_KEY_BYTES
+
 __all__ = [
     "KINDS",
     "MISSING",
@@ -52,14 +54,14 @@ NO_CHECKSUM = 0
 """The checksum of a block that was written without one."""
 
 Keys = NewType("Keys", list[str])
-"""Keys in request order; checked by `infinistore.keys.check_keys` when a body is decoded."""
+"""Keys in request order. On the wire they are one text, joined by NUL (`infinistore.keys`)."""
 Numbers = NewType("Numbers", "array[int]")
 """Unsigned 64-bit numbers, packed little-endian on the wire; `array('Q')` in memory."""
 Tree = NewType("Tree", dict[str, object])
 """Nested maps of plain values."""
 
 _count = validators.and_(validators.instance_of(int), validators.ge(0), validators.lt(2**64))
-_text = validators.instance_of(str)
+_text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
 _ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
 
 
