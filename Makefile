@@ -37,10 +37,10 @@ format: $(VENV)/.installed-dev ## put formatting and imports in order
 changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
 	$(BIN)/towncrier build --draft --version next
 
+# A benchmark is a file in bench/ that can be run; the others there are what benchmarks share.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; shopt -s nullglob; found=; \
-	for file in bench/bench_*.py; do found=1; echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done; \
-	if [ -z "$$found" ]; then echo "bench/ has no bench_*.py"; exit 1; fi
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py); \
+	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
 clean: ## remove the virtual environment, caches and build results
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
