@@ -4,14 +4,14 @@ Raises `ValueError` and `TypeError`, as Python does for wrong arguments.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from infinistore.client.buffers import BufferLike, readable, writable
-from infinistore.client.operations import Items
+from infinistore.client.operations import Batch
 from infinistore.keys import check_distinct, check_keys
 
-__all__ = ["Pairs", "check_hold", "items_to_get", "items_to_put", "key_list"]
+__all__ = ["Pairs", "batch_to_get", "batch_to_put", "check_hold", "key_list"]
 
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
@@ -26,20 +26,19 @@ def key_list(keys: Iterable[str]) -> list[str]:
     return checked
 
 
-def items_to_put(items: Pairs) -> Items:
-    """Return keys with the bytes of their data. No key may stand there twice."""
-    pairs = [(key, readable(data)) for key, data in _pairs(items)]
-    keys = [key for key, _ in pairs]
+def batch_to_put(items: Pairs) -> Batch:
+    """Return keys and the bytes of their data. No key may stand there twice."""
+    keys, data = _columns(items)
     check_keys(keys)
     check_distinct(keys)
-    return pairs
+    return Batch(keys, list(map(readable, data)))
 
 
-def items_to_get(items: Pairs) -> Items:
-    """Return keys with the bytes of their buffers, which can be written."""
-    pairs = [(key, writable(buffer)) for key, buffer in _pairs(items)]
-    check_keys([key for key, _ in pairs])
-    return pairs
+def batch_to_get(items: Pairs) -> Batch:
+    """Return keys and the bytes of their buffers, which can be written."""
+    keys, buffers = _columns(items)
+    check_keys(keys)
+    return Batch(keys, list(map(writable, buffers)))
 
 
 def check_hold(hold_s: float) -> None:
@@ -48,8 +47,16 @@ def check_hold(hold_s: float) -> None:
         raise ValueError(f"hold_s must be a number of seconds, 0 for no hold, not {hold_s!r}")
 
 
-def _pairs(items: Pairs) -> Sequence[tuple[str, BufferLike]]:
-    pairs = list(items.items()) if isinstance(items, Mapping) else list(items)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+def _columns(items: Pairs) -> tuple[list[str], list[BufferLike]]:
+    if isinstance(items, Mapping):
+        return list(items.keys()), list(items.values())
+    pairs = list(items)
+    try:
+        columns = list(zip(*pairs, strict=True))
+    except (TypeError, ValueError):
+        columns = []
+    if len(columns) != 2:
+        if not pairs:
+            return [], []
         raise TypeError("give a mapping, or pairs (key, buffer)")
-    return pairs
+    return list(columns[0]), list(columns[1])

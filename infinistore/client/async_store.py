@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
-from infinistore.client.arguments import Pairs, check_hold, items_to_get, items_to_put, key_list
+from infinistore.client.arguments import Pairs, batch_to_get, batch_to_put, check_hold, key_list
 from infinistore.client.buffers import BufferLike
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
@@ -54,7 +54,7 @@ class AsyncStore(ABC):
             ValueTooLarge: a block is larger than the store takes.
             LimitExceeded: a bound of the server was reached.
         """
-        checked = items_to_put(items)
+        checked = batch_to_put(items)
         return await self._call(lambda ops: ops.put_many(checked, replace), idempotent=False, payload=True)
 
     async def get(self, key: str) -> bytearray:
@@ -102,7 +102,7 @@ class AsyncStore(ABC):
                 server's limits is read in parts, and this holds for each of them.)
             ChecksumMismatch: the bytes are not those that were written.
         """
-        checked = items_to_get(items)
+        checked = batch_to_get(items)
         return await self._call(lambda ops: ops.get_many_into(checked), payload=True)
 
     async def exists(self, key: str) -> bool:

@@ -43,6 +43,9 @@ def writable(buffer: BufferLike) -> memoryview:
 
 
 def _bytes_of(data: BufferLike) -> memoryview:
+    # What a caller slices out of one large buffer comes here already in the right form, 64 of it in a batch.
+    if type(data) is memoryview and data.format == "B" and data.ndim == 1 and data.contiguous:
+        return data
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.Tensor):
         return _bytes_of_tensor(data, torch)

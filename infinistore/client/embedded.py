@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
 from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
-from infinistore.client.operations import Items
+from infinistore.client.operations import Batch
 from infinistore.client.options import Options
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Lease
@@ -74,19 +76,19 @@ class EmbeddedOperations:
         with self._lock:
             self._core.close_client(self._client)
 
-    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]:
+    def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
         skipped: list[str] = []
         if not replace:
             with self._lock:
-                present = self._core.exists([key for key, _ in items])
-            skipped = [key for (key, _), there in zip(items, present, strict=True) if there]
-            items = [item for item, there in zip(items, present, strict=True) if not there]
-        keys = [key for key, _ in items]
+                present = self._core.exists(batch.keys)
+            skipped = list(compress(batch.keys, present))
+            batch = batch.where(map(not_, present))
+        keys = batch.keys
         with self._lock:
-            reservation = self._core.reserve(self._client, [len(data) for _, data in items])
+            reservation = self._core.reserve(self._client, list(map(len, batch.views)))
         try:
-            checksums = yield from self._copy_in(items, reservation.views)
+            checksums = yield from self._copy_in(batch.views, reservation.views)
             with self._lock:
                 again = self._core.commit(reservation, keys, checksums, replace=replace)
         finally:
@@ -94,10 +96,10 @@ class EmbeddedOperations:
                 self._core.abort(reservation)  # does nothing after a commit
         return skipped + [keys[index] for index in again]
 
-    def _copy_in(self, items: Items, views: Sequence[memoryview]) -> Exchange[list[int] | None]:
+    def _copy_in(self, values: Sequence[memoryview], views: Sequence[memoryview]) -> Exchange[list[int] | None]:
         checksums: list[int] = []
         copied = 0
-        for (_, data), view in zip(items, views, strict=True):
+        for data, view in zip(values, views, strict=True):
             view[:] = data
             if self._verify:
                 checksums.append(xxh3_64_intdigest(view))
@@ -115,19 +117,19 @@ class EmbeddedOperations:
 
         return (yield from self._read(keys, room))
 
-    def get_many_into(self, items: Items) -> Exchange[list[int | None]]:
+    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
 
         def room(lease: Lease) -> list[memoryview | None]:
-            for (key, view), entry in zip(items, lease.entries, strict=True):
+            for key, view, entry in zip(*batch, lease.entries, strict=True):
                 if entry is not None and entry[2] > len(view):
                     raise BufferTooSmall(f"{key[:100]!r} has {entry[2]} bytes, its buffer {len(view)}")
             return [
                 None if entry is None else view[: entry[2]]
-                for (_, view), entry in zip(items, lease.entries, strict=True)
+                for view, entry in zip(batch.views, lease.entries, strict=True)
             ]
 
-        filled = yield from self._read([key for key, _ in items], room)
+        filled = yield from self._read(batch.keys, room)
         return [None if view is None else len(view) for view in filled]
 
     def _read(

@@ -5,7 +5,9 @@ does it to a store in this process. Arguments have been checked (`arguments.py`)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from itertools import compress
+from operator import gt, not_, truth
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -41,22 +43,32 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.span import Span
 from infinistore.statistics import Stats, statistics_from_tree
 
-__all__ = ["Items", "Operation", "Operations", "RemoteOperations"]
+__all__ = ["Batch", "Operation", "Operations", "RemoteOperations"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Reply)
 _HASH_BYTES = 512 * 1024
 """How much is hashed before it is sent: small enough to be in the cache still when the kernel copies it."""
 
-Items: TypeAlias = Sequence[tuple[str, memoryview]]
+
+class Batch(NamedTuple):
+    """Keys, and for each of them the bytes to store or the memory to read into."""
+
+    keys: list[str]
+    views: list[memoryview]
+
+    def where(self, chosen: Iterable[object]) -> "Batch":
+        """Return the part of the batch for which `chosen` is true."""
+        flags = list(chosen)
+        return Batch(list(compress(self.keys, flags)), list(compress(self.views, flags)))
 
 
 class Operations(Protocol):
     """What a store can do; each method is an exchange. See the clients' methods for what they promise."""
 
-    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]: ...
+    def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]: ...
     def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]: ...
-    def get_many_into(self, items: Items) -> Exchange[list[int | None]]: ...
+    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]: ...
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]: ...
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]: ...
     def release_hold(self, hold: str) -> Exchange[bool]: ...
@@ -94,31 +106,32 @@ class RemoteOperations:
         self._path = path
         self._remaining_us = remaining_us
 
-    def put_many(self, items: Items, replace: bool) -> Exchange[list[str]]:
+    def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
-        for key, data in items:
-            if len(data) > self._hello.max_value_bytes:
-                raise ValueTooLarge(
-                    f"the value of {key[:100]!r} has {len(data)} bytes; this store takes at most {self._hello.max_value_bytes}"
-                )
+        self._check_sizes(batch)
         skipped: list[str] = []
         if not replace:
-            present = yield from self.exists_many([key for key, _ in items])
-            skipped = [key for (key, _), there in zip(items, present, strict=True) if there]
-            items = [item for item, there in zip(items, present, strict=True) if not there]
-        for part in _parts(items, self._hello.max_batch_keys, self._hello.max_batch_bytes):
+            present = yield from self.exists_many(batch.keys)
+            skipped = list(compress(batch.keys, present))
+            batch = batch.where(map(not_, present))
+        for part in _parts(batch, self._hello.max_batch_keys, self._hello.max_batch_bytes):
             skipped += yield from self._put_part(part, replace)
         return skipped
 
-    def _put_part(self, items: Items, replace: bool) -> Exchange[list[str]]:
-        keys = Keys([key for key, _ in items])
-        views = [view for _, view in items]
+    def _check_sizes(self, batch: Batch) -> None:
+        limit = self._hello.max_value_bytes
+        if max(map(len, batch.views), default=0) > limit:
+            key, size = next((key, len(view)) for key, view in zip(*batch, strict=True) if len(view) > limit)
+            raise ValueTooLarge(f"the value of {key[:100]!r} has {size} bytes; this store takes at most {limit}")
+
+    def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+        keys, views = batch
         sizes = numbers(map(len, views))
         payload_bytes = sum(sizes)
-        put = Put(keys, sizes, checksums=self._verify, replace=replace)
         payload: Iterable[list[memoryview]] = [views]
         if self._verify:
             payload, payload_bytes = _hashed_groups(views), payload_bytes + 8 * len(keys)
+        put = Put(Keys(keys), sizes, checksums=self._verify, replace=replace)
         request = self._connection.request(put, payload, payload_bytes=payload_bytes, deadline_us=self._remaining_us())
         reply = _expect(PutReply, (yield from request))
         return [keys[index] for index in reply.skipped]
@@ -135,7 +148,7 @@ class RemoteOperations:
         yield from self._get(keys, None, make_room)
         return values
 
-    def get_many_into(self, items: Items) -> Exchange[list[int | None]]:
+    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
         lengths: list[int | None] = []
 
@@ -143,11 +156,11 @@ class RemoteOperations:
             lengths.extend(None if size == MISSING else size for size in sizes)
             return [
                 view if len(view) == size else view[:size]
-                for (_, view), size in zip(items[first:], sizes, strict=False)
+                for view, size in zip(batch.views[first:], sizes, strict=False)
                 if size != MISSING
             ]
 
-        yield from self._get([key for key, _ in items], [len(view) for _, view in items], room)
+        yield from self._get(batch.keys, list(map(len, batch.views)), room)
         return lengths
 
     def _get(
@@ -192,7 +205,7 @@ class RemoteOperations:
             present += reply.present
         if len(present) != len(keys):
             raise ProtocolError(f"the server answered for {len(present)} of {len(keys)} keys")
-        return list(map(bool, present))
+        return list(map(truth, present))
 
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
         """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
@@ -287,24 +300,26 @@ def _expect(kind: type[_R], reply: Reply) -> _R:
 def _check_get_reply(get: Get, reply: GetReply) -> None:
     if not 0 < len(reply.sizes) <= len(get.keys) or (get.checksums and len(reply.checksums) != len(reply.sizes)):
         raise ProtocolError(f"a reply with {len(reply.sizes)} sizes to a Get of {len(get.keys)} keys")
-    if get.capacities and any(
-        size > capacity for size, capacity in zip(reply.sizes, get.capacities, strict=False) if size != MISSING
-    ):
-        raise ProtocolError("the server sends more than there is room for")
+    if get.capacities and any(map(gt, reply.sizes, get.capacities)):
+        for size, capacity in zip(reply.sizes, get.capacities, strict=False):
+            if capacity < size != MISSING:
+                raise ProtocolError(f"the server sends {size} bytes where there is room for {capacity}")
 
 
-def _parts(items: Items, most_keys: int, most_bytes: int) -> list[Items]:
+def _parts(batch: Batch, most_keys: int, most_bytes: int) -> list[Batch]:
     """Split a batch so that each part keeps to the limits; a single block may be longer than `most_bytes`."""
-    parts: list[Items] = []
+    sizes = list(map(len, batch.views))
+    if len(sizes) <= most_keys and sum(sizes) <= most_bytes:
+        return [batch] if sizes else []
+    parts: list[Batch] = []
     first = 0
     part_bytes = 0
-    for index, (_, data) in enumerate(items):
-        if index > first and (index - first == most_keys or part_bytes + len(data) > most_bytes):
-            parts.append(items[first:index])
+    for index, size in enumerate(sizes):
+        if index > first and (index - first == most_keys or part_bytes + size > most_bytes):
+            parts.append(Batch(batch.keys[first:index], batch.views[first:index]))
             first, part_bytes = index, 0
-        part_bytes += len(data)
-    if first < len(items):
-        parts.append(items[first:])
+        part_bytes += size
+    parts.append(Batch(batch.keys[first:], batch.views[first:]))
     return parts
 
 

@@ -7,6 +7,7 @@ one after the other, so a slow reader slows nobody but itself; a pipelined reque
 import hmac
 import logging
 from collections.abc import Callable, Sequence
+from operator import gt
 from typing import TypeVar
 
 import attrs
@@ -243,10 +244,11 @@ class Session:
             raise ProtocolError(f"a Get of {len(get.keys)} keys and {len(get.capacities)} capacities")
         lease = self._core.lease(self._client, get.keys, max_bytes=self._limits.max_payload_bytes)
         try:
-            sizes = [MISSING if entry is None else entry[2] for entry in lease.entries]
-            if get.capacities:
-                _check_capacities(get, sizes)
-            checksums = [0 if entry is None else entry[3] for entry in lease.entries] if get.checksums else ()
+            sizes = lease.lengths
+            if get.capacities and any(map(gt, sizes, get.capacities)):
+                raise _too_small(get, sizes)
+            sizes = [size or MISSING for size in sizes]  # no value is empty: a length of 0 says that there is none
+            checksums = lease.checksums if get.checksums else ()
             views = lease.merged_views
             payload_bytes = sum(map(len, views))
             self._service.traffic.sent_bytes += payload_bytes
@@ -280,7 +282,8 @@ class Session:
                 pass  # it has gone
 
 
-def _check_capacities(get: Get, sizes: Sequence[int]) -> None:
-    for key, size, capacity in zip(get.keys, sizes, get.capacities, strict=False):
-        if size != MISSING and size > capacity:
-            raise BufferTooSmall(f"{key[:100]!r} has {size} bytes, its buffer {capacity}")
+def _too_small(get: Get, sizes: Sequence[int]) -> BufferTooSmall:
+    key, size, capacity = next(
+        found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
+    )
+    return BufferTooSmall(f"{key[:100]!r} has {size} bytes, its buffer {capacity}")
