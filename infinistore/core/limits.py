@@ -56,9 +56,9 @@ class CoreLimits:
     def check_share(self, name: str, held_bytes: int, wanted_bytes: int, capacity_bytes: int) -> None:
         """Raise LimitExceeded if client `name`, which holds `held_bytes`, may not have `wanted_bytes` more.
 
-        A client that holds nothing may have any one batch.
+        A client that holds nothing may have any one batch, and any client a batch that takes nothing.
         """
-        if held_bytes and held_bytes + wanted_bytes > self.max_pinned_ratio * capacity_bytes:
+        if held_bytes and wanted_bytes and held_bytes + wanted_bytes > self.max_pinned_ratio * capacity_bytes:
             raise LimitExceeded(
                 f"client {name!r} holds {held_bytes} bytes leased or reserved and asks for {wanted_bytes} more, and"
                 f" max_pinned_ratio={self.max_pinned_ratio:g} of {capacity_bytes} bytes bounds both together; release"

@@ -25,7 +25,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infinistore.allocators import Allocator, create_allocator
 from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
 from infinistore.core.eviction import EXTRA_STEPS
 from infinistore.errors import (
@@ -35,10 +34,9 @@ from infinistore.errors import (
     UnknownReservation,
     ValueTooLarge,
 )
-from tests.core.first_fit import FirstFitAllocator
+from tests.core.conftest import make_allocator
 from tests.core.model import Block, NoRoom, ReferenceStore
 
-UNIT_BYTES = 64
 ARENA_BYTES = 4096  # one page: 64 units
 KEYS = [f"prefix/{i}" for i in range(14)] + ["a", "ключ", "鍵/1"]
 SIZES = [1, 63, 64, 65, 128, 200, 320, 640]
@@ -87,7 +85,7 @@ class LeaseState:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives a `StoreCore` and the model side by side. `make_allocator` is set by the test."""
+    """Drives a `StoreCore` and the model side by side. The test sets `allocator_name`."""
 
     allocator_name: str
 
@@ -266,7 +264,7 @@ class StoreMachine(RuleBasedStateMachine):
         if client.state != "open":
             self.expect(ValueError, self.core.lease, client.real, asked, max_bytes=max_bytes)
             return multiple()
-        if client.pinned and client.pinned + wanted > LIMITS.max_pinned_ratio * self.model.capacity:
+        if client.pinned and wanted and client.pinned + wanted > LIMITS.max_pinned_ratio * self.model.capacity:
             self.expect(LimitExceeded, self.core.lease, client.real, asked, max_bytes=max_bytes)
             return multiple()
         blocks = self.model.find(keys)
@@ -467,7 +465,7 @@ class StoreMachine(RuleBasedStateMachine):
             return ValueError
         if any(size > 3000 for size in sizes):
             return ValueTooLarge
-        if client.pinned and client.pinned + wanted > LIMITS.max_pinned_ratio * self.model.capacity:
+        if client.pinned and wanted and client.pinned + wanted > LIMITS.max_pinned_ratio * self.model.capacity:
             return LimitExceeded
         return None
 
@@ -524,11 +522,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert error is ValueError or issubclass(error, InfiniStoreException)
 
 
-def make_allocator(name: str) -> Allocator:
-    return FirstFitAllocator(UNIT_BYTES) if name == "first-fit" else create_allocator(name, UNIT_BYTES)
-
-
-@pytest.mark.parametrize("allocator", ["first-fit", "bitmap"])
-def test_the_store_does_what_the_model_does(allocator: str) -> None:
-    machine = type("Machine", (StoreMachine,), {"allocator_name": allocator})
+def test_the_store_does_what_the_model_does(allocator_name: str) -> None:
+    machine = type("Machine", (StoreMachine,), {"allocator_name": allocator_name})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=60, report_multiple_bugs=False))

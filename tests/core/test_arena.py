@@ -1,0 +1,163 @@
+"""Arenas: shared memory that is page-aligned, sealed, not inherited, and alive as long as somebody looks at it."""
+
+import ctypes
+import fcntl
+import gc
+import mmap
+import os
+
+import pytest
+
+from infinistore.core import Arena, create_arena
+from infinistore.core import arena as arena_module
+from infinistore.core.memory import MemoryLimit
+from infinistore.errors import OutOfMemory
+
+
+@pytest.mark.parametrize("prefault_threads", [0, 1, 3])
+def test_an_arena_is_zeroed_page_aligned_and_of_whole_pages(prefault_threads: int) -> None:
+    arena = create_arena(0, 10 * mmap.PAGESIZE + 1, prefault_threads=prefault_threads)
+    assert arena.length == len(arena.memory) == 11 * mmap.PAGESIZE
+    assert arena.address % mmap.PAGESIZE == 0
+    assert ctypes.addressof(ctypes.c_char.from_buffer(arena.memory)) == arena.address
+    assert bytes(arena.memory) == bytes(arena.length)
+    assert (arena.memory.format, arena.memory.readonly, arena.read_only.readonly) == ("B", False, True)
+    arena.close()
+
+
+def test_the_descriptor_shows_the_same_bytes_and_is_not_inherited() -> None:
+    arena = create_arena(0, mmap.PAGESIZE)
+    with mmap.mmap(arena.fd, arena.length) as other:
+        arena.memory[5:8] = b"abc"
+        assert other[5:8] == b"abc"
+    assert not os.get_inheritable(arena.fd)
+    arena.close()
+
+
+def test_an_arena_can_neither_shrink_nor_grow() -> None:
+    arena = create_arena(0, mmap.PAGESIZE)
+    assert fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for length in (0, 2 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, length)
+    arena.close()
+
+
+def test_its_memory_is_taken_when_it_is_made() -> None:
+    arena = create_arena(0, 1 << 20)
+    assert os.fstat(arena.fd).st_blocks * 512 >= 1 << 20
+    arena.close()
+
+
+def test_a_prefaulted_arena_is_mapped_in_full() -> None:
+    arena = create_arena(0, 1 << 20, prefault_threads=2)
+    assert _mapping_field(arena, "Rss") == 1 << 20
+    arena.close()
+
+
+def test_an_old_kernel_is_served_by_touching_each_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
+    arena = create_arena(0, 1 << 20, prefault_threads=1)
+    assert _mapping_field(arena, "Rss") == 1 << 20
+    arena.close()
+
+
+def test_a_forked_child_does_not_see_the_mapping() -> None:
+    arena = create_arena(0, 1 << 20)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 1 if _mapping_exists(arena) else 0
+            arena.abandon()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _mapping_exists(arena)
+    arena.close()
+
+
+def test_closing_twice_is_fine_and_unmaps_at_once_when_nobody_looks() -> None:
+    arena = create_arena(0, 1 << 20)
+    fd = arena.fd
+    arena.close()
+    arena.close()
+    gc.collect()
+    assert not _mapping_exists(arena)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_views_stay_valid_after_close_until_the_last_is_gone() -> None:
+    arena = create_arena(0, 1 << 20)
+    view = arena.memory[100:200]
+    view[:] = bytes(range(100))
+    reader = view.toreadonly()
+    arena.close()
+    del view
+    gc.collect()
+    assert bytes(reader) == bytes(range(100))
+    del reader
+    gc.collect()
+    assert not _mapping_exists(arena)
+
+
+def test_an_abandoned_arena_is_never_unmapped() -> None:
+    arena = create_arena(0, mmap.PAGESIZE)
+    arena.abandon()
+    gc.collect()
+    assert _mapping_exists(arena)
+    arena_module._libc.munmap(arena.address, arena.length)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_an_arena_without_length_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="positive length"):
+        create_arena(0, length)
+
+
+def test_a_negative_number_of_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefault_threads"):
+        create_arena(0, 4096, prefault_threads=-1)
+
+
+def test_what_the_machine_cannot_hold_is_refused_before_any_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "available_memory", lambda: MemoryLimit(100 << 20, "memory.max of a test"))
+    monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("took memory"))
+    with pytest.raises(OutOfMemory, match=r"104857600 bytes are available \(memory.max of a test\).*smaller pool"):
+        create_arena(0, 99 << 20)
+
+
+def test_what_the_kernel_refuses_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OutOfMemory, match="smaller pool"):
+        create_arena(0, 4096)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_huge_pages_that_are_not_there_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "free_huge_pages", lambda: (1, 2 << 20))
+    with pytest.raises(OutOfMemory, match=r"2 free huge pages of 2097152 bytes, and there are 1.*vm.nr_hugepages"):
+        create_arena(0, 3 << 20, huge_pages=True)
+
+
+def _mapping_exists(arena: Arena) -> bool:
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        return any(line.startswith(f"{arena.address:08x}-") for line in maps)
+
+
+def _mapping_field(arena: Arena, name: str) -> int:
+    """Return a field of /proc/self/smaps for the arena's mapping, in bytes."""
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as smaps:
+        inside = False
+        for line in smaps:
+            first = line.split(maxsplit=1)[0]
+            if "-" in first:
+                inside = first.startswith(f"{arena.address:08x}-")
+            elif inside and first == f"{name}:":
+                return int(line.split()[1]) * 1024
+    raise AssertionError("the arena is not mapped")
