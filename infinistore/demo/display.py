@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Self
 
 from attrs import frozen
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Event, Finished, LayerDone, Matched, Ready, Work
-from infinistore.demo.result import DemoResult, gigabytes_per_s
+from infinistore.demo.result import DemoResult, PromptResult, gigabytes_per_s
+from infinistore.demo.settings import CONTEXT_TOKENS
 from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
@@ -90,14 +92,19 @@ class Display:
         layout, chunks = plan.layout, plan.layout.whole_chunks(plan.used_tokens)
         rest = plan.used_tokens - chunks * layout.chunk_tokens
         if plan.used_tokens < plan.text_tokens:
+            reason = (
+                "more than the model can read at once"
+                if plan.used_tokens == CONTEXT_TOKENS
+                else f"more than two such prompts leave room for in a pool of {describe_size(plan.capacity_bytes)}"
+            )
             self._console.print(
-                f"The text has {plan.text_tokens:,} tokens; the first {plan.used_tokens:,} are used, because "
-                f"the rest does not fit into the pool of {describe_size(plan.capacity_bytes)} or the model's context.",
+                f"The text has {plan.text_tokens:,} tokens, {reason}: the first {plan.used_tokens:,} are used.",
                 style="bold",
+                highlight=False,
             )
         facts = Table.grid(padding=(0, 2))
         facts.add_row(
-            "text", f"{plan.source}: {chunks} chunks of {layout.chunk_tokens} tokens, {rest} tokens left over"
+            "text", f"{escape(plan.source)}: {chunks} chunks of {layout.chunk_tokens} tokens, {rest} tokens left over"
         )
         facts.add_row(
             "model",
@@ -159,7 +166,7 @@ class Display:
         )
 
     def _say(self, who: str, sentence: str) -> None:
-        self._console.print(_name(who), sentence, highlight=False)
+        self._console.print(_name(who), sentence, highlight=False, markup=False)
 
     def _show_bars(self) -> None:
         self._tasks["server", "pool"] = self.bars.add_task("holds", total=1, who=_name("server"), detail="")
@@ -238,7 +245,7 @@ def _table(result: DemoResult) -> Table:
         *(f"{one.prefill.computed_tokens:,} in {one.prefill.compute_s:.2f} s" for one in prompts),
     )
     row("  written to the store", *(_moved(one.prefill.written_bytes, one.prefill.write_s) for one in prompts))
-    row("  longer because of writing", *(f"{one.storing_added_s:.3f} s" for one in prompts))
+    row("  longer because of writing", *(_longer(one) for one in prompts))
     row("  time saved", *(_saved(one.prefill, one.saved_s(one.prefill, speed)) for one in prompts), end_section=True)
     row("[green]decode[/]: hit tokens", *(_hit(one.decode) for one in prompts))
     row("  read from the store", *(_moved(one.decode.loaded_bytes, one.decode.load_s) for one in prompts))
@@ -254,6 +261,10 @@ def _hit(work: Finished) -> str:
 def _moved(payload_bytes: int, seconds: float) -> str:
     rate = gigabytes_per_s(payload_bytes, seconds)
     return "nothing" if rate is None else f"{describe_size(payload_bytes)} at {rate:.2f} GB/s"
+
+
+def _longer(result: PromptResult) -> str:
+    return f"{result.storing_added_s:.3f} s" if result.prefill.written_bytes else "nothing"
 
 
 def _saved(work: Finished, seconds: float) -> str:

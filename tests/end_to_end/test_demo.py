@@ -127,7 +127,9 @@ def test_a_long_text_is_cut_to_what_the_pool_takes_and_says_so(tmp_path: Path) -
     done = run_demo(*SMALL, "--input", str(long), "--pool-size", "32MiB")
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"The text has [\d,]+ tokens; the first [\d,]+ are used", done.stdout)
+    assert re.search(
+        r"The text has [\d,]+ tokens, more than .* a pool of 32 MiB: the first [\d,]+ are used\.", done.stdout
+    )
 
 
 def test_a_server_that_does_not_start_is_reported_in_its_own_words(text_file: Path) -> None:
