@@ -79,6 +79,8 @@ def session_of(context: click.Context) -> Session:
 def run(arguments: Sequence[str]) -> int:
     """Run the command that `arguments` name and return its exit code. Never raises: every error is reported here."""
     session = Session()
+    if sys.stdout is None:  # started with a closed standard output: no socket may take its place
+        sys.stdout = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     try:
         code = _invoke(arguments, session)
         sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python

@@ -41,7 +41,9 @@ def _write_output(manifest: Manifest | None, pieces: Iterable[bytes | bytearray]
             raise click.UsageError(
                 "this is not plain text and would upset the terminal; write it to a file with -o FILE, or add --force"
             )
-        output.write(piece)
+        rest = memoryview(piece)
+        while rest:  # unbuffered (PYTHONUNBUFFERED), a write may take only a part
+            rest = rest[output.write(rest) :]
     output.flush()
 
 

@@ -165,8 +165,8 @@ def server_options(function: Function) -> Function:
     def call(**values: Any) -> Any:
         written = {setting.key: values.pop(setting.key) for setting in settings}
         for setting in settings:
-            if setting.is_switch and values.pop(_off(setting)):
-                written[setting.key] = False
+            if setting.is_switch:  # a flag that was not given must not hide what a variable or the file says
+                written[setting.key] = False if values.pop(_off(setting)) else written[setting.key] or None
         return function(settings=written, **values)
 
     decorated: Any = call

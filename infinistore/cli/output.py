@@ -65,4 +65,9 @@ def print_table(
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    screen = console()
+    # Written by ourselves: rich would answer a closed pipe by an exit code of its own.
+    with screen.capture() as captured:
+        screen.print(table)
+    for line in captured.get().strip("\n").splitlines():
+        print_line(line.rstrip())

@@ -1,0 +1,272 @@
+"""The command line without a server: help, flags, near misses, exit codes, what is imported."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich_click as click
+
+from infinistore import errors
+from infinistore.cli.failures import EXIT_CODES, run
+from infinistore.cli.options import server_options
+from infinistore.cli.root import COMMANDS
+from infinistore.config import load_server_config, server_settings
+from infinistore.settings import markdown_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# As the original InfiniStore's server takes them.
+ORIGINAL_FLAGS = [
+    *("--auto-increase", "--host", "127.0.0.1", "--manage-port", "18080", "--service-port", "22345"),
+    *("--log-level", "warning", "--prealloc-size", "16", "--dev-name", "mlx5_1", "--ib-port", "1"),
+    *("--link-type", "IB", "--minimal-allocate-size", "64", "--evict-interval", "5"),
+    *("--evict-min-threshold", "0.6", "--evict-max-threshold", "0.8", "--enable-periodic-evict"),
+    *("--hint-gid-index", "-1"),
+]
+
+
+def _written(*flags: str) -> dict[str, object]:
+    """What the server's command hands to the configuration."""
+
+    @click.command()
+    @server_options
+    def command(settings: dict[str, object]) -> dict[str, object]:
+        return settings
+
+    written: dict[str, object] = command.main(list(flags), standalone_mode=False)
+    return written
+
+
+def test_every_flag_of_the_original_is_accepted_with_its_meaning() -> None:
+    config = load_server_config(_written(*ORIGINAL_FLAGS), environment={})
+    assert (config.prealloc_bytes, config.minimal_allocate_bytes) == (16 << 30, 64 << 10)
+    assert (config.auto_increase, config.enable_periodic_evict) == (True, True)
+    assert (config.dev_name, config.link_type, config.ib_port, config.hint_gid_index) == ("mlx5_1", "IB", 1, -1)
+    assert (config.evict_interval_s, config.evict_min_threshold, config.evict_max_threshold) == (5, 0.6, 0.8)
+    assert (config.host, config.service_port, config.manage_port) == ("127.0.0.1", 22345, 18080)
+    assert config.log_level == "warning"
+
+
+def test_a_switch_can_be_turned_on_and_off_and_left_to_the_environment() -> None:
+    def auto_increase(*flags: str) -> bool:
+        serve = _written(*flags)
+        return load_server_config(serve, environment={"INFINISTORE_AUTO_INCREASE": "on"}).auto_increase
+
+    assert auto_increase("--auto-increase") is True
+    assert auto_increase("--no-auto-increase") is False
+    assert auto_increase() is True
+    assert load_server_config(_written(), environment={}).auto_increase is False
+
+
+def test_every_setting_has_a_flag_and_none_is_set_unless_given() -> None:
+    assert _written() == dict.fromkeys(setting.key for setting in server_settings())
+
+
+def test_the_table_of_settings_in_the_documentation_is_that_of_the_code() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    assert markdown_table(server_settings()).strip() in text, "put the output of `infinistore help settings` there"
+
+
+def test_the_exit_codes_in_the_documentation_are_those_of_the_code() -> None:
+    text = (DOCS / "command-line.md").read_text()
+    for code, meaning in EXIT_CODES.items():
+        assert f"| {code} | {meaning} |" in text
+
+
+def test_every_command_is_documented() -> None:
+    text = (DOCS / "command-line.md").read_text()
+    assert [name for name in COMMANDS if f"infinistore {name}" not in text] == []
+
+
+def test_help_shows_the_commands_and_a_first_session(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in COMMANDS:
+        assert re.search(rf"^\W*{name}\s", shown, re.MULTILINE), name
+    assert "infinistore --prealloc-size 512MiB &" in shown
+    assert "infinistore help exit-codes" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    direct = capsys.readouterr().out
+    assert run(["help", name]) == 0
+    assert capsys.readouterr().out == direct
+    assert f"Usage: infinistore {name}" in direct
+
+
+def test_the_help_of_the_server_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [setting.flag for setting in server_settings() if f"{setting.flag} " not in shown] == []
+    assert run(["--service-port", "1", "--help"]) == 0
+    assert "--service-port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--servce-port 1", "there is no flag --servce-port; did you mean --service-port?"),
+        ("serve --prealoc-size 1", "there is no flag --prealoc-size; did you mean --prealloc-size?"),
+        ("ls --limt 1", "there is no flag --limt; did you mean --limit?"),
+        ("sta", "there is no command 'sta'; did you mean stat?"),
+        ("xyzzy", "there is no command 'xyzzy'; see `infinistore --help`"),
+        ("help exit-code", "there is no help on 'exit-code'; did you mean exit-codes?"),
+        ("--service-port lots", "--service-port lots: must be a whole number between 0 and 65535"),
+        ("--host 0.0.0.0", "--token-file"),
+        ("--config /does/not/exist", "cannot read the configuration file /does/not/exist: No such file or directory"),
+        ("--token-file /does/not/exist --service-port 0", "cannot read the token file /does/not/exist"),
+        ("--allocator bitmpa", "did you mean 'bitmap'?"),
+        ("--service-port", "--service-port"),
+        ("put", "missing argument 'KEY'; see `infinistore put --help`"),
+        ("put key /does/not/exist", "/does/not/exist: No such file or directory"),
+        ("put key --block-size 0", "0 must be at least one byte"),
+        ("get " + "k" * 1025, "the key has 1025 bytes; at most 1024 are allowed"),
+        ("rm", "name the keys to delete, or give --prefix PREFIX"),
+        ("rm a --prefix b", "name the keys to delete, or give --prefix PREFIX"),
+        ("purge", "add --yes"),
+        ("evict --min 0.9", "--min 0.9 must not be above --max 0.8"),
+        ("ls --limit 0", "0 is not in the range x>=1"),
+        ("stat --url infinistor://a", "did you mean infinistore?"),
+        ("stat --url infinistore://a?deadline=1", "did you mean deadline_s?"),
+        ("bench --sizes 4KiB,lots", "lots is not a size"),
+        ("bench --embedded --path tcp", "leave it out with --embedded"),
+        ("completion tcsh", "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_remedy_and_exit_code_2(
+    command: Callable[..., Any], arguments: str, line: str
+) -> None:
+    ended = command(*arguments.split())
+    text = ended.stderr.decode()
+    assert line in text.lower() or line in text
+    assert text.startswith("infinistore: ")
+    assert text.count("\n") == 1
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
+def test_a_path_of_a_key_with_other_bytes_than_utf8_is_refused(command: Callable[..., Any]) -> None:
+    ended = command("get", b"\xff\xfe")
+    assert ended.returncode == 2
+    assert b"which is not text" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.KeyNotFound("x"), 1),
+        (errors.ConfigError("x"), 2),
+        (errors.InvalidRequest("x"), 2),
+        (FileNotFoundError(2, "No such file", "x"), 2),
+        (errors.StoreUnavailable("x"), 3),
+        (errors.AuthenticationFailed("x"), 3),
+        (errors.VersionMismatch("x"), 3),
+        (errors.ProtocolError("x"), 3),
+        (errors.DeadlineExceeded("x"), 4),
+        (errors.OutOfMemory("x"), 5),
+        (errors.ValueTooLarge("x"), 5),
+        (errors.LimitExceeded("x"), 5),
+        (errors.ChecksumMismatch("x"), 6),
+        (errors.InfiniStoreException("x"), 70),
+        (ZeroDivisionError("x"), 70),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+        (BaseExceptionGroup("", [ExceptionGroup("", [errors.DeadlineExceeded("x")])]), 4),
+        (BaseExceptionGroup("", [ValueError("x"), BaseExceptionGroup("", [KeyboardInterrupt()])]), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)
+def test_each_error_has_its_exit_code_and_one_line(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("INFINISTORE_LOG_LEVEL", raising=False)
+    monkeypatch.setattr("infinistore.cli.failures._invoke", _raise(error))
+    assert run([]) == code
+    assert code in EXIT_CODES
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == (0 if code == 130 else 1)
+    assert "Traceback" not in shown
+
+
+def test_a_traceback_is_shown_for_debug_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INFINISTORE_LOG_LEVEL", "debug")
+    monkeypatch.setattr("infinistore.cli.failures._invoke", _raise(errors.StoreUnavailable("gone")))
+    assert run([]) == 3
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.endswith("infinistore: gone\n")
+
+
+def _raise(error: BaseException) -> Callable[..., int]:
+    def invoke(*arguments: object) -> int:
+        raise error
+
+    return invoke
+
+
+def test_the_flag_log_level_debug_shows_a_traceback(command: Callable[..., Any]) -> None:
+    ended = command("stat", "--url", "unix:///does/not/exist", "--log-level", "debug")
+    assert ended.returncode == 3
+    assert b"Traceback" in ended.stderr
+
+
+def test_a_misspelt_variable_is_mentioned_when_the_server_starts(command: Callable[..., Any]) -> None:
+    ended = command("--config", "/does/not/exist", env={"INFINISTORE_HOTS": "x"})
+    assert ended.returncode == 2
+    ended = command("--allocator", "none-such", env={"INFINISTORE_SERVCE_PORT": "1"})
+    assert b"INFINISTORE_SERVCE_PORT means nothing here; did you mean INFINISTORE_SERVICE_PORT?" in ended.stderr
+
+
+def test_version_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert re.fullmatch(r"infinistore \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_help_exit_codes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "exit-codes"]) == 0
+    shown = capsys.readouterr().out
+    assert [int(line.split()[0]) for line in shown.splitlines()] == list(EXIT_CODES)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["put", "--help"], ["help", "settings"]])
+def test_help_imports_neither_the_event_loop_nor_the_engine(arguments: list[str]) -> None:
+    program = (
+        "import sys; from infinistore.cli.failures import run; run(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=True)
+    imported = set(ended.stderr.decode().split())
+    heavy = {"trio", "asyncio", "cattrs", "yaml", "msgpack", "bitarray", "xxhash", "numpy", "torch", "rich.progress"}
+    assert imported & heavy == set()
+    assert not any(
+        name.startswith(("infinistore.core", "infinistore.server", "infinistore.client")) for name in imported
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_each_shell(shell: str, command: Callable[..., Any]) -> None:
+    ended = command("completion", shell)
+    assert ended.returncode == 0
+    assert b"_INFINISTORE_COMPLETE" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("infinistore be", "bench"),
+        ("infinistore --prea", "--prealloc-size"),
+        ("infinistore serve --link-type E", "Ethernet"),
+    ],
+)
+def test_a_shell_gets_completions(words: str, expected: str, command: Callable[..., Any]) -> None:
+    count = len(words.split()) - 1
+    variables = {"_INFINISTORE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    ended = command(env=variables)
+    assert ended.returncode == 0
+    assert f"plain,{expected}" in ended.stdout.decode().split()

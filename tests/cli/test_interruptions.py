@@ -1,0 +1,160 @@
+"""Ctrl-C, SIGTERM, output that nobody reads any more, and terminals. Real processes; nothing waits for time to pass."""
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+
+INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["stat", "ls", "get k", "put k", "exists k", "rm k", "evict", "purge --yes", "bench", "stat --wait 60"],
+)
+def test_ctrl_c_ends_every_command_with_130_and_without_a_word(arguments: str, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables = environment | {"INFINISTORE_URL": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
+        process = subprocess.Popen(
+            [*INFINISTORE, *arguments.split()],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1)  # it has asked something, and waits for an answer that does not come
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate()
+    assert (process.returncode, output, errors) == (130, b"", b"")
+
+
+def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: Any, environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [*INFINISTORE, "bench", "--seconds", "600", "--sizes", "4KiB", "--clients", "2", "--url", server.url],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with blocking.open_store(server.url) as store:
+        while not store.keys("infinistore-bench"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == (b"", b"")
+        assert store.keys("infinistore-bench") == []
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_server_that_is_told_to_stop_drains_and_exits(number: int, code: int, running_server: Any) -> None:
+    with running_server("--prealloc-size", "1MiB") as own:
+        socket_path = own.ready_line.partition("unix://")[2].partition(",")[0]
+        assert os.path.exists(socket_path)
+        ended, errors = own.stop(number)
+        assert ended == code
+        assert b"Traceback" not in errors
+        assert not os.path.exists(socket_path)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_closed_half_way_ends_quietly(unbuffered: str, server: Any, environment: dict[str, str]) -> None:
+    with blocking.open_store(server.url) as store:
+        store.put("long", bytes(4 << 20))  # more than a pipe holds
+    with subprocess.Popen(
+        [*INFINISTORE, "get", "long", "--url", server.url],
+        env=environment | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1) == b"\0"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("arguments", ["ls", "stat", "stat --json", "--help", "help exit-codes", "--version"])
+def test_output_that_nobody_reads_ends_quietly(arguments: str, server: Any, environment: dict[str, str]) -> None:
+    with blocking.open_store(server.url) as store:
+        store.put("some-key", b"x")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.Popen(
+        [*INFINISTORE, *arguments.split()],
+        env=environment | {"INFINISTORE_URL": server.url},
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write_end)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (141, b"")
+
+
+def test_a_closed_standard_output_is_no_crash(server: Any, environment: dict[str, str]) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *INFINISTORE, "stat", "--url", server.url],
+        env=environment,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("value", "force", "code"),
+    [
+        (b"plain text\n", False, 0),
+        ("größer\t\n".encode(), False, 0),
+        (b"\x00\xff", False, 2),
+        (b"\x1b[2J", False, 2),
+        (b"\x00\xff", True, 0),
+    ],
+    ids=["ascii", "utf-8", "binary", "escape", "forced"],
+)
+def test_a_terminal_gets_plain_text_only_unless_forced(
+    value: bytes, force: bool, code: int, server: Any, environment: dict[str, str]
+) -> None:
+    with blocking.open_store(server.url) as store:
+        store.put("for-a-terminal", value)
+    arguments = ["get", "for-a-terminal", "--url", server.url, *(["--force"] if force else [])]
+    ended, shown, errors = _on_a_terminal(arguments, environment)
+    assert ended == code
+    assert shown == (value.replace(b"\n", b"\r\n") if code == 0 else b"")
+    assert (b"--force" in errors) is (code == 2)
+
+
+def test_colour_is_for_terminals_and_no_color_is_respected(environment: dict[str, str]) -> None:
+    colours = {name: value for name, value in environment.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    _, shown, _ = _on_a_terminal(["--help"], colours)
+    assert b"\x1b[" in shown
+    _, shown, _ = _on_a_terminal(["--help"], colours | {"NO_COLOR": "1"})
+    assert not any(f"\x1b[{code}".encode() in shown for code in range(30, 50))
+    piped = subprocess.run([*INFINISTORE, "--help"], env=colours, capture_output=True, check=True)
+    assert b"\x1b" not in piped.stdout
+
+
+def _on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[int, bytes, bytes]:
+    """Run the command with a terminal for standard output; return exit code, what it showed, and standard error."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*INFINISTORE, *arguments], env=environment, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # EIO: how a terminal says that nobody has its other end any more
+        pass
+    os.close(ours)
+    _, errors = process.communicate()
+    return process.returncode, shown, errors

@@ -1,0 +1,265 @@
+"""The commands against a server in a process of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+def _ok(ended: "subprocess.CompletedProcess[bytes]") -> bytes:
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    return ended.stdout
+
+
+def test_a_value_goes_in_by_standard_input_and_out_by_standard_output(store: Run) -> None:
+    assert _ok(store("put", "in-out", input=b"hello\n")) == b"stored in-out: 6 B\n"
+    assert _ok(store("get", "in-out")) == b"hello\n"
+    assert json.loads(_ok(store("put", "in-out", "--json", input=b"x"))) == {
+        "key": "in-out",
+        "stored": True,
+        "size_bytes": 1,
+        "blocks": 0,
+    }
+
+
+def test_a_big_file_goes_in_blocks_and_comes_back_whole(store: Run, tmp_path: Path) -> None:
+    content = os.urandom(1_000_000)
+    (tmp_path / "big").write_bytes(content)
+    assert b"in 16 blocks" in _ok(store("put", "big", "big", "--block-size", "64KiB"))
+    _ok(store("get", "big", "-o", "copy"))
+    assert (tmp_path / "copy").read_bytes() == content
+    assert _ok(store("get", "big")) == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "copy"]
+
+
+def test_a_failed_get_leaves_the_file_as_it_was(store: Run, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("old")
+    ended = store("get", "never-put", "-o", "kept")
+    assert (ended.returncode, ended.stderr) == (1, b"infinistore: 'never-put' is not in the store\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_text() == "old"
+    ended = store("get", "never-put", "-o", "no/such/folder")
+    assert ended.returncode == 1
+
+
+def test_an_output_that_cannot_be_written_is_named(store: Run) -> None:
+    _ok(store("put", "unwritable", input=b"x"))
+    ended = store("get", "unwritable", "-o", "no/such/folder")
+    assert (ended.returncode, ended.stderr) == (2, b"infinistore: no/such/folder: No such file or directory\n")
+
+
+def test_exists_answers_with_its_exit_code(store: Run) -> None:
+    _ok(store("put", "there", input=b"x"))
+    assert _ok(store("exists", "there")) == b"present\tthere\n"
+    ended = store("exists", "there", "not-there", "--json")
+    assert (ended.returncode, ended.stderr) == (1, b"")
+    assert json.loads(ended.stdout) == {"keys": {"there": True, "not-there": False}}
+
+
+def test_keep_does_not_replace_and_says_so(store: Run) -> None:
+    _ok(store("put", "kept", "--keep", input=b"first"))
+    assert store("put", "kept", "--keep", input=b"second").returncode == 1
+    assert _ok(store("get", "kept")) == b"first"
+
+
+def test_ls_lists_all_pages_of_a_prefix(store: Run, server: Any) -> None:
+    keys = sorted(f"page/{number}" for number in range(2100))
+    with blocking.open_store(server.url) as direct:
+        for start in range(0, len(keys), 512):
+            direct.put_many([(key, b"x") for key in keys[start : start + 512]])
+        try:
+            assert _ok(store("ls", "page/")).decode().splitlines() == keys
+            assert store("ls", "page/", "--limit", "1500").stdout.decode().splitlines() == keys[:1500]
+        finally:
+            direct.delete(keys)
+
+
+def test_a_listing_can_be_cut_and_continued(store: Run, server: Any) -> None:
+    keys = ["cut/a", "cut/b", "cut/c"]
+    with blocking.open_store(server.url) as direct:
+        direct.put_many([(key, b"x") for key in keys])
+    ended = store("ls", "cut/", "--limit", "2")
+    assert (ended.returncode, ended.stdout.decode().split()) == (0, keys[:2])
+    assert ended.stderr == b"infinistore: there are more; go on with --after 'cut/b'\n"
+    assert _ok(store("ls", "cut/", "--limit", "2", "--after", "cut/b")) == b"cut/c\n"
+    assert json.loads(_ok(store("ls", "cut/", "--limit", "2", "--json"))) == {"keys": keys[:2], "next_after": "cut/b"}
+    assert json.loads(_ok(store("ls", "cut/", "--limit", "3", "--json"))) == {"keys": keys, "next_after": None}
+
+
+def test_rm_deletes_keys_and_says_what_was_not_there(store: Run) -> None:
+    _ok(store("put", "rm/a", input=b"x"))
+    _ok(store("put", "rm/b", input=b"x"))
+    ended = store("rm", "rm/a", "rm/none")
+    assert (ended.returncode, ended.stdout) == (1, b"deleted 1 key\n")
+    assert ended.stderr == b"infinistore: 1 of 2 keys were not there\n"
+    assert json.loads(_ok(store("rm", "--prefix", "rm/", "--json"))) == {"deleted": 1, "missing": 0}
+    assert _ok(store("ls", "rm/")) == b""
+
+
+def test_purge_and_evict_say_how_much(running_server: Any, command: Run) -> None:
+    with running_server("--prealloc-size", "1MiB") as own:
+        for number in range(3):
+            _ok(command("put", f"key{number}", url=own.url, input=b"x"))
+        assert _ok(command("evict", "--min", "0", "--max", "0.1", url=own.url)) == b"evicted 3 blocks\n"
+        _ok(command("put", "key", url=own.url, input=b"x"))
+        assert json.loads(_ok(command("purge", "--yes", "--json", url=own.url))) == {"deleted": 1}
+
+
+def test_stat_names_the_transport_and_counts(store: Run) -> None:
+    statistics = json.loads(_ok(store("stat", "--json")))
+    assert statistics["transport"] in ("tcp", "unix", "shm")
+    assert statistics["store"]["capacity_bytes"] == 64 << 20
+    table = _ok(store("stat")).decode()
+    assert "\x1b" not in table
+    assert "store.capacity_bytes" in table
+    assert "64 MiB" in table
+
+
+def test_a_file_that_does_not_fit_exits_with_5(store: Run, tmp_path: Path) -> None:
+    (tmp_path / "huge").write_bytes(bytes(65 << 20))
+    ended = store("put", "huge", "huge")
+    assert ended.returncode == 5
+    assert ended.stderr.startswith(b"infinistore: ")
+    assert _ok(store("ls", "huge")) == b""
+
+
+def test_no_server_exits_with_3_and_asks_whether_it_runs(command: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    ended = command("stat", url=f"tcp://127.0.0.1:{port}")
+    assert ended.returncode == 3
+    assert b"is the server running there?" in ended.stderr
+
+
+def test_a_server_that_does_not_answer_exits_with_4(command: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ended = command("stat", "--deadline", "0.1", url=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+    assert ended.returncode == 4
+
+
+def test_a_server_with_a_token_wants_it(running_server: Any, command: Run, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "wrong").write_text("guess\n")
+    flags = ("--prealloc-size", "1MiB", "--token-file", str(tmp_path / "token"), "--unix-socket", "off")
+    with running_server(*flags) as own:
+        for arguments in ((), ("--token-file", "wrong")):
+            ended = command("stat", *arguments, url=own.url)
+            assert ended.returncode == 3
+            assert b"--token-file FILE" in ended.stderr
+        _ok(command("stat", "--token-file", "token", url=own.url))
+        _ok(command("stat", url=own.url, env={"INFINISTORE_TOKEN_FILE": "token"}))
+
+
+def test_the_server_says_where_it_listens(running_server: Any) -> None:
+    with running_server("--prealloc-size", "1MiB") as own:
+        assert own.ready_line.startswith("listening on tcp://127.0.0.1:")
+        assert "unix:///" in own.ready_line
+        assert own.ready_line.endswith("with a pool of 1 MiB (bitmap)\n")
+
+
+def test_the_server_says_where_it_listens_in_json(environment: dict[str, str]) -> None:
+    arguments = ("--service-port", "0", "--manage-port", "0", "--prealloc-size", "1MiB", "--json")
+    with subprocess.Popen(
+        [sys.executable, "-m", "infinistore", *arguments], stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        document = json.loads(process.stdout.readline())
+        process.terminate()
+    assert document["pool_bytes"] == 1 << 20
+    assert [url.partition(":")[0] for url in document["listening"]] == ["tcp", "unix"]
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(command: Run, server: Any) -> None:
+    port = server.url.rpartition(":")[2]
+    ended = command("--service-port", port, "--manage-port", "0", "--prealloc-size", "1MiB", "--unix-socket", "off")
+    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (2, b"", 1)
+    assert f":{port}" in ended.stderr.decode() or f" {port}" in ended.stderr.decode()
+    assert b"--service-port" in ended.stderr
+
+
+def test_an_address_of_another_machine_is_one_line_and_exit_code_2(command: Run) -> None:
+    # 192.0.2.1 is reserved for documentation (RFC 5737): no machine has it.
+    ended = command("--host", "192.0.2.1", "--insecure", "--service-port", "0", "--prealloc-size", "1MiB")
+    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"192.0.2.1" in ended.stderr
+
+
+def test_a_pool_larger_than_the_memory_is_one_line_and_exit_code_2(command: Run) -> None:
+    ended = command("--service-port", "0", "--manage-port", "0", "--prealloc-size", "900TiB")
+    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"--prealloc-size" in ended.stderr
+
+
+def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: Any, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        # The first visit finds somebody who hangs up: it has started, and it has not given up.
+        arguments = [sys.executable, "-m", "infinistore", "stat", "--wait", "60", "--url", f"tcp://127.0.0.1:{port}"]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        listener.accept()[0].close()
+    with running_server("--service-port", str(port), "--prealloc-size", "1MiB"):
+        output, errors_text = process.communicate()
+    assert (process.returncode, errors_text) == (0, b"")
+    assert b"store.capacity_bytes" in output
+
+
+@pytest.mark.parametrize("place", ["embedded", "tcp", "unix"])
+def test_bench_compares_with_something_measured_in_the_same_run(place: str, store: Run) -> None:
+    where = ("--embedded",) if place == "embedded" else ("--path", place)
+    arguments = ("--sizes", "4KiB,64KiB", "--batch", "4", "--clients", "2", "--seconds", "0.01")
+    document = json.loads(_ok(store("bench", *where, *arguments, "--json")))
+    assert document["transport"] == place
+    assert [(figure["operation"], figure["size_bytes"]) for figure in document["figures"]] == [
+        ("put", 4096),
+        ("get", 4096),
+        ("put", 65536),
+        ("get", 65536),
+    ]
+    for figure in document["figures"]:
+        assert figure["compared_with"] == ("memory copy" if place == "embedded" else "raw sockets")
+        assert figure["ratio"] == pytest.approx(figure["bytes_per_s"] / figure["compared_bytes_per_s"])
+    assert _ok(store("ls", "infinistore-bench")) == b""
+
+
+def test_bench_prints_a_table(store: Run) -> None:
+    table = _ok(store("bench", "--embedded", "--sizes", "4KiB", "--batch", "2", "--seconds", "0.01")).decode()
+    header, _, *rows = (line for line in table.splitlines()[1:] if line)
+    assert header.split()[-1] == "ratio"
+    assert [row.split()[0] for row in rows] == ["put", "get"]
+
+
+def test_the_first_session_of_the_help_works_when_pasted(
+    command: Run, environment: dict[str, str], tmp_path: Path
+) -> None:
+    shown = _ok(command("--help")).decode()
+    session = [line.strip() for line in shown.splitlines() if line.startswith("     ") and line.strip()]
+    assert session[0] == "infinistore --prealloc-size 512MiB &"
+    assert session[-1] == "kill $!"
+    program = tmp_path / "infinistore"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m infinistore "$@"\n')
+    program.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as manage:
+        port, manage_port = listener.getsockname()[1], manage.getsockname()[1]
+    variables = {
+        "PATH": f"{tmp_path}:{environment['PATH']}",
+        "INFINISTORE_SERVICE_PORT": str(port),  # only that two runs of the tests do not meet
+        "INFINISTORE_MANAGE_PORT": str(manage_port),
+        "INFINISTORE_URL": f"infinistore://127.0.0.1:{port}",
+    }
+    script = "\n".join(["set -e", *session, "wait $!"])
+    ended = subprocess.run(
+        ["bash", "-c", script], env=environment | variables, capture_output=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert b"\nhello\n" in ended.stdout
+    assert b"store.keys" in ended.stdout
