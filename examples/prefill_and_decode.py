@@ -48,7 +48,7 @@ def decode(url: str, tokens: list[str]) -> None:
         blocks = store.get_many(keys[:found])
         if found.hold:
             store.release_hold(found.hold)
-    assert all(block == kv_block(key) for key, block in zip(keys, blocks, strict=False))
+    assert all(bytes(block or b"") == kv_block(key) for key, block in zip(keys, blocks, strict=False))
     print(f"decode: loaded {len(blocks)} of {len(keys)} chunks, every byte is right")
 
 
