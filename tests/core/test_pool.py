@@ -32,7 +32,9 @@ def batches(draw: Any) -> list[Extent]:
         length = draw(st.integers(1, 100))
         if extents and draw(st.integers(0, 3)):
             arena, offset, before = extents[-1]
-            extents.append((arena, offset + before + draw(st.sampled_from([0, 0, 0, 1, -1])), length))
+            gap = draw(st.sampled_from([0, 0, 0, 0, 1, -1]))
+            other = draw(st.sampled_from([0, 0, 0, 0, 1]))  # there, the offset alone says nothing
+            extents.append((arena ^ other, offset + before + gap, length))
         else:
             extents.append((draw(st.integers(0, 1)), draw(st.integers(0, 2000)), length))
     return extents
@@ -54,6 +56,11 @@ def test_merged_views_hold_the_same_bytes_in_as_few_pieces_as_touch(
     single = pool.views(extents, writable=writable)
     assert [len(view) for view in single] == [length for _, _, length in extents]
     assert b"".join(single) == b"".join(views) == b"".join(map(pool.view, extents))
+
+
+def test_blocks_of_two_arenas_never_touch(pool: Pool) -> None:
+    assert len(pool.merged_views([(0, 0, 64), (1, 64, 64)])) == 2
+    assert len(pool.merged_views([(0, 0, 64), (1, 64, 64), (1, 0, 64)])) == 3
 
 
 def test_a_batch_in_one_piece_is_one_view(pool: Pool) -> None:

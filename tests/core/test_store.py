@@ -293,6 +293,20 @@ def test_one_reservation_evicts_what_it_needs_and_a_bounded_number_more(make_cor
     assert core.statistics().evicted.on_demand == evicted
 
 
+def test_pins_that_keep_the_store_above_the_low_watermark_do_not_empty_it_later(make_core: MakeCore) -> None:
+    core = make_core(watermarks=Watermarks(low=0.25, high=0.75))
+    client = core.open_client("a")
+    put(core, client, blocks(*map(str, range(32))))
+    lease = core.lease(core.open_client("reader"), [str(i) for i in range(32)])
+    put(core, client, blocks("x", *map(str, range(100, 115))))
+    put(core, client, blocks("y"))  # above the high watermark: all that is not pinned goes
+    assert core.statistics().evicted.on_demand == 16
+    core.release(lease)
+    put(core, client, blocks("z"))
+    assert core.exists(["y", "z"]) == b"\1\1"
+    assert core.statistics().evicted.on_demand == 16
+
+
 def test_a_batch_larger_than_what_is_not_pinned_evicts_nothing(make_core: MakeCore) -> None:
     core = make_core(limits=CoreLimits(max_pinned_ratio=1.0))
     reader, writer = core.open_client("reader"), core.open_client("writer")

@@ -522,6 +522,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert error is ValueError or issubclass(error, InfiniStoreException)
 
 
-def test_the_store_does_what_the_model_does(allocator_name: str) -> None:
-    machine = type("Machine", (StoreMachine,), {"allocator_name": allocator_name})
+@pytest.mark.parametrize("allocator", ["first-fit", "bitmap", "slab"])
+def test_the_store_does_what_the_model_does(allocator: str) -> None:
+    machine = type("Machine", (StoreMachine,), {"allocator_name": allocator})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=60, report_multiple_bugs=False))
