@@ -8,14 +8,17 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.span import Span
-from infinistore.transports.sockets import broken, reason
+from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
+from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner
 
 __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
 
 _SEND_BYTES = 4 * 1024 * 1024
+_NOW = socket.MSG_DONTWAIT
 _TIMEOUT_SLACK_S = 0.005
 _TIMEVAL = struct.Struct("@ll")
 
@@ -23,14 +26,13 @@ _TIMEVAL = struct.Struct("@ll")
 class BlockingSocketStream:
     """A connected socket. `deadline` is when calls give up, on `time.monotonic`; they raise `TimeoutError` then."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, spin_s: float = DEFAULT_SPIN_S) -> None:
         self.socket = sock
         self.deadline = 0.0
+        self._spinner = Spinner(spin_s)
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         sock.setblocking(True)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        prepare(sock)
 
     def send_all(self, views: Sequence[memoryview]) -> None:
         """Send all of these views, in order.
@@ -56,24 +58,26 @@ class BlockingSocketStream:
             StoreUnavailable: the stream is broken.
             TimeoutError: the deadline has passed.
         """
-        while True:
-            self._set_timeout(socket.SO_RCVTIMEO)
-            try:
-                return self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise broken(error) from error
+        sock = self.socket
+        try:
+            count = self._spinner.spin(
+                self,
+                lambda: sock.recv_into(views[0], 0, _NOW) if len(views) == 1 else sock.recvmsg_into(views, 0, _NOW)[0],
+            )
+            while count is None:
+                self._set_timeout(socket.SO_RCVTIMEO)
+                with suppress(BlockingIOError):
+                    count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise broken(error) from error
+        self._spinner.served(self)
+        return count
 
     def is_stale(self) -> bool:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""
-        try:
-            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+        return looks_stale(self.socket)
 
     def close(self) -> None:
         """Close the socket."""
@@ -101,9 +105,7 @@ def connect_tcp(host: str, port: int, deadline: float) -> BlockingSocketStream:
     except TimeoutError:
         raise
     except OSError as error:
-        raise StoreUnavailable(
-            f"cannot connect to {host}:{port}: {reason(error)}; is the server running there?"
-        ) from error
+        raise cannot_connect(f"{host}:{port}", error) from error
     return BlockingSocketStream(sock)
 
 
@@ -118,5 +120,5 @@ def connect_unix(path: str) -> BlockingSocketStream:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise StoreUnavailable(f"cannot connect to {path}: {reason(error)}; is the server running there?") from error
+        raise cannot_connect(path, error) from error
     return BlockingSocketStream(sock)

@@ -17,25 +17,36 @@ import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.protocol.span import Span
+from infinistore.transports.spin import Spinner
 
-__all__ = ["SocketStream", "accept", "broken", "connect_tcp", "connect_unix", "listen_tcp", "listen_unix", "reason"]
+__all__ = [
+    "SocketStream",
+    "accept",
+    "broken",
+    "cannot_connect",
+    "connect_tcp",
+    "connect_unix",
+    "listen_tcp",
+    "listen_unix",
+    "looks_stale",
+    "prepare",
+]
 
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
+_SPIN_COST_BYTES = 512 * 1024
 _BACKLOG = 1024
 
 
 class SocketStream:
     """A connected, non-blocking socket. See `infinistore.transports.base.Stream` for what its methods promise."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, spinner: Spinner | None = None) -> None:
         self.socket = sock
+        self._spinner = spinner
         self._credit = _YIELD_AFTER_BYTES
         sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            # A header and its payload leave in one call: Nagle would only hold back the end of it, for 40 ms.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        prepare(sock)
 
     async def send_all(self, views: Sequence[memoryview]) -> None:
         """Send all of these views, in order."""
@@ -53,16 +64,35 @@ class SocketStream:
 
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
+        sock = self.socket
+        receive: Callable[[], int] = lambda: (
+            sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+        )
         while True:
+            count: int | None
             try:
-                count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
+                count = receive()
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_readable)
-                continue
+                count = self._spin(receive)
+                if count is None:
+                    await self._wait(trio.lowlevel.wait_readable)
+                    continue
             except OSError as error:
                 raise broken(error) from error
+            if self._spinner is not None:
+                self._spinner.served(self)
             await self._spend(count)
             return count
+
+    def _spin(self, receive: Callable[[], int]) -> int | None:
+        if self._spinner is None:
+            return None
+        # Others have to get their turn soon, or nobody would notice that they are there.
+        self._credit -= _SPIN_COST_BYTES
+        try:
+            return self._spinner.spin(self, receive)
+        except OSError as error:
+            raise broken(error) from error
 
     async def send_eof(self) -> None:
         """Shut the sending side down."""
@@ -80,13 +110,7 @@ class SocketStream:
 
     def is_stale(self) -> bool:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""
-        try:
-            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+        return looks_stale(self.socket)
 
     async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]]) -> None:
         try:
@@ -112,9 +136,7 @@ async def connect_tcp(host: str, port: int) -> SocketStream:
     try:
         stream = await trio.open_tcp_stream(host, port)
     except OSError as error:
-        raise StoreUnavailable(
-            f"cannot connect to {host}:{port}: {reason(error)}; is the server running there?"
-        ) from error
+        raise cannot_connect(f"{host}:{port}", error) from error
     return SocketStream(_stdlib_socket(stream.socket))
 
 
@@ -130,7 +152,7 @@ async def connect_unix(path: str) -> SocketStream:
         sock.connect(path)  # a Unix socket connects at once, or refuses
     except OSError as error:
         sock.close()
-        raise StoreUnavailable(f"cannot connect to {path}: {reason(error)}; is the server running there?") from error
+        raise cannot_connect(path, error) from error
     except BaseException:
         sock.close()
         raise
@@ -195,7 +217,7 @@ def listen_unix(path: Path) -> socket.socket:
     return sock
 
 
-async def accept(listener: socket.socket) -> SocketStream:
+async def accept(listener: socket.socket, spinner: Spinner | None = None) -> SocketStream:
     """Wait for the next connection.
 
     Raises:
@@ -214,7 +236,7 @@ async def accept(listener: socket.socket) -> SocketStream:
             raise
         else:
             await trio.lowlevel.checkpoint()
-            return SocketStream(sock)
+            return SocketStream(sock, spinner)
 
 
 _LOST_BEFORE_ACCEPT = {
@@ -259,6 +281,30 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} needs privileges; give a --service-port above 1023"
     return f"cannot listen on {host}:{port}: {reason(error)}"
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set the options that every connected socket of a store has."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        # A header and its payload leave in one call: Nagle would only hold back the end of it, for 40 ms.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def looks_stale(sock: socket.socket) -> bool:
+    """Whether the peer of an idle connection has closed it, or said something that nobody asked for."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def cannot_connect(place: str, error: OSError) -> StoreUnavailable:
+    """Return the error for a server that is not there."""
+    return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; is the server running there?")
 
 
 def broken(error: OSError) -> StoreUnavailable:

@@ -5,10 +5,7 @@ are looked at through a view of their bytes. Neither library is imported here: w
 """
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined]  # from Python 3.12 on
+from typing import Any, TypeAlias
 
 __all__ = ["BufferLike", "readable", "writable"]
 

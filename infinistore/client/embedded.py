@@ -4,7 +4,6 @@ Every call into the core is under one lock, so a store may be used from several 
 a pin or into a reservation, so that a long copy keeps nobody from looking up a key.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
+from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.operations import Batch
 from infinistore.client.options import Options
 from infinistore.core.arena import create_arena
@@ -42,21 +42,26 @@ class EmbeddedStore:
         self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
         self.core = StoreCore(self.pool, clock=clock, limits=CoreLimits(max_batch_keys=_MAX_BATCH_KEYS))
         self.lock = threading.Lock()
-        self.closed = False
-        self._pid = os.getpid()
+        self._closed = ""
+        let_go_in_child(self)
 
     def close(self) -> None:
         """Give the memory back as soon as nobody looks at it."""
         with self.lock:
-            self.closed = True
+            self._closed = self._closed or "this store is closed; open another one"
             self.pool.close()
 
+    def let_go(self) -> None:
+        """In a forked child: the memory is not there, and the lock may be held by a thread that is not there either."""
+        self._closed = FORKED
+        self.lock = threading.Lock()
+        for arena in self.pool.arenas:
+            arena.abandon()
+
     def check_usable(self) -> None:
-        """Raise `StoreUnavailable` if the store is closed, or in a forked child, which does not have the memory."""
-        if self.closed:
-            raise StoreUnavailable("this store is closed; open another one")
-        if os.getpid() != self._pid:
-            raise StoreUnavailable("this store was opened before a fork and lives in the parent; open one in the child")
+        """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
+        if self._closed:
+            raise StoreUnavailable(self._closed)
 
 
 class EmbeddedOperations:

@@ -5,10 +5,12 @@ connection that is there, and to wait. When the driver drops it (a cancelled tas
 """
 
 import random
+import socket
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from infinistore.client.address import Address
+from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.health import Health
 from infinistore.client.link import Link
 from infinistore.client.operations import Operation
@@ -28,6 +30,8 @@ _OUTCOME_UNKNOWN = (
 
 class ClientStream(Protocol):
     """What a call itself needs of a stream; how bytes go through it is between the driver and the stream."""
+
+    socket: socket.socket
 
     def close(self) -> None:
         """Close it, at once."""
@@ -67,7 +71,9 @@ class RemoteCalls(Generic[_Stream]):
         self._clock = clock
         self._health = Health(clock, random.Random())
         self._idle: list[Link[_Stream]] = []
-        self._closed = False
+        self._streams: set[_Stream] = set()
+        self._closed = ""
+        let_go_in_child(self)
 
     def first(self, deadline: float) -> Call[None]:
         """Make the first connection, without retries: a wrong address or token is known at once."""
@@ -80,7 +86,7 @@ class RemoteCalls(Generic[_Stream]):
         What is not is tried again only if nothing of it was sent.
         """
         while True:
-            self._check_open()
+            self.check_open()
             self._health.check()
             link: Link[_Stream] | None = None
             try:
@@ -111,9 +117,15 @@ class RemoteCalls(Generic[_Stream]):
 
     def close(self) -> None:
         """Close the connections that nobody uses; the others are closed when their calls are done."""
-        self._closed = True
+        self._closed = self._closed or "this store is closed; open another one"
         while self._idle:
-            self._idle.pop().stream.close()
+            self._close(self._idle.pop())
+
+    def let_go(self) -> None:
+        """In a forked child: close the copies of the descriptors, whoever used them in the parent."""
+        self._closed = FORKED
+        for stream in self._streams:
+            stream.socket.close()
 
     def _take(self, deadline: float) -> Call[Link[_Stream]]:
         while self._idle:
@@ -125,17 +137,18 @@ class RemoteCalls(Generic[_Stream]):
                 link.deadline = deadline
                 yield Use(link.stream)
                 return link
-            link.stream.close()
+            self._close(link)
         return (yield from self._connect(deadline))
 
     def _connect(self, deadline: float) -> Call[Link[_Stream]]:
         stream: _Stream = yield Connect()
         link = Link(stream, self.options, self._path(), self._clock)
         link.deadline = deadline
+        self._streams.add(stream)
         try:
             yield from link.greet()
         except BaseException:
-            stream.close()
+            self._close(link)
             raise
         return link
 
@@ -143,7 +156,7 @@ class RemoteCalls(Generic[_Stream]):
         if link.usable and not self._closed:
             self._idle.append(link)
         else:
-            link.stream.close()
+            self._close(link)
 
     def _path(self) -> tuple[str, str]:
         if self.address.scheme == "unix":
@@ -152,6 +165,11 @@ class RemoteCalls(Generic[_Stream]):
             return "tcp", f"the URL asks for TCP to {self.address.host}:{self.address.port}"
         return "tcp", f"the only way to {self.address.host}:{self.address.port} that this release knows"
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self._closed:
-            raise StoreUnavailable("this store is closed; open another one")
+            raise StoreUnavailable(self._closed)
+
+    def _close(self, link: Link[_Stream]) -> None:
+        self._streams.discard(link.stream)
+        link.stream.close()

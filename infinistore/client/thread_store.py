@@ -77,6 +77,7 @@ class _RemoteThreadStore(BlockingStore):
         self._calls.close()
 
     def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        self._calls.check_open()
         deadline_s = self._calls.options.deadline_s
         deadline = time.monotonic() + deadline_s
         slots = self._payload_slots if payload else self._lookup_slots

@@ -101,6 +101,7 @@ class _RemoteTrioStore(AsyncStore):
         self._calls.close()
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        self._calls.check_open()
         deadline = trio.current_time() + self._calls.options.deadline_s
         with trio.CancelScope(deadline=deadline):
             async with self._payload_slots if payload else self._lookup_slots:

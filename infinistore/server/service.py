@@ -34,6 +34,7 @@ from infinistore.server.slices import evict_in_slices
 from infinistore.statistics import ServerStatistics, statistics_to_tree
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets import accept, listen_tcp, listen_unix
+from infinistore.transports.spin import Spinner
 
 __all__ = ["Server", "ServerAddresses", "serve"]
 
@@ -105,6 +106,7 @@ class Server:
         self._started_at = trio.current_time()
         self._sessions: set[Session] = set()
         self._drain = trio.Event()
+        self._spinner = Spinner()
         self._connections_total = 0
         self._connections_refused = 0
         growth = None
@@ -182,7 +184,7 @@ class Server:
     async def _accept(self, listener: socket.socket, sessions: trio.Nursery) -> None:
         while True:
             try:
-                stream = await accept(listener)
+                stream = await accept(listener, self._spinner)
             except trio.ClosedResourceError:
                 return
             except OSError as error:

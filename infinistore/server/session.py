@@ -40,6 +40,7 @@ from infinistore.protocol.messages import (
     Purge,
     Put,
     PutReply,
+    Reply,
     Statistics,
     StatisticsReply,
     Tree,
@@ -161,7 +162,7 @@ class Session:
         token = self._service.token
         if token and not hmac.compare_digest(token.encode(), received.message.token.encode()):
             raise AuthenticationFailed("this server wants a token; give the one that is in its --token-file")
-        await self._drive(self._connection.reply(self._service.hello))
+        await self._reply(self._service.hello)
 
     async def _serve(self, received: Received) -> None:
         message = received.message
@@ -171,16 +172,16 @@ class Session:
             elif isinstance(message, Get):
                 await self._get(message, received)
             elif isinstance(message, Statistics):
-                await self._drive(self._connection.reply(StatisticsReply(self._service.statistics())))
+                await self._reply(StatisticsReply(self._service.statistics()))
             elif isinstance(message, Verify):
                 await self._verify(message)
             elif isinstance(message, Purge):
-                await self._drive(self._connection.reply(CountReply(await purge_in_slices(self._core))))
+                await self._reply(CountReply(await purge_in_slices(self._core)))
             elif isinstance(message, Evict):
                 evicted = await evict_in_slices(self._core, message.low, message.high, "manual")
-                await self._drive(self._connection.reply(CountReply(evicted)))
+                await self._reply(CountReply(evicted))
             else:
-                await self._drive(self._connection.reply(answer(message, self._core, self._client)))
+                await self._reply(answer(message, self._core, self._client))
         except InvalidRequest as error:
             await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
@@ -203,7 +204,7 @@ class Session:
             raise error
         self._service.traffic.errors += 1
         _log.debug("%s: %s: %s", self.name, type(error).__name__, error)
-        await self._drive(self._connection.reply(ErrorReply(error.code, str(error)[:1000])))
+        await self._reply(ErrorReply(error.code, str(error)[:1000]))
 
     async def _put(self, put: Put, received: Received) -> None:
         check_distinct(put.keys)
@@ -220,7 +221,7 @@ class Session:
             skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
         finally:
             self._core.abort(reservation)  # does nothing after a commit
-        await self._drive(self._connection.reply(PutReply(numbers(skipped))))
+        await self._reply(PutReply(numbers(skipped)))
 
     async def _reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
         """Take room; where there is none and the pool may grow, wait for that, but not beyond the caller's deadline."""
@@ -260,11 +261,19 @@ class Session:
             raise StoreUnavailable("the client did not take its reply in time")
 
     async def _verify(self, verify: Verify) -> None:
+        self._core.limits.check_batch(len(verify.keys))
         sound = bytearray()
         for key in verify.keys:
             sound.append(self._core.verify(key))
             await trio.lowlevel.checkpoint()
-        await self._drive(self._connection.reply(VerifyReply(bytes(sound))))
+        await self._reply(VerifyReply(bytes(sound)))
+
+    async def _reply(self, reply: Reply) -> None:
+        """Send a reply without payload. A client that reads none of its replies would else keep the session for ever."""
+        with trio.move_on_after(self._limits.transfer_s(self._limits.max_body_bytes, 0)) as scope:
+            await self._drive(self._connection.reply(reply))
+        if scope.cancelled_caught:
+            raise StoreUnavailable("the client did not take its reply in time")
 
     async def _drive(self, exchange: Exchange[_T]) -> _T:
         return await drive(exchange, self._stream)
