@@ -1,7 +1,7 @@
 """One connection, from hello to goodbye.
 
-A session owns what its client has pinned in the core, and gives it back when the connection is over. Requests are answered
-one after the other, so a slow reader slows nobody but itself; a pipelined request waits in the socket.
+A session owns what its client has pinned in the core, and gives it back when the connection is over. Requests are
+answered one after the other, so a slow reader slows nobody but itself; a pipelined request waits in the socket.
 """
 
 import hmac
@@ -269,7 +269,7 @@ class Session:
         await self._reply(VerifyReply(bytes(sound)))
 
     async def _reply(self, reply: Reply) -> None:
-        """Send a reply without payload. A client that reads none of its replies would else keep the session for ever."""
+        """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""
         with trio.move_on_after(self._limits.transfer_s(self._limits.max_body_bytes, 0)) as scope:
             await self._drive(self._connection.reply(reply))
         if scope.cancelled_caught:
@@ -279,7 +279,8 @@ class Session:
         return await drive(exchange, self._stream)
 
     async def _say_goodbye(self, error: InfiniStoreException) -> None:
-        """Tell the client why, and give it the time to read that: closing on unread bytes would reset the connection."""
+        """Tell the client why, and give it the time to read that: closing on unread bytes would reset the
+        connection."""
         with trio.move_on_after(_LINGER_S):
             try:
                 await self._drive(self._connection.reply_fatal(error))

@@ -1,0 +1,180 @@
+"""Servers inside a test: on real sockets, or in a simulated network, with their parts in reach.
+
+Both run `infinistore.server` as it is. A `RunningServer` lets a test look at the core behind the server's back.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import trio
+
+from infinistore.allocators import create_allocator
+from infinistore.config import ServerConfig
+from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.protocol.codec import encode_head
+from infinistore.protocol.connection import ClientConnection
+from infinistore.protocol.messages import Hello, HelloReply, Reply, Request
+from infinistore.server import Server, ServerAddresses, serve, service
+from infinistore.transports.base import Stream, drive
+from infinistore.transports.sockets import SocketStream, accept, connect_tcp
+from tests.transports.memory_network import Chunks, MemoryListener, MemoryStream, whole
+
+KIB = 1024
+MIB = 1024 * 1024
+POOL_BYTES = 4 * MIB
+HALF_REQUEST_ID = 7
+
+__all__ = ["KIB", "MIB", "POOL_BYTES", "Peer", "RunningServer", "make_config", "running_server", "simulated_server"]
+
+
+def make_config(**settings: Any) -> ServerConfig:
+    """A server on free ports, with a small pool, and without a Unix socket unless one is named."""
+    plain: dict[str, Any] = {"service_port": 0, "manage_port": 0, "unix_socket": "off"}
+    plain |= {"prealloc_bytes": POOL_BYTES, "minimal_allocate_bytes": KIB}
+    return ServerConfig(**{**plain, **settings})
+
+
+@attrs.define
+class RunningServer:
+    """A server that serves. `listener` is set in a simulated network only."""
+
+    server: Server
+    scope: trio.CancelScope
+    listener: MemoryListener | None = None
+    finished: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def core(self) -> StoreCore:
+        return self.server.core
+
+    @property
+    def url(self) -> str:
+        """Its TCP address."""
+        return f"tcp://127.0.0.1:{self.server.addresses.port}"
+
+    @property
+    def unix_path(self) -> Path:
+        assert self.server.addresses.unix_socket is not None
+        return self.server.addresses.unix_socket
+
+    async def connect(self) -> Stream:
+        """A bare stream to the server."""
+        if self.listener is not None:
+            return self.listener.connect_stream()
+        return await connect_tcp("127.0.0.1", self.server.addresses.port)
+
+    async def peer(self) -> "Peer":
+        """A connection that has said hello."""
+        peer = Peer(await self.connect())
+        await peer.hello()
+        return peer
+
+    async def quiet(self) -> None:
+        """Wait until no client is connected and nothing is reserved or leased; fails if that never comes."""
+        with trio.fail_after(20):
+            while self.server.statistics().connections_open or self.core.statistics().clients:
+                await trio.lowlevel.checkpoint()
+        statistics = self.core.statistics()
+        assert (statistics.clients, statistics.reservations, statistics.leases) == (0, 0, 0)
+        assert statistics.reserved_bytes == 0
+        assert statistics.pinned_bytes == statistics.held_bytes
+
+
+class Peer:
+    """A client as raw as a test needs it: it speaks the protocol, but sends what it is told to."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.connection = ClientConnection()
+
+    async def hello(self, token: str = "") -> HelloReply:
+        reply = await self.ask(Hello(name="peer", token=token))
+        assert isinstance(reply, HelloReply)
+        return reply
+
+    async def ask(self, request: Request, payload: bytes = b"", *, deadline_us: int = 0) -> Reply:
+        """Send a request with its payload; return the reply or raise what the server answered."""
+        exchange = self.connection.request(
+            request, [[memoryview(payload)]] if payload else (), payload_bytes=len(payload), deadline_us=deadline_us
+        )
+        return await drive(exchange, self.stream)
+
+    async def reply_to_half(self, request: Request) -> Reply:
+        """The reply to a request that was sent by `send_head` and bytes."""
+        return await drive(self.connection._read_reply(request, HALF_REQUEST_ID), self.stream)
+
+    async def payload(self) -> bytes:
+        """The payload of the last reply."""
+        buffer = bytearray(self.connection.payload_left)
+        if buffer:
+            await drive(self.connection.read_payload([memoryview(buffer)]), self.stream)
+        return bytes(buffer)
+
+    async def send(self, data: bytes) -> None:
+        await self.stream.send_all([memoryview(data)])
+
+    async def send_head(self, request: Request, *, payload_bytes: int = 0, deadline_us: int = 0) -> None:
+        """Send the head of a request, and leave it at that."""
+        head = encode_head(request, request_id=HALF_REQUEST_ID, payload_bytes=payload_bytes, deadline_us=deadline_us)
+        await self.send(head)
+
+    async def is_closed(self) -> bool:
+        """Wait for the end of the stream; False if a byte comes first."""
+        with trio.fail_after(20):
+            return await self.stream.receive_into([memoryview(bytearray(1))]) == 0
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+@asynccontextmanager
+async def running_server(config: ServerConfig | None = None) -> AsyncGenerator[RunningServer, None]:
+    """Run `infinistore.serve` on real sockets until the block is left."""
+    made: list[Server] = []
+
+    class Recorded(Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    async with trio.open_nursery() as nursery:
+        with mock.patch.object(service, "Server", Recorded):
+            await nursery.start(serve, config or make_config())
+        running = RunningServer(made[0], nursery.cancel_scope)
+        yield running
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def simulated_server(
+    config: ServerConfig | None = None, chunks: Chunks = whole, *, capacity_bytes: int = 256 * KIB
+) -> AsyncGenerator[RunningServer, None]:
+    """Run the same server in a simulated network until the block is left, or it has drained."""
+    config = config or make_config()
+    pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
+    listener = MemoryListener(chunks, capacity_bytes=capacity_bytes)
+    try:
+        pool.add_arena(create_arena(0, config.prealloc_bytes))
+        server = Server(config, pool, ServerAddresses((("memory", 0),), None), token="")
+        with mock.patch.object(service, "accept", _accept):
+            async with trio.open_nursery() as nursery:
+                running = RunningServer(server, nursery.cancel_scope, listener)
+
+                async def run(task_status: trio.TaskStatus[None]) -> None:
+                    await server.run([listener], on_listening=task_status.started)
+                    running.finished.set()
+
+                await nursery.start(run)
+                yield running
+                nursery.cancel_scope.cancel()
+    finally:
+        listener.close()
+        pool.close()
+
+
+async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:
+    return await (listener.accept_stream() if isinstance(listener, MemoryListener) else accept(listener, *rest))
