@@ -125,7 +125,8 @@ class UnknownReservation(InfiniStoreException):
 
 
 class ConfigError(InfiniStoreException, ValueError):
-    """A setting (flag, environment variable, file or URL) that cannot be used. The message says which, and what would do."""
+    """A setting (flag, environment variable, file or URL) that cannot be used. The message says which, and what would
+    do."""
 
     code: ClassVar[int] = 15
 
