@@ -8,9 +8,8 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from infinistore.errors import StoreUnavailable
 from infinistore.protocol.span import Span
 from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
 from infinistore.transports.spin import Spinner
@@ -51,9 +50,10 @@ class AsyncioSocketStream:
             StoreUnavailable: the stream is broken.
         """
         sock = self.socket
-        receive: Callable[[], int] = lambda: (  # noqa: E731  # tried here, and again while spinning
-            sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
-        )
+
+        def receive() -> int:
+            return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+
         try:
             count = self._spinner.spin(self, receive)
             while count is None:

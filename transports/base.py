@@ -1,7 +1,7 @@
 """What a stream is to the Trio server and client: a reliable, ordered run of bytes, either way.
 
-A stream moves views of the caller's memory. It buffers nothing, so that a payload is copied once: from the kernel to where
-it belongs, or back.
+A stream moves views of the caller's memory. It buffers nothing, so that a payload is copied once: from the kernel to
+where it belongs, or back.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 class Stream(Protocol):
     """A byte stream under Trio. One task may send while another receives; no two may do the same.
 
-    Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may have
-    sent any part of its bytes: after that, all that can be done with the stream is to close it.
+    Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may
+    have sent any part of its bytes: after that, all that can be done with the stream is to close it.
     """
 
     async def send_all(self, views: Sequence[memoryview]) -> None:

@@ -1,7 +1,8 @@
 """TCP and Unix sockets for threads, with a deadline on every call.
 
-The socket stays in blocking mode, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): Python's own timeouts make two
-system calls where this makes one. The timeout is set again only when it is off by more than a few milliseconds.
+The socket stays in blocking mode, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): Python's own timeouts
+make two system calls where this makes one. The timeout is set again only when it is off by more than a few
+milliseconds.
 """
 
 import socket
@@ -10,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from infinistore.errors import StoreUnavailable
 from infinistore.protocol.span import Span
 from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
 from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner

@@ -1,8 +1,8 @@
 """TCP and Unix sockets as Trio streams.
 
-The system call is tried first, and waited for only when it says that it would block; `trio.SocketStream` costs a quarter of
-the throughput here. One call moves a whole list of views. After a bounded number of bytes the stream yields to
-the scheduler, so that one busy connection cannot starve the others.
+The system call is tried first, and waited for only when it says that it would block; `trio.SocketStream` costs a
+quarter of the throughput here. One call moves a whole list of views. After a bounded number of bytes the stream
+yields to the scheduler, so that one busy connection cannot starve the others.
 """
 
 import contextlib
@@ -65,9 +65,10 @@ class SocketStream:
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
         sock = self.socket
-        receive: Callable[[], int] = lambda: (
-            sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
-        )
+
+        def receive() -> int:
+            return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+
         while True:
             count: int | None
             try:
@@ -275,7 +276,7 @@ def _remove_stale(path: Path) -> None:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; stop what listens there, or give another --service-port (0 takes a free one)"
+        return f"port {port} on {host} is in use; stop what listens there, or give another --service-port (0: any)"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: not an address of this machine"
     if error.errno == errno.EACCES:

@@ -1,8 +1,8 @@
 """Waiting for a moment without going to sleep.
 
-Waking a sleeping process costs 50 us and more on a virtual machine, several times what a look-up takes. So a stream whose peer
-answered quickly before tries again for a few microseconds before it sleeps. It is bounded, it stops where it does not
-help, it stops where others wait for the same thread, and what it burns is counted.
+Waking a sleeping process costs 50 us and more on a virtual machine, several times what a look-up takes. So a stream
+whose peer answered quickly before tries again for a few microseconds before it sleeps. It is bounded, it stops where
+it does not help, it stops where others wait for the same thread, and what it burns is counted.
 """
 
 import time
@@ -30,8 +30,8 @@ class SpinStatistics:
 class Spinner:
     """Decides when to wait awake, and does it. One for all streams of a thread.
 
-    It spins only for the stream that was the last to have something, only soon after that, and only if no other stream had
-    anything lately. A miss makes it skip the next 32 chances.
+    It spins only for the stream that was the last to have something, only soon after that, and only if no other
+    stream had anything lately. A miss makes it skip the next 32 chances.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:

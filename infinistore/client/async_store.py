@@ -79,7 +79,8 @@ class AsyncStore(ABC):
         return await self._call(lambda ops: ops.get_many(checked), payload=True)
 
     async def get_into(self, key: str, buffer: BufferLike) -> int:
-        """Read one block into the caller's memory. Returns its length in bytes; the rest of the buffer is left as it is.
+        """Read one block into the caller's memory. Returns its length in bytes; the rest of the buffer is left as it
+        is.
 
         Raises:
             KeyNotFound: it is not there.
@@ -144,7 +145,8 @@ class AsyncStore(ABC):
         return await self._call(lambda ops: ops.keys(prefix, limit, after))
 
     async def evict(self, min_ratio: float, max_ratio: float) -> int:
-        """If more than `max_ratio` of the pool is used, evict cold blocks until at most `min_ratio` is; returns how many.
+        """If more than `max_ratio` of the pool is used, evict cold blocks until at most `min_ratio` is; returns how
+        many.
 
         Ratios are of the pool's bytes, 0 to 1.
         """

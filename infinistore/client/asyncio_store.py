@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> AsyncGenerator[AsyncStore, None]:
     """Open a store, for asyncio: `async with open_store(...) as store`.
 
-    Any number of tasks may use it at once, in the loop that opened it or in another one, in another thread. Arguments and
-    errors are those of `infinistore.open_store`.
+    Any number of tasks may use it at once, in the loop that opened it or in another one, in another thread. Arguments
+    and errors are those of `infinistore.open_store`.
     """
     address, options = make_options(url, given)
     if address is None:

@@ -1,7 +1,8 @@
 """What may be stored and what may be read into: anything with the buffer protocol, as plain bytes, never copied.
 
-A contiguous array of any type is seen as its bytes. PyTorch tensors have no buffer protocol, and numpy has no bfloat16; both
-are looked at through a view of their bytes. Neither library is imported here: who passes a tensor has done that.
+A contiguous array of any type is seen as its bytes. PyTorch tensors have no buffer protocol, and numpy has no
+bfloat16; both are looked at through a view of their bytes. Neither library is imported here: who passes a tensor has
+done that.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The embedded store: the same engine in this process, without a server.
 
-Every call into the core is under one lock, so a store may be used from several threads. Bytes are copied outside the lock, under
-a pin or into a reservation, so that a long copy keeps nobody from looking up a key.
+Every call into the core is under one lock, so a store may be used from several threads. Bytes are copied outside the
+lock, under a pin or into a reservation, so that a long copy keeps nobody from looking up a key.
 """
 
 import threading

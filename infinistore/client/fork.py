@@ -1,7 +1,8 @@
 """What becomes of open stores in a forked child: nothing that could harm the parent.
 
-A child has copies of the parent's descriptors, in the middle of the parent's conversations, and does not have the memory of
-embedded stores. So in the child every store that was open lets go of what it has, and raises `StoreUnavailable` from then on.
+A child has copies of the parent's descriptors, in the middle of the parent's conversations, and does not have the
+memory of embedded stores. So in the child every store that was open lets go of what it has, and raises
+`StoreUnavailable` from then on.
 """
 
 import os

@@ -1,8 +1,9 @@
 """When to try a server again, and when to leave it alone.
 
-After a failure the next try waits, twice as long each time. After several failures in a row the circuit opens: calls fail at
-once, without a packet, until a pause is over; then one call is let through as a probe. Its success closes the circuit, its
-failure opens it again for twice as long. So a dead server costs its callers little, and a restarted one is found.
+After a failure the next try waits, twice as long each time. After several failures in a row the circuit opens: calls
+fail at once, without a packet, until a pause is over; then one call is let through as a probe. Its success closes the
+circuit, its failure opens it again for twice as long. So a dead server costs its callers little, and a restarted one
+is found.
 """
 
 import random

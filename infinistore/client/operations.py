@@ -1,7 +1,7 @@
 """The operations of a store, as exchanges: written once, driven by Trio, by threads or by asyncio.
 
-`Operations` is what a store can do. `RemoteOperations` does it over a connection; `EmbeddedOperations` (in `embedded.py`)
-does it to a store in this process. Arguments have been checked (`arguments.py`) when they come here.
+`Operations` is what a store can do. `RemoteOperations` does it over a connection; `EmbeddedOperations` (in
+`embedded.py`) does it to a store in this process. Arguments have been checked (`arguments.py`) when they come here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,17 +66,38 @@ class Batch(NamedTuple):
 class Operations(Protocol):
     """What a store can do; each method is an exchange. See the clients' methods for what they promise."""
 
-    def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]: ...
-    def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]: ...
-    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]: ...
-    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]: ...
-    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]: ...
-    def release_hold(self, hold: str) -> Exchange[bool]: ...
-    def delete(self, keys: Sequence[str]) -> Exchange[int]: ...
-    def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]: ...
-    def evict(self, low: float, high: float) -> Exchange[int]: ...
-    def purge(self) -> Exchange[int]: ...
-    def stats(self) -> Exchange[Stats]: ...
+    def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+        """Store the batch; return the keys that were skipped."""
+
+    def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
+        """Read the batch into memory of its own; None for what is missing."""
+
+    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
+        """Read the batch into the caller's memory; return the stored lengths."""
+
+    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
+        """Tell for each key whether it is there."""
+
+    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
+        """Count the leading keys that are there; return the count and the token of the hold."""
+
+    def release_hold(self, hold: str) -> Exchange[bool]:
+        """End a hold; False if it has ended."""
+
+    def delete(self, keys: Sequence[str]) -> Exchange[int]:
+        """Delete keys; return how many were there."""
+
+    def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]:
+        """One page of keys, in code point order."""
+
+    def evict(self, low: float, high: float) -> Exchange[int]:
+        """Evict cold blocks; return how many."""
+
+    def purge(self) -> Exchange[int]:
+        """Delete everything; return how many keys there were."""
+
+    def stats(self) -> Exchange[Stats]:
+        """The statistics of the store."""
 
 
 Operation: TypeAlias = Callable[[Operations], Exchange[_T]]

@@ -1,7 +1,7 @@
 """Making the pool larger while the server serves.
 
-Taking memory is slow (half a second per GiB), so a thread makes, touches and maps the arena, and the store goes on, evicting
-meanwhile. Arenas are never given back.
+Taking memory is slow (half a second per GiB), so a thread makes, touches and maps the arena, and the store goes on,
+evicting meanwhile. Arenas are never given back.
 """
 
 import logging

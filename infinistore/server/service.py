@@ -1,7 +1,7 @@
 """The server: one Trio nursery with the listeners, a session for each connection, growth and periodic eviction.
 
-`serve` runs until it is cancelled or, if it handles signals, until SIGTERM or SIGINT; then it drains: it accepts nobody,
-lets requests under way finish, and leaves when they have or when the drain timeout is over.
+`serve` runs until it is cancelled or, if it handles signals, until SIGTERM or SIGINT; then it drains: it accepts
+nobody, lets requests under way finish, and leaves when they have or when the drain timeout is over.
 """
 
 import logging
@@ -209,7 +209,7 @@ class Server:
 
     async def _refuse(self, stream: Stream) -> None:
         error = LimitExceeded(
-            f"the server has its {self.config.max_connections} connections (--max-connections); close some, or raise that"
+            f"the server has its {self.config.max_connections} connections; close some, or raise --max-connections"
         )
         with suppress(StoreUnavailable), trio.move_on_after(1):
             await drive(ServerConnection(max_body_bytes=0, max_payload_bytes=0).reply_fatal(error), stream)

@@ -1,0 +1,35 @@
+"""Measuring two or more things against each other on a noisy machine.
+
+Every round runs each thing once, in an order that changes, so that a neighbour's load falls on all of them. What is
+reported is the ratio of medians; a figure on its own says little on a shared machine.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+__all__ = ["interleaved"]
+
+
+def interleaved(
+    things: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, seed: int = 1, warm_up: int = 2
+) -> dict[str, float]:
+    """Return the median time of one call of each thing, in seconds.
+
+    In each of `rounds` rounds each thing is called `calls` times in a row; the first `warm_up` rounds do not count.
+    """
+    generator = random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in things}
+    names = list(things)
+    for number in range(rounds + warm_up):
+        generator.shuffle(names)
+        for name in names:
+            call = things[name]
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            elapsed = time.perf_counter() - start
+            if number >= warm_up:
+                times[name].append(elapsed / calls)
+    return {name: statistics.median(of_one) for name, of_one in times.items()}
