@@ -38,6 +38,8 @@ _STATIC_TLS_BYTES = 16384
 
 _PAGE_BYTES = mmap.PAGESIZE
 
+_LARGEST_UNITS = 1 << 40
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -172,6 +174,8 @@ class _Sizes:
 
     def of_units(self, units: int) -> int:
         """Return how many units a block of `units` units takes."""
+        if units > _LARGEST_UNITS:  # no pool has so many, and their addresses would overflow
+            return units
         taken = self._of_units.get(units)
         if taken is None:
             taken = self._library.nallocx(units * _PAGE_BYTES, 0) // _PAGE_BYTES
@@ -181,10 +185,10 @@ class _Sizes:
         return taken
 
     def _every_class(self) -> list[tuple[int, int]]:
-        """Return (units taken, units asked for) of every class, smallest first, up to 2**40 units."""
+        """Return (units taken, units asked for) of every class, smallest first."""
         found = []
         units = 0
-        while units < 1 << 40:
+        while units < _LARGEST_UNITS:
             units = self._library.nallocx((units + 1) * _PAGE_BYTES, 0) // _PAGE_BYTES
             found.append((self.of_units(units), units))
         return found
@@ -255,8 +259,8 @@ class JemallocAllocator(Allocator):
     """Places chosen by libjemalloc 5.3 or later.
 
     A footprint is jemalloc's size class, and one unit more for blocks of four units and up. `largest_free_extent_bytes`
-    is the largest class that fits, padded, in the longest run of free units. Raises `ConfigError` when the library cannot
-    be loaded.
+    is the largest class that fits, padded, in the longest run of free units. Raises `ConfigError` when the library
+    cannot be loaded.
     """
 
     name: ClassVar[str] = "jemalloc"

@@ -35,6 +35,8 @@ _LARGEST_CLASS_PAGES = 8
 
 _LARGEST_SLAB_PAGES = 16
 
+_PAGES_MORE_FOR_NO_REST = 4
+
 _CLASSES_PER_DOUBLING = 8
 
 
@@ -194,8 +196,11 @@ class SlabAllocator(Allocator):
         return size_class
 
     def _pages_per_slab(self, slot_units: int) -> int:
-        """Return the fewest pages that leave a sixteenth of the slab or less unused."""
+        """Return the fewest pages that leave nothing unused; if that takes many, a sixteenth of the slab or less."""
         fewest = -(-slot_units // self._page_units)
+        for pages in range(fewest, fewest + _PAGES_MORE_FOR_NO_REST):
+            if pages * self._page_units % slot_units == 0:
+                return pages
         for pages in range(fewest, _LARGEST_SLAB_PAGES + 1):
             slab_units = pages * self._page_units
             if slab_units % slot_units * 16 <= slab_units:
