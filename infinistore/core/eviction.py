@@ -131,19 +131,21 @@ class Room:
     def _take_coldest(self, wanted_bytes: float, steps: int) -> list[Entry]:
         """Take entries out of the index until they make up `wanted_bytes`, in so many steps at most."""
         taken: list[Entry] = []
-        taken_bytes = 0
-        pop_coldest = self._index.pop_coldest
-        footprint = self._pool.footprint
+        pop_item = self._index.pop_item
         pinned = self._pins.counts
+        length = footprint_bytes = 0
         for _ in range(steps):
-            if taken_bytes >= wanted_bytes:
-                break
-            key, entry = pop_coldest()
-            if entry in pinned:
+            key, entry = pop_item(False)  # the coldest
+            if pinned and entry in pinned:
                 self._index.put_warmest(key, entry)
-            else:
-                taken.append(entry)
-                taken_bytes += footprint(entry[2])
+                continue
+            taken.append(entry)
+            if entry[2] != length:  # most blocks are as long as the one before
+                length = entry[2]
+                footprint_bytes = self._pool.footprint(length)
+            wanted_bytes -= footprint_bytes
+            if wanted_bytes <= 0:
+                break
         return taken
 
     def _out_of_memory(self, what: str) -> OutOfMemory:

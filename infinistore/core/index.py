@@ -14,7 +14,6 @@ Leaves to others: pins, room and limits (the store).
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import repeat, takewhile
 from typing import Any, TypeAlias
 
@@ -33,8 +32,8 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self.pop_coldest: Callable[[], tuple[str, Entry]] = partial(self._entries.popitem, last=False)
-        """pop_coldest() -> (key, entry): takes out the coldest key. KeyError if there is none."""
+        self.pop_item: Callable[[bool], tuple[str, Entry]] = self._entries.popitem
+        """pop_item(False) -> (key, entry): takes out the coldest key; pop_item(True) the warmest. KeyError if none."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -77,8 +77,8 @@ def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> None:
         return
     try:
         if (
-            set(map(type, keys)) == {str}
-            and "" not in keys
+            list(map(type, keys)).count(str) == len(keys)
+            and all(keys)
             and "".join(keys).isascii()
             and len(max(keys, key=len)) <= max_key_bytes
         ):

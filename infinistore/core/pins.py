@@ -6,7 +6,7 @@ are counted. `bytes` counts each pinned block once, by footprint.
 Leaves to others: what happens to a block whose last pin ended (the store).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import itemgetter
 
@@ -29,16 +29,20 @@ class PinTable:
         self.bytes = 0
         """The footprints of all pinned blocks, each counted once."""
 
-    def add(self, entries: Sequence[Entry]) -> None:
-        """Pin each entry once more; one named twice gets two pins."""
+    def footprint(self, entries: Iterable[Entry]) -> int:
+        """Return what the entries take of the pool, in bytes; one named twice counts twice."""
+        return sum(map(self._footprint, map(_LENGTH, entries)))
+
+    def add(self, entries: Sequence[Entry], footprint_bytes: int) -> None:
+        """Pin each entry once more; one named twice gets two pins. `footprint_bytes` is `footprint(entries)`."""
         counts = self.counts
         # Nearly always no block is pinned yet: then it is done at C speed.
         first = dict.fromkeys(entries, 1)
         if len(first) == len(entries) and counts.keys().isdisjoint(first):
             counts.update(first)
+            self.bytes += footprint_bytes
         else:
-            first = self._add_singly(entries)
-        self.bytes += sum(map(self._footprint, map(_LENGTH, first)))
+            self.bytes += self.footprint(self._add_singly(entries))
 
     def _add_singly(self, entries: Sequence[Entry]) -> dict[Entry, int]:
         """Pin entries one by one; return those that had no pin."""
@@ -51,17 +55,20 @@ class PinTable:
                 counts[entry] = first[entry] = 1
         return first
 
-    def remove(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Take one pin from each entry, and return those that have none left."""
+    def remove(self, entries: Sequence[Entry], footprint_bytes: int) -> Sequence[Entry]:
+        """Take one pin from each entry, and return those that have none left.
+
+        `footprint_bytes` is `footprint(entries)`, as for `add`.
+        """
         counts = self.counts
         # Nearly always each block is pinned once. Taking all pins out at C speed finds that out and is done.
         taken = list(map(counts.pop, entries, repeat(0)))
         if taken.count(1) == len(taken):
-            ended = entries
-        else:
-            counts.update((entry, count) for entry, count in zip(entries, taken, strict=True) if count)
-            ended = self._remove_singly(entries)
-        self.bytes -= sum(map(self._footprint, map(_LENGTH, ended)))
+            self.bytes -= footprint_bytes
+            return entries
+        counts.update((entry, count) for entry, count in zip(entries, taken, strict=True) if count)
+        ended = self._remove_singly(entries)
+        self.bytes -= self.footprint(ended)
         return ended
 
     def _remove_singly(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -78,4 +85,4 @@ class PinTable:
 
     def added_bytes(self, entries: Sequence[Entry]) -> int:
         """Return by how much `bytes` would grow if these entries were pinned too."""
-        return sum(map(self._footprint, map(_LENGTH, set(entries).difference(self.counts))))
+        return self.footprint(set(entries).difference(self.counts))

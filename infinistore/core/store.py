@@ -128,7 +128,7 @@ class StoreCore:
         self.limits.check_batch(len(sizes))
         if sizes:
             self._check_sizes(min(sizes), max(sizes))
-        footprint_bytes = sum(map(self.pool.footprint, sizes))
+        footprint_bytes = self.pool.footprints(sizes)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         extents = self._room.reserve(sizes, footprint_bytes)
         reservation = Reservation(self.pool, client, extents, footprint_bytes)
@@ -207,9 +207,9 @@ class StoreCore:
             found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
             pinned = [entry for entry in entries if entry is not None]
         lengths = list(map(_LENGTH, pinned))
-        footprint_bytes = sum(map(self.pool.footprint, lengths))
+        footprint_bytes = self.pool.footprints(lengths)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
-        self._pins.add(pinned)
+        self._pins.add(pinned, footprint_bytes)
         self._index.touch(found)
         lease = Lease(self.pool, client, entries, pinned, footprint_bytes)
         client.leased_bytes += footprint_bytes
@@ -229,15 +229,24 @@ class StoreCore:
         self.limits.check_batch(len(keys))
         return self._index.contains_many(keys)
 
-    def match_prefix(self, keys: Sequence[str]) -> int:
+    def match_prefix(self, keys: Sequence[str], *, touch: bool = True) -> int:
         """Return how many of the leading keys are there, up to the first that is not, and touch those.
 
-        LimitExceeded: too many keys.
+        With `touch=False` it leaves that to the caller, who calls `touch` as soon as the answer is on its way: moving a
+        thousand keys to the warm end takes as long as finding them. LimitExceeded: too many keys.
         """
         self.limits.check_batch(len(keys))
         found = self._index.leading(keys)
-        self._index.touch(found)
+        if touch:
+            self._index.touch(found)
         return len(found)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Make the keys the warmest, the first of them the warmest of all; those that are gone are passed over."""
+        try:
+            self._index.touch(keys)
+        except KeyError:
+            self._index.touch([key for key in keys if self._index.get(key) is not None])
 
     def hold_prefix(self, client: Client, keys: Sequence[str], hold_s: float) -> tuple[int, int]:
         """Match a prefix, and pin what was counted for `hold_s` seconds. Returns (count, hold id).
@@ -264,8 +273,9 @@ class StoreCore:
                 f"all holds together would pin {held_bytes} bytes, and max_held_ratio={self.limits.max_held_ratio:g}"
                 f" allows {bound_bytes}; release holds sooner, hold a shorter prefix, or match without a hold"
             )
-        self._pins.add(entries)
-        self._held.add(entries)
+        footprint_bytes = self._pins.footprint(entries)
+        self._pins.add(entries, footprint_bytes)
+        self._held.add(entries, footprint_bytes)
         self._index.touch(found)
         return len(found), self._holds.add(entries, self._clock() + hold_s)
 
@@ -299,7 +309,7 @@ class StoreCore:
     def purge(self, max_keys: int | None = None) -> int:
         """Remove every key, or the coldest `max_keys` of them; return how many. About 1 us each."""
         count = len(self._index) if max_keys is None else min(max_keys, len(self._index))
-        entries = [self._index.pop_coldest()[1] for _ in range(count)]
+        entries = [self._index.pop_item(False)[1] for _ in range(count)]
         self._drop(entries)
         self._counters["deleted"] += count
         return count
@@ -360,7 +370,7 @@ class StoreCore:
             reserved_bytes=self._room.reserved_bytes,
             pinned_bytes=self._pins.bytes,
             held_bytes=self._held.bytes,
-            condemned_bytes=sum(map(self.pool.footprint, map(_LENGTH, self._condemned))),
+            condemned_bytes=self.pool.footprints(list(map(_LENGTH, self._condemned))),
             quarantined_bytes=sum(client.pinned_bytes for client in quarantined),
             keys=len(self._index),
             clients=len(self._clients),
@@ -431,16 +441,17 @@ class StoreCore:
             entries = [entry for entry in entries if entry not in pinned]
         self.pool.free(list(map(_EXTENT, entries)))
 
-    def _unpin(self, entries: Sequence[Entry]) -> None:
-        ended = self._pins.remove(entries)
+    def _unpin(self, entries: Sequence[Entry], footprint_bytes: int) -> None:
+        ended = self._pins.remove(entries, footprint_bytes)
         if self._condemned and not self._condemned.isdisjoint(ended):
             gone = [entry for entry in ended if entry in self._condemned]
             self._condemned.difference_update(gone)
             self.pool.free(list(map(_EXTENT, gone)))
 
     def _unhold(self, entries: list[Entry]) -> None:
-        self._held.remove(entries)
-        self._unpin(entries)
+        footprint_bytes = self._pins.footprint(entries)
+        self._held.remove(entries, footprint_bytes)
+        self._unpin(entries, footprint_bytes)
 
     def _insert_missing(self, reservation: Reservation, keys: Sequence[str], entries: list[Entry]) -> list[Entry]:
         """Insert the keys of a batch that are not there, touch all of it, and give back the room of the others.
@@ -471,7 +482,7 @@ class StoreCore:
             lease.released = True
             lease.client.leased_bytes -= lease.footprint_bytes
             lease.client.leases.discard(lease)
-            self._unpin(lease.pinned)
+            self._unpin(lease.pinned, lease.footprint_bytes)
 
     # Checks
 
