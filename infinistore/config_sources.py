@@ -90,7 +90,8 @@ def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        loaded = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {file}: {os.strerror(error.errno or 0)}") from error
     except UnicodeDecodeError as error:
@@ -104,6 +105,11 @@ def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{file}: must hold settings, one a line, such as `service_port: 22345`")
+    root = yaml.compose(text, yaml.SafeLoader)
+    names = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    for name in names:
+        if names.count(name) > 1:  # YAML would take the last without a word
+            raise ConfigError(f"{file}: {name} is set more than once; keep one of the lines")
     known = [setting.key for setting in settings]
     for key in loaded:
         if key not in known:

@@ -132,6 +132,7 @@ def test_the_default_pool_is_at_most_16_gib_and_at_most_half_of_the_memory() -> 
         ({}, {}, "servce_port: 1", "FILE: there is no setting 'servce_port'; did you mean service_port?"),
         ({}, {}, "service-port: 1", "FILE: there is no setting 'service-port'; did you mean service_port?"),
         ({}, {}, "a: [1", "FILE:1: cannot be read as YAML: expected ',' or ']', but got '<stream end>'"),
+        ({}, {}, "ib_port: 1\nhost: a\nib_port: 2", "FILE: ib_port is set more than once; keep one of the lines"),
         ({}, {}, "- host", "FILE: must hold settings, one a line, such as `service_port: 22345`"),
         (
             {"log_level": "inf"},
