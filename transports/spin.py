@@ -12,7 +12,7 @@ __all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
 
 import attrs
 
-DEFAULT_SPIN_S = 60e-6
+DEFAULT_SPIN_S = 200e-6
 _RECENT_S = 500e-6
 _ALONE_S = 2e-3
 _TRY_AGAIN_AFTER = 32

@@ -41,9 +41,7 @@ def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
     return ExistsReply(core.exists(request.keys))
 
 
-def _match_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:
-    if not request.hold_us:
-        return MatchPrefixReply(core.match_prefix(request.keys))
+def _hold_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:
     return MatchPrefixReply(*core.hold_prefix(client, request.keys, request.hold_us / 1e6))
 
 
@@ -62,7 +60,7 @@ def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
 
 _ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Reply]] = {
     Exists: _exists,
-    MatchPrefix: _match_prefix,
+    MatchPrefix: _hold_prefix,
     ReleaseHold: _release_hold,
     Delete: _delete,
     ListKeys: _list_keys,

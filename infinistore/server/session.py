@@ -37,6 +37,8 @@ from infinistore.protocol.messages import (
     GetReply,
     Hello,
     HelloReply,
+    MatchPrefix,
+    MatchPrefixReply,
     Purge,
     Put,
     PutReply,
@@ -134,6 +136,10 @@ class Session:
             _log.info("%s: closed: %s: %s", self.name, type(error).__name__, error)
             self._service.traffic.errors += 1
             await self._say_goodbye(error)
+        except Exception:  # noqa: BLE001  # a fault of ours in one session must not end all the others
+            _log.exception("%s: closed: internal error", self.name)
+            self._service.traffic.errors += 1
+            await self._say_goodbye(InfiniStoreException("internal error of the server; its log has more"))
         finally:
             # Every byte of this client goes through this task, which is done: nobody writes or reads there any more.
             self._core.close_client(self._client)
@@ -171,6 +177,8 @@ class Session:
                 await self._put(message, received)
             elif isinstance(message, Get):
                 await self._get(message, received)
+            elif isinstance(message, MatchPrefix) and not message.hold_us:
+                await self._match_prefix(message)
             elif isinstance(message, Statistics):
                 await self._reply(StatisticsReply(self._service.statistics()))
             elif isinstance(message, Verify):
@@ -259,6 +267,13 @@ class Session:
             self._core.release(lease)
         if scope.cancelled_caught:
             raise StoreUnavailable("the client did not take its reply in time")
+
+    async def _match_prefix(self, match: MatchPrefix) -> None:
+        matched = self._core.match_prefix(match.keys, touch=False)
+        try:
+            await self._drive(self._connection.reply(MatchPrefixReply(matched)))
+        finally:
+            self._core.touch(match.keys[:matched])  # while the client reads the answer
 
     async def _verify(self, verify: Verify) -> None:
         self._core.limits.check_batch(len(verify.keys))
