@@ -130,6 +130,13 @@ class ServerConfig:
         "How long a server that was told to stop waits for requests under way",
         group=_NETWORK,
     )
+    spin_us: int = declare(
+        "spin_time",
+        integer(0, 10_000, "MICROSECONDS"),
+        "200",
+        "How long to wait awake for a client that is quick, before sleeping; 0 never does",
+        group=_NETWORK,
+    )
     prealloc_bytes: int = declare(
         "prealloc_size",
         _POOL_SIZE,

@@ -10,6 +10,7 @@ from cattrs.errors import BaseValidationError
 from infinistore.core.statistics import StoreStatistics
 from infinistore.errors import ProtocolError
 from infinistore.protocol.messages import Tree
+from infinistore.transports.spin import SpinStatistics
 
 __all__ = ["ServerStatistics", "Stats", "statistics_from_tree", "statistics_to_tree"]
 
@@ -28,6 +29,8 @@ class ServerStatistics:
     errors: int
     received_bytes: int
     sent_bytes: int
+    spin: SpinStatistics
+    """What waiting awake for quick clients took, and how often it paid."""
 
 
 @attrs.frozen

@@ -93,7 +93,7 @@ class BlockingSocketStream:
             self._timeouts[option] = left_s
 
 
-def connect_tcp(host: str, port: int, deadline: float) -> BlockingSocketStream:
+def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
     """Connect to the first address of the host that answers.
 
     Raises:
@@ -106,10 +106,10 @@ def connect_tcp(host: str, port: int, deadline: float) -> BlockingSocketStream:
         raise
     except OSError as error:
         raise cannot_connect(f"{host}:{port}", error) from error
-    return BlockingSocketStream(sock)
+    return BlockingSocketStream(sock, spin_s)
 
 
-def connect_unix(path: str) -> BlockingSocketStream:
+def connect_unix(path: str, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
     """Connect to a Unix socket.
 
     Raises:
@@ -121,4 +121,4 @@ def connect_unix(path: str) -> BlockingSocketStream:
     except OSError as error:
         sock.close()
         raise cannot_connect(path, error) from error
-    return BlockingSocketStream(sock)
+    return BlockingSocketStream(sock, spin_s)

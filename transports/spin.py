@@ -8,9 +8,9 @@ it does not help, it stops where others wait for the same thread, and what it bu
 import time
 from collections.abc import Callable
 
-__all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
-
 import attrs
+
+__all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
 
 DEFAULT_SPIN_S = 200e-6
 _RECENT_S = 500e-6

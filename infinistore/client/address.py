@@ -19,7 +19,7 @@ __all__ = ["DEFAULT_PORT", "Address", "near", "parse_address", "read_token_file"
 
 DEFAULT_PORT = 22345
 _SCHEMES = ("infinistore", "tcp", "unix")
-_OPTIONS = ("deadline_s", "token_file", "verify", "max_connections", "name")
+_OPTIONS = ("deadline_s", "token_file", "verify", "max_connections", "spin_us", "name")
 
 
 @attrs.frozen

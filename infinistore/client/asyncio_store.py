@@ -110,7 +110,7 @@ class _RemoteAsyncioStore(AsyncStore):
                     elif isinstance(effect, Send):
                         await stream.send_all(effect.views)
                     elif isinstance(effect, Connect):
-                        result = stream = await _connect(self._calls.address)
+                        result = stream = await self._connect()
                     elif isinstance(effect, Use):
                         stream = effect.stream
                     elif isinstance(effect, Sleep):
@@ -124,11 +124,12 @@ class _RemoteAsyncioStore(AsyncStore):
         finally:
             call.close()
 
-
-async def _connect(address: Address) -> AsyncioSocketStream:
-    if address.scheme == "unix":
-        return await connect_unix(address.path, Spinner())
-    return await connect_tcp(address.host, address.port, Spinner())
+    async def _connect(self) -> AsyncioSocketStream:
+        address = self._calls.address
+        spinner = Spinner(self._calls.options.spin_us * 1e-6)
+        if address.scheme == "unix":
+            return await connect_unix(address.path, spinner)
+        return await connect_tcp(address.host, address.port, spinner)
 
 
 class _Slots:

@@ -120,9 +120,10 @@ class _RemoteThreadStore(BlockingStore):
 
     def _connect(self, deadline: float) -> BlockingSocketStream:
         address = self._calls.address
+        spin_s = self._calls.options.spin_us * 1e-6
         if address.scheme == "unix":
-            stream = connect_unix(address.path)
+            stream = connect_unix(address.path, spin_s=spin_s)
         else:
-            stream = connect_tcp(address.host, address.port, deadline)
+            stream = connect_tcp(address.host, address.port, deadline, spin_s=spin_s)
         stream.deadline = deadline
         return stream

@@ -34,6 +34,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
             "never" does neither.
         token: what the server wants to see; else the file that the URL names by `token_file`, else `INFINISTORE_TOKEN`.
         max_connections: how many connections may carry blocks at a time; 8 unless given. Two more carry look-ups.
+        spin_us: how long to wait awake for a quick server before sleeping, in microseconds; 200 unless given, 0 never
+            does. (The Trio client always sleeps: other tasks have their turn.)
         name: what the server's statistics call this client.
         pool_bytes: embedded only: how much memory the store takes; 256 MiB unless given.
         minimal_allocate_bytes: embedded only: blocks take whole multiples of this; 64 KiB unless given.

@@ -106,7 +106,7 @@ class Server:
         self._started_at = trio.current_time()
         self._sessions: set[Session] = set()
         self._drain = trio.Event()
-        self._spinner = Spinner()
+        self._spinner = Spinner(config.spin_us * 1e-6)
         self._connections_total = 0
         self._connections_refused = 0
         growth = None
@@ -179,6 +179,7 @@ class Server:
             errors=traffic.errors,
             received_bytes=traffic.received_bytes,
             sent_bytes=traffic.sent_bytes,
+            spin=self._spinner.statistics(),
         )
 
     async def _accept(self, listener: socket.socket, sessions: trio.Nursery) -> None:

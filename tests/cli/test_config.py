@@ -29,6 +29,7 @@ VALUES: dict[str, list[Any]] = {
     "service_port": [0, 1, "22345"],
     "manage_port": [2, "65535"],
     "unix_socket": ["auto", "off", "/run/infinistore.sock"],
+    "spin_time": [0, "50", 10_000],
     "drain_timeout": [0, "2.5", 86400],
     "prealloc_size": [1, "512MiB", 0.5, "2GiB"],
     "minimal_allocate_size": [16, "64", "1MiB"],
