@@ -28,6 +28,8 @@ HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _MAX_DEADLINE_US = 2**63
+_MAX_MAPS = 256
+"""Statistics are a handful of nested maps. A body full of tiny ones would take 70 times its own size when decoded."""
 _MAX_FIELDS = 64  # of a message, or of one level of the statistics; no message has a list
 
 
@@ -102,12 +104,33 @@ def decode_body(kind: int, body: memoryview) -> Message:
     """
     cls = KINDS[kind]
     try:
-        fields = msgpack.unpackb(body, max_array_len=0, max_map_len=_MAX_FIELDS, max_ext_len=0)
+        fields = msgpack.unpackb(
+            body, object_pairs_hook=_map_maker(), max_array_len=0, max_map_len=_MAX_FIELDS, max_ext_len=0
+        )
+        if type(fields) is not dict:
+            raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
         return _converter.structure(fields, cls)
     except InvalidRequest:
         raise
     except _DECODING_ERRORS as error:
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
+
+
+def _map_maker() -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
+    """Return what makes the maps of one body. It refuses a name that stands twice, and more than `_MAX_MAPS` maps."""
+    left = _MAX_MAPS
+
+    def make_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {_MAX_MAPS} maps")
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("a name stands twice in a map")
+        return made
+
+    return make_map
 
 
 # What msgpack, cattrs and the validators raise for a body that is not one.

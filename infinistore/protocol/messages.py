@@ -217,11 +217,11 @@ class Purge:
 
 @attrs.frozen
 class Evict:
-    """If more than `high` of the pool is used, evict cold blocks until at most `low` of it is. The reply counts blocks."""
+    """If more than `high` of the pool is used, evict cold blocks until at most `low` is. The reply counts blocks."""
 
     KIND: ClassVar[int] = 0x0A
-    low: float = attrs.field(validator=_ratio)
-    high: float = attrs.field(validator=_ratio)
+    low: float = attrs.field(converter=float, validator=_ratio)
+    high: float = attrs.field(converter=float, validator=_ratio)
 
 
 @attrs.frozen
