@@ -1,8 +1,8 @@
 """One end of a connection, without the connection: which frame may come next, and what to do with the bytes.
 
-Nothing here does I/O. Whatever needs bytes to move is a generator, an `Exchange`, that yields `Send` and `Receive` and is
-resumed when the bytes have moved; a driver for Trio, for threads or for asyncio (or a fuzzer, or a simulated network)
-runs it. So the same code runs in all of them.
+Nothing here does I/O. Whatever needs bytes to move is a generator, an `Exchange`, that yields `Send` and `Receive` and
+is resumed when the bytes have moved; a driver for Trio, for threads or for asyncio (or a fuzzer, or a simulated
+network) runs it. So the same code runs in all of them.
 
 What may happen, and where it leads (both ends; the server hears requests and speaks replies, the client the reverse):
 
@@ -18,11 +18,13 @@ A server may receive the next request while it replies (pipelining): it lies in 
 import enum
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
-from infinistore.protocol.codec import HEADER_BYTES, decode_body, encode_head, head_bytes, parse_header
+from infinistore.protocol.codec import HEADER_BYTES, Header, decode_body, encode_head, head_bytes, parse_header
 from infinistore.protocol.messages import (
+    KINDS,
+    MISSING,
     REPLIES,
     ErrorReply,
     GetReply,
@@ -38,6 +40,10 @@ __all__ = ["ClientConnection", "Exchange", "Pause", "Receive", "Received", "Send
 
 _T = TypeVar("_T")
 READ_AHEAD_BYTES = 64 * 1024
+MAX_HELLO_BYTES = 16 * 1024
+"""The longest body that a server takes from somebody who has not said who it is."""
+MAX_REPLY_BODY_BYTES = 64 * 1024 * 1024
+"""The longest body of a reply that a client takes."""
 CHUNK_BYTES = 1024 * 1024
 """The most that one `Receive` of a payload asks for: what has just arrived is still in the cache when it is hashed."""
 
@@ -90,8 +96,11 @@ class _FrameReader:
         self._start = 0
         self._end = 0
 
-    def read_head(self) -> Exchange[Received | None]:
-        """Return the next message, or `None` if the stream ended between two frames."""
+    def read_head(self) -> Exchange[tuple[Header, memoryview] | None]:
+        """Return the next header and body, or `None` if the stream ended between two frames.
+
+        The body is good until the next call of any method.
+        """
         if not (yield from self._fill(HEADER_BYTES)):
             return None
         start = self._start
@@ -106,10 +115,17 @@ class _FrameReader:
             head = self._buffer[self._start : self._start + length]
             self._start += length
         else:
-            head = memoryview(bytearray(length))
-            yield from self.read_payload(Span([head]))
-        message = decode_body(header.kind, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes])
-        return Received(message, header.request_id, header.payload_bytes, header.deadline_us)
+            head = yield from self._read_long_head(length)
+        return header, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+
+    def _read_long_head(self, length: int) -> Exchange[memoryview]:
+        """Read a head longer than the buffer. Memory grows with what has arrived, not with what was announced."""
+        head = bytearray()
+        while len(head) < length:
+            piece = bytearray(min(length - len(head), max(len(head), READ_AHEAD_BYTES)))
+            yield from self.read_payload(Span([memoryview(piece)]))
+            head += piece
+        return memoryview(head)
 
     def read_payload(self, span: Span, progress: Callable[[Span], None] | None = None) -> Exchange[None]:
         """Fill the span with the bytes that come next, calling `progress` whenever some have arrived."""
@@ -143,7 +159,7 @@ class _FrameReader:
         have = self._end - self._start
         if have >= length:
             return True
-        if self._start and self._start + length > len(self._buffer) or not have:
+        if (self._start and self._start + length > len(self._buffer)) or not have:
             self._buffer[:have] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, have
         while self._end - self._start < length:
@@ -161,8 +177,10 @@ class ServerConnection:
 
     def __init__(self, *, max_body_bytes: int, max_payload_bytes: int) -> None:
         self.state = State.HELLO
-        self._reader = _FrameReader(max_body_bytes, max_payload_bytes)
-        self._request: Received | None = None
+        self._max_body_bytes = max_body_bytes
+        self._reader = _FrameReader(min(max_body_bytes, MAX_HELLO_BYTES), max_payload_bytes)
+        self._request_id = 0
+        self._reply_kind: type[Reply] | None = None
         self.payload_left = 0
 
     def receive(self) -> Exchange[Received | None]:
@@ -172,39 +190,41 @@ class ServerConnection:
             ProtocolError: no request, not one that may come now, or it has a payload where none belongs.
         """
         assert self.state in (State.HELLO, State.READY)
-        received = yield from self._reader.read_head()
-        if received is None:
+        frame = yield from self._reader.read_head()
+        if frame is None:
             self.state = State.CLOSED
             return None
+        header, body = frame
         # Known from here on, so that an error reply can name the request that it answers.
-        self._request = received
-        message = received.message
-        if type(message) not in REPLIES:
-            raise ProtocolError(f"a client may not send {type(message).__name__}")
-        if (type(message) is Hello) != (self.state is State.HELLO):
-            raise ProtocolError(f"{type(message).__name__} may not come now: a connection begins with one Hello")
+        self._request_id = header.request_id
+        kind = KINDS[header.kind]
+        # Refused before it is decoded: whatever is in it, nobody wants it.
+        if kind not in REPLIES:
+            raise ProtocolError(f"a client may not send {kind.__name__}")
+        if (kind is Hello) != (self.state is State.HELLO):
+            raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
+        message = cast(Request, decode_body(header.kind, body))
+        payload_bytes = header.payload_bytes
         if isinstance(message, Put):
             expected = _put_payload_bytes(message)
-            if received.payload_bytes != expected:
-                raise ProtocolError(
-                    f"a Put with {received.payload_bytes} bytes of payload, its sizes add up to {expected}"
-                )
-        elif received.payload_bytes:
-            raise ProtocolError(
-                f"{type(message).__name__} has no payload, but {received.payload_bytes} bytes come with it"
-            )
-        self.payload_left = received.payload_bytes
-        self.state = State.PAYLOAD if received.payload_bytes else State.REPLYING
-        return received
+            if payload_bytes != expected:
+                raise ProtocolError(f"a Put with {payload_bytes} bytes of payload, its sizes add up to {expected}")
+        elif payload_bytes:
+            raise ProtocolError(f"{kind.__name__} has no payload, but {payload_bytes} bytes come with it")
+        self._reader.max_body_bytes = self._max_body_bytes
+        self._reply_kind = REPLIES[type(message)]
+        self.payload_left = payload_bytes
+        self.state = State.PAYLOAD if payload_bytes else State.REPLYING
+        return Received(message, header.request_id, payload_bytes, header.deadline_us)
 
     def read_payload(self, views: Sequence[memoryview]) -> Exchange[None]:
-        """Receive the whole payload into these views."""
-        assert self.state is State.PAYLOAD
+        """Receive the whole payload into these views. A Put of no blocks has none, and this does nothing then."""
         span = Span(views)
 
         def progress(span: Span) -> None:
             self.payload_left = span.remaining
 
+        assert self.state is (State.PAYLOAD if span.remaining else State.REPLYING)
         assert span.remaining == self.payload_left
         yield from self._reader.read_payload(span, progress)
         self.state = State.REPLYING
@@ -219,24 +239,23 @@ class ServerConnection:
     def reply(self, message: Reply, payload: Sequence[memoryview] = ()) -> Exchange[None]:
         """Send the reply to the last request, header and payload in one go."""
         assert self.state is State.REPLYING
-        assert self._request is not None
-        head = encode_head(message, request_id=self._request.request_id, payload_bytes=sum(map(len, payload)))
+        assert type(message) in (self._reply_kind, ErrorReply)
+        head = encode_head(message, request_id=self._request_id, payload_bytes=sum(map(len, payload)))
         yield Send([memoryview(head), *payload])
-        self._request = None
+        self._request_id = 0
         self.state = State.READY
 
     def reply_fatal(self, error: InfiniStoreException) -> Exchange[None]:
         """Send an error that ends the connection."""
-        request_id = self._request.request_id if self._request is not None else 0
         self.state = State.CLOSED
-        head = encode_head(ErrorReply(error.code, _message(error), fatal=True), request_id=request_id)
+        head = encode_head(ErrorReply(error.code, _message(error), fatal=True), request_id=self._request_id)
         yield Send([memoryview(head)])
 
 
 class ClientConnection:
     """The client's end: one request at a time, `request` and then, if the reply has one, `read_payload`."""
 
-    def __init__(self, *, max_body_bytes: int = 2**31) -> None:
+    def __init__(self, *, max_body_bytes: int = MAX_REPLY_BODY_BYTES) -> None:
         self.state = State.HELLO
         self._reader = _FrameReader(max_body_bytes, 2**63)
         self._next_id = 1
@@ -269,31 +288,44 @@ class ClientConnection:
             for group in groups:
                 yield Send(group)
         except StoreUnavailable as broken:
+            self.state = State.CLOSED
             # A server that refuses a payload says why before it closes.
-            with suppress(ProtocolError, StoreUnavailable):
-                yield from self._read_reply(message, request_id)
-            raise broken from None
+            raise (yield from self._read_refusal()) or broken from None
         self.state = State.REPLYING
         return (yield from self._read_reply(message, request_id))
 
+    def _read_refusal(self) -> Exchange[InfiniStoreException | None]:
+        """Return the error that the server has sent before the connection broke, if it has sent one."""
+        with suppress(ProtocolError, StoreUnavailable):
+            frame = yield from self._reader.read_head()
+            if frame is not None and KINDS[frame[0].kind] is ErrorReply:
+                reply = decode_body(frame[0].kind, frame[1])
+                assert isinstance(reply, ErrorReply)
+                return error_from_code(reply.code, reply.message)
+        return None
+
     def _read_reply(self, request: Request, request_id: int) -> Exchange[Reply]:
-        received = yield from self._reader.read_head()
-        if received is None:
+        frame = yield from self._reader.read_head()
+        if frame is None:
             self.state = State.CLOSED
             raise StoreUnavailable("the server closed the connection instead of replying")
-        reply = received.message
+        header, body = frame
+        kind = KINDS[header.kind]
+        if kind not in (REPLIES[type(request)], ErrorReply):
+            raise ProtocolError(f"{kind.__name__} is no reply to {type(request).__name__}")
+        reply = cast(Reply, decode_body(header.kind, body))
+        fatal = isinstance(reply, ErrorReply) and reply.fatal
+        # A fatal error may be about the connection, or about a request that the server could not read.
+        if header.request_id != request_id and not fatal:
+            raise ProtocolError(f"a reply to request {header.request_id} where one to {request_id} belongs")
+        expected = _get_payload_bytes(reply) if isinstance(reply, GetReply) else 0
+        if header.payload_bytes != expected:
+            raise ProtocolError(f"{kind.__name__} with {header.payload_bytes} bytes of payload instead of {expected}")
         if isinstance(reply, ErrorReply):
-            unfinished = self.state is not State.REPLYING
-            self.state = State.CLOSED if reply.fatal or unfinished else State.READY
+            self.state = State.CLOSED if fatal else State.READY
             raise error_from_code(reply.code, reply.message)
-        if received.request_id != request_id or type(reply) is not REPLIES[type(request)]:
-            raise ProtocolError(
-                f"{type(reply).__name__} (request {received.request_id}) is no reply to request {request_id}"
-            )
-        if received.payload_bytes and not isinstance(reply, GetReply):
-            raise ProtocolError(f"{type(reply).__name__} with a payload")
-        self._payload_left = received.payload_bytes
-        self.state = State.PAYLOAD if received.payload_bytes else State.READY
+        self._payload_left = expected
+        self.state = State.PAYLOAD if expected else State.READY
         return reply
 
     @property
@@ -322,6 +354,11 @@ def _put_payload_bytes(put: Put) -> int:
     if len(put.sizes) != len(put.keys):
         raise ProtocolError(f"a Put of {len(put.keys)} keys and {len(put.sizes)} sizes")
     return sum(put.sizes) + (8 * len(put.keys) if put.checksums else 0)
+
+
+def _get_payload_bytes(reply: GetReply) -> int:
+    """How long the payload of this GetReply must be."""
+    return sum(size for size in reply.sizes if size != MISSING)
 
 
 def _message(error: InfiniStoreException) -> str:

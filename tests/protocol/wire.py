@@ -1,0 +1,85 @@
+"""A connection without a network: runs exchanges over bytes in memory."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import cycle
+from typing import TypeVar
+
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.codec import encode_head
+from infinistore.protocol.connection import CHUNK_BYTES, READ_AHEAD_BYTES, Exchange, Receive, Send
+from infinistore.protocol.messages import Message
+from infinistore.protocol.span import MAX_VIEWS
+
+__all__ = ["Wire", "frame"]
+
+_T = TypeVar("_T")
+
+
+def frame(message: Message, payload: bytes = b"", *, request_id: int = 1, announced: int | None = None) -> bytes:
+    """One whole frame. `announced`: what the header says of the payload's length, if that is not the truth."""
+    payload_bytes = len(payload) if announced is None else announced
+    return encode_head(message, request_id=request_id, payload_bytes=payload_bytes) + payload
+
+
+class Wire:
+    """What one end sees: `incoming` arrives in `pieces` (byte counts, over and over), `sent` is what it has sent.
+
+    `sends_until_broken`: how many sends succeed before the connection breaks. What has arrived can still be read.
+    """
+
+    def __init__(
+        self, incoming: bytes = b"", pieces: Iterable[int] = (2**30,), *, sends_until_broken: int | None = None
+    ) -> None:
+        self.incoming = bytearray(incoming)
+        self.sent = bytearray()
+        self._pieces = cycle(pieces)
+        self._sends_left = sends_until_broken
+
+    def run(self, exchange: Exchange[_T]) -> _T:
+        """Run an exchange to its end, and return what it returns."""
+        try:
+            effect = next(exchange)
+            while True:
+                try:
+                    count = 0
+                    if isinstance(effect, Receive):
+                        count = self._receive(effect.views)
+                    elif isinstance(effect, Send):
+                        self._send(effect.views)
+                except StoreUnavailable as error:
+                    effect = exchange.throw(error)
+                else:
+                    effect = exchange.send(count)
+        except StopIteration as stop:
+            result: _T = stop.value
+            return result
+
+    def give_up(self, exchange: Exchange[object], receives: int) -> None:
+        """Run an exchange that only receives for so many receives, and drop it there, as a cancelled driver does."""
+        with suppress(StopIteration):
+            effect = next(exchange)
+            for _ in range(receives):
+                assert isinstance(effect, Receive)
+                effect = exchange.send(self._receive(effect.views))
+        exchange.close()
+
+    def _receive(self, views: Sequence[memoryview]) -> int:
+        room = sum(map(len, views))
+        assert 0 < room <= max(CHUNK_BYTES, READ_AHEAD_BYTES)  # never asked for nothing, never for too much
+        assert len(views) <= MAX_VIEWS
+        count = moved = min(room, next(self._pieces), len(self.incoming))
+        for view in views:
+            part = self.incoming[: min(len(view), count)]
+            view[: len(part)] = part
+            del self.incoming[: len(part)]
+            count -= len(part)
+        return moved
+
+    def _send(self, views: Sequence[memoryview]) -> None:
+        if self._sends_left is not None:
+            if not self._sends_left:
+                raise StoreUnavailable("the connection broke: broken pipe")
+            self._sends_left -= 1
+        for view in views:
+            self.sent += view
