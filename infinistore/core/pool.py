@@ -7,7 +7,7 @@ Promises: `used_bytes` is the sum of the footprints of all extents handed out, a
 nothing. Leaves to others: who may use an extent and for how long (the store), and making arenas (the server).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import add, itemgetter
@@ -35,7 +35,7 @@ class Pool:
         """The usable length of the longest arena. No block can be larger, because none spans two arenas."""
         self.used_bytes = 0
         """The sum of the footprints of the extents that are taken."""
-        self.footprint: Callable[[int], int] = lru_cache(maxsize=4096)(allocator.footprint)
+        self.footprint = lru_cache(maxsize=4096)(allocator.footprint)
         """footprint(size_bytes) -> bytes of pool that a block of that size takes. Cached: stores see few sizes."""
 
     def add_arena(self, arena: Arena) -> None:
@@ -43,6 +43,7 @@ class Pool:
         if arena.index != len(self.arenas):
             raise ValueError(f"the next arena of this pool must have index {len(self.arenas)}, not {arena.index}")
         self.allocator.add_arena(arena.index, arena.length)
+        self.footprint.cache_clear()  # a strategy may choose its sizes when it sees the first arena
         self.arenas.append(arena)
         capacity_bytes = self.allocator.statistics().capacity_bytes
         self.largest_arena_bytes = max(self.largest_arena_bytes, capacity_bytes - self.capacity_bytes)

@@ -165,8 +165,8 @@ class StoreCore:
         if len(set(keys)) != blocks:
             raise ValueError(f"a key may be in a put only once, and this one is there twice: {_duplicate(keys)!r:.80}")
         hashes = repeat(NO_CHECKSUM) if checksums is None else checksums
-        columns = zip(*reservation.extents, strict=True)
-        entries: list[Entry] = list(zip(*columns, hashes, strict=False)) if blocks else []
+        places = zip(reservation.extents, hashes, strict=False)  # without checksums, hashes have no end
+        entries = [(arena, offset, length, checksum) for (arena, offset, length), checksum in places]
         self._close_reservation(reservation, "committed")
         if self._index.disjoint(keys):
             self._index.insert(keys, entries)
@@ -337,7 +337,7 @@ class StoreCore:
     def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
         """Return up to `limit` keys that begin with `prefix` and come after `after`, in code point order.
 
-        Looks at every key in the store: about 0.1 s for a million. For people and tools, not for the hot path.
+        Looks at every key in the store: about 0.2 s for a million. For people and tools, not for the hot path.
         """
         found: Iterable[str] = filter(after.__lt__, self._index) if after else self._index
         if prefix:

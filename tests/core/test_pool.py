@@ -100,6 +100,17 @@ def test_arenas_are_added_in_order() -> None:
     arena.close()
 
 
+def test_footprints_that_depend_on_the_first_arena_are_not_remembered_from_before_it() -> None:
+    pool = Pool(make_allocator("slab"))
+    before = pool.footprint(65)
+    pool.add_arena(create_arena(0, 1 << 20))
+    assert pool.footprint(65) == pool.allocator.footprint(65)
+    extents = pool.allocate([65, before])
+    assert extents is not None
+    assert pool.used_bytes == pool.statistics().used_bytes
+    pool.close()
+
+
 def test_capacity_is_what_the_allocator_can_use() -> None:
     pool = Pool(make_allocator("first-fit", unit_bytes=3 * 1024 - 3 * 1024 % 64))
     pool.add_arena(create_arena(0, 4096))
