@@ -2,10 +2,10 @@
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.eviction import EvictionCause
 from infinistore.core.index import NO_CHECKSUM, Entry
 from infinistore.core.limits import CoreLimits, Watermarks, check_keys
 from infinistore.core.pool import Pool
+from infinistore.core.room import EvictionCause
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
 from infinistore.core.store import StoreCore
 

@@ -34,18 +34,17 @@ import xxhash
 
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.eviction import EvictionCause, Room
 from infinistore.core.holds import Holds
 from infinistore.core.index import NO_CHECKSUM, Entry, Index
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
+from infinistore.core.room import EvictionCause, Room
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
-from infinistore.errors import LimitExceeded, UnknownReservation, ValueTooLarge
+from infinistore.errors import LimitExceeded, UnknownReservation
 
 __all__ = ["StoreCore"]
 
-_EXTENT = itemgetter(0, 1, 2)
 _LENGTH = itemgetter(2)
 
 
@@ -74,7 +73,6 @@ class StoreCore:
         self._pins = PinTable(pool.footprint)  # by leases and holds
         self._held = PinTable(pool.footprint)  # by holds alone
         self._holds = Holds(random or random_module.SystemRandom())
-        self._condemned: set[Entry] = set()  # pinned, but no longer in the index
         self._clients: set[Client] = set()
         self._room = Room(pool, self._index, self._pins, watermarks or Watermarks())
         self._room.growable_bytes = growable_bytes
@@ -126,8 +124,7 @@ class StoreCore:
         self._check_open(client)
         self.expire_holds()
         self.limits.check_batch(len(sizes))
-        if sizes:
-            self._check_sizes(min(sizes), max(sizes))
+        self._room.check_sizes(sizes, self.limits.max_value_bytes)
         footprint_bytes = self.pool.footprints(sizes)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         extents = self._room.reserve(sizes, footprint_bytes)
@@ -171,7 +168,7 @@ class StoreCore:
         if self._index.disjoint(keys):
             self._index.insert(keys, entries)
         elif replace:
-            self._drop(self._index.remove_many(keys))
+            self._room.drop(self._index.remove_many(keys))
             self._index.insert(keys, entries)
         else:
             entries = self._insert_missing(reservation, keys, entries)
@@ -302,7 +299,7 @@ class StoreCore:
         """Remove keys, and return how many were there. LimitExceeded: too many keys."""
         self.limits.check_batch(len(keys))
         entries = self._index.remove_many(keys)
-        self._drop(entries)
+        self._room.drop(entries)
         self._counters["deleted"] += len(entries)
         return len(entries)
 
@@ -310,7 +307,7 @@ class StoreCore:
         """Remove every key, or the coldest `max_keys` of them; return how many. About 1 us each."""
         count = len(self._index) if max_keys is None else min(max_keys, len(self._index))
         entries = [self._index.pop_item(False)[1] for _ in range(count)]
-        self._drop(entries)
+        self._room.drop(entries)
         self._counters["deleted"] += count
         return count
 
@@ -354,7 +351,7 @@ class StoreCore:
             return True
         if xxhash.xxh3_64_intdigest(self.pool.view(entry[:3])) == entry[3]:
             return True
-        self._drop(self._index.remove_many([key]))
+        self._room.drop(self._index.remove_many([key]))
         self._counters["checksum_drops"] += 1
         return False
 
@@ -370,7 +367,7 @@ class StoreCore:
             reserved_bytes=self._room.reserved_bytes,
             pinned_bytes=self._pins.bytes,
             held_bytes=self._held.bytes,
-            condemned_bytes=self.pool.footprints(list(map(_LENGTH, self._condemned))),
+            condemned_bytes=self.pool.footprints(list(map(_LENGTH, self._room.condemned))),
             quarantined_bytes=sum(client.pinned_bytes for client in quarantined),
             keys=len(self._index),
             clients=len(self._clients),
@@ -433,25 +430,10 @@ class StoreCore:
 
     # Pins and room
 
-    def _drop(self, entries: list[Entry]) -> None:
-        """Free blocks that have lost their key: now, or with their last pin."""
-        pinned = self._pins.counts
-        if pinned and not pinned.keys().isdisjoint(entries):
-            self._condemned.update(entry for entry in entries if entry in pinned)
-            entries = [entry for entry in entries if entry not in pinned]
-        self.pool.free(list(map(_EXTENT, entries)))
-
-    def _unpin(self, entries: Sequence[Entry], footprint_bytes: int) -> None:
-        ended = self._pins.remove(entries, footprint_bytes)
-        if self._condemned and not self._condemned.isdisjoint(ended):
-            gone = [entry for entry in ended if entry in self._condemned]
-            self._condemned.difference_update(gone)
-            self.pool.free(list(map(_EXTENT, gone)))
-
     def _unhold(self, entries: list[Entry]) -> None:
         footprint_bytes = self._pins.footprint(entries)
         self._held.remove(entries, footprint_bytes)
-        self._unpin(entries, footprint_bytes)
+        self._room.unpin(entries, footprint_bytes)
 
     def _insert_missing(self, reservation: Reservation, keys: Sequence[str], entries: list[Entry]) -> list[Entry]:
         """Insert the keys of a batch that are not there, touch all of it, and give back the room of the others.
@@ -482,28 +464,13 @@ class StoreCore:
             lease.released = True
             lease.client.leased_bytes -= lease.footprint_bytes
             lease.client.leases.discard(lease)
-            self._unpin(lease.pinned, lease.footprint_bytes)
+            self._room.unpin(lease.pinned, lease.footprint_bytes)
 
     # Checks
 
     def _check_open(self, client: Client) -> None:
         if client.state != "open":
             raise ValueError(f"client {client.name!r} is {client.state}")
-
-    def _check_sizes(self, smallest: int, largest: int) -> None:
-        if smallest <= 0:
-            raise ValueError(f"a value must have at least one byte, not {smallest}")
-        if self.limits.max_value_bytes is not None and largest > self.limits.max_value_bytes:
-            raise ValueTooLarge(
-                f"a value of {largest} bytes is above the limit max_value_bytes={self.limits.max_value_bytes}"
-            )
-        # No block spans two arenas, so the largest value is what the largest arena, or one still to come, can place.
-        bound = max(self.pool.largest_arena_bytes, self._room.growable_bytes)
-        if self.pool.footprint(largest) > bound:
-            raise ValueTooLarge(
-                f"a value of {largest} bytes is larger than the pool can ever place ({bound} bytes in one piece);"
-                " split it, or give the server a larger pool"
-            )
 
 
 def _duplicate(keys: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ A million keys take a second to drop. Between two slices of a few milliseconds t
 
 import trio
 
-from infinistore.core.eviction import EvictionCause
+from infinistore.core.room import EvictionCause
 from infinistore.core.store import StoreCore
 
 __all__ = ["evict_in_slices", "purge_in_slices"]

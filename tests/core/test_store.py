@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from infinistore.core import Client, CoreLimits, StoreCore, Watermarks, create_arena
-from infinistore.core.eviction import EXTRA_STEPS
+from infinistore.core.room import EXTRA_STEPS
 from infinistore.errors import LimitExceeded, OutOfMemory, UnknownReservation, ValueTooLarge
 from tests.core.conftest import FakeClock
 

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
-from infinistore.core.eviction import EXTRA_STEPS
+from infinistore.core.room import EXTRA_STEPS
 from infinistore.errors import (
     InfiniStoreException,
     LimitExceeded,

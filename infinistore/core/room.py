@@ -1,5 +1,7 @@
 """Room for new blocks: what goes when the pool is full, how much at once, and when the pool should grow.
 
+A block that loses its key while it is pinned is condemned: it keeps its room until its last pin ends.
+
 Least recently used goes first. A pinned block that is met at the cold end is moved to the warm end: it is in use, so it
 is recent. So each step costs O(1) however many blocks are pinned, and a step is what the bounds below count.
 
@@ -19,7 +21,7 @@ from infinistore.core.index import Entry, Index
 from infinistore.core.limits import Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
-from infinistore.errors import OutOfMemory
+from infinistore.errors import OutOfMemory, ValueTooLarge
 
 __all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "EvictionCause", "Room"]
 
@@ -53,6 +55,8 @@ class Room:
         """A batch had to evict, or was refused, while the pool could still grow."""
         self.on_growth_wanted: Callable[[], object] | None = None
         """Called when `growth_wanted` becomes true."""
+        self.condemned: set[Entry] = set()
+        """Blocks that are pinned but have no key any more."""
         self._pool = pool
         self._index = index
         self._pins = pins
@@ -74,6 +78,39 @@ class Room:
             rounds += 1
         self.reserved_bytes += footprint_bytes
         return extents
+
+    def check_sizes(self, sizes: Sequence[int], max_value_bytes: int | None) -> None:
+        """Raise ValueError for a size of 0 or less, ValueTooLarge for one that can never be placed."""
+        if not sizes:
+            return
+        smallest, largest = min(sizes), max(sizes)
+        if smallest <= 0:
+            raise ValueError(f"a value must have at least one byte, not {smallest}")
+        if max_value_bytes is not None and largest > max_value_bytes:
+            raise ValueTooLarge(f"a value of {largest} bytes is above the limit max_value_bytes={max_value_bytes}")
+        # No block spans two arenas, so the largest value is what the largest arena, or one still to come, can place.
+        bound_bytes = max(self._pool.largest_arena_bytes, self.growable_bytes)
+        if self._pool.footprint(largest) > bound_bytes:
+            raise ValueTooLarge(
+                f"a value of {largest} bytes is larger than the pool can ever place ({bound_bytes} bytes in one piece);"
+                " split it, or give the server a larger pool"
+            )
+
+    def drop(self, entries: list[Entry]) -> None:
+        """Free blocks that have lost their key: now, or with their last pin."""
+        pinned = self._pins.counts
+        if pinned and not pinned.keys().isdisjoint(entries):
+            self.condemned.update(entry for entry in entries if entry in pinned)
+            entries = [entry for entry in entries if entry not in pinned]
+        self._pool.free(list(map(_EXTENT, entries)))
+
+    def unpin(self, entries: Sequence[Entry], footprint_bytes: int) -> None:
+        """Take one pin from each block, and free those that are condemned and have none left."""
+        ended = self._pins.remove(entries, footprint_bytes)
+        if self.condemned and not self.condemned.isdisjoint(ended):
+            gone = [entry for entry in ended if entry in self.condemned]
+            self.condemned.difference_update(gone)
+            self._pool.free(list(map(_EXTENT, gone)))
 
     def evict(self, wanted_bytes: float, cause: EvictionCause, max_steps: int | None = None) -> int:
         """Evict the coldest blocks that are not pinned until `wanted_bytes` of the pool are free again.
