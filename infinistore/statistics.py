@@ -12,7 +12,18 @@ from infinistore.errors import ProtocolError
 from infinistore.protocol.messages import Tree
 from infinistore.transports.spin import SpinStatistics
 
-__all__ = ["ServerStatistics", "Stats", "statistics_from_tree", "statistics_to_tree"]
+__all__ = [
+    "LATENCY_BOUNDS_S",
+    "ArenaStatistics",
+    "ClientStatistics",
+    "OperationStatistics",
+    "PrefixStatistics",
+    "ServerDetails",
+    "ServerStatistics",
+    "Stats",
+    "statistics_from_tree",
+    "statistics_to_tree",
+]
 
 
 @attrs.frozen
@@ -31,6 +42,72 @@ class ServerStatistics:
     sent_bytes: int
     spin: SpinStatistics
     """What waiting awake for quick clients took, and how often it paid."""
+
+
+@attrs.frozen
+class OperationStatistics:
+    """One kind of request over one transport, with one outcome ("ok", or the name of an error)."""
+
+    kind: str
+    transport: str
+    outcome: str
+    count: int
+    payload_bytes: int
+    latency_sum_s: float
+    latency_counts: list[int]
+    """How many took at most as long as the bounds in `LATENCY_BOUNDS_S`, each counted once, and last those that took
+    longer. From the request's head to its reply having left."""
+
+
+@attrs.frozen
+class ClientStatistics:
+    """One connection that is open. Bytes are payload only; `pinned_bytes` are leased and reserved."""
+
+    name: str
+    transport: str
+    connected_s: float
+    requests: int
+    errors: int
+    received_bytes: int
+    sent_bytes: int
+    pinned_bytes: int
+
+
+@attrs.frozen
+class ArenaStatistics:
+    """One arena: how full each of its parts is, first to last, all of the same length; 0.0 to 1.0."""
+
+    index: int
+    length_bytes: int
+    used_bytes: int
+    fill: list[float]
+
+
+@attrs.frozen
+class PrefixStatistics:
+    """Keys that begin alike, up to the separator: estimated from a sample."""
+
+    prefix: str
+    keys: int
+    payload_bytes: int
+
+
+@attrs.frozen
+class ServerDetails:
+    """What only an operator wants to see, and what costs more to gather."""
+
+    operations: list[OperationStatistics]
+    clients: list[ClientStatistics]
+    arenas: list[ArenaStatistics]
+    prefixes: list[PrefixStatistics]
+    state: str
+    """"serving" or "draining"."""
+
+
+LATENCY_BOUNDS_S = (
+    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+"""The upper bounds of the latency histograms, in seconds."""
 
 
 @attrs.frozen
