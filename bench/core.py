@@ -26,7 +26,8 @@ from itertools import cycle
 from pathlib import Path
 
 from infinistore.allocators import create_allocator
-from infinistore.core import Client, Pool, StoreCore, Watermarks, check_keys, create_arena
+from infinistore.core import Client, Pool, StoreCore, Watermarks, create_arena
+from infinistore.keys import check_keys
 from rounds import interleaved
 
 KIB, MIB = 1024, 1024 * 1024

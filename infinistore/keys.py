@@ -66,4 +66,6 @@ def _check_lengths(text: str, keys: Sequence[str], max_key_bytes: int) -> None:
         except UnicodeEncodeError:
             raise ValueError(f"key {number} has a lone surrogate, which is not text: {key[:40]!r}") from None
         if length > max_key_bytes:
-            raise ValueError(f"key {number} has {length} bytes; at most {max_key_bytes} are allowed: {key[:40]!r}...")
+            raise ValueError(
+                f"key {number} has {length} bytes; at most {max_key_bytes} are allowed, so hash long keys: {key[:40]!r}..."
+            )

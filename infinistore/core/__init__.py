@@ -3,7 +3,7 @@
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.index import NO_CHECKSUM, Entry
-from infinistore.core.limits import CoreLimits, Watermarks, check_keys
+from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pool import Pool
 from infinistore.core.room import EvictionCause
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
@@ -23,6 +23,5 @@ __all__ = [
     "StoreCore",
     "StoreStatistics",
     "Watermarks",
-    "check_keys",
     "create_arena",
 ]

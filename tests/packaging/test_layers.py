@@ -18,7 +18,7 @@ PUBLIC = {"aio", "blocking", "client", "server"}
 
 MAY_IMPORT = {
     "allocators": {"errors"},
-    "core": {"errors", "allocators"},
+    "core": {"errors", "keys", "allocators"},
     "protocol": {"errors", "keys"},
     "transports": {"errors", "protocol", "core"},
     "server": GROUND | ENGINE,
