@@ -5,6 +5,7 @@ make two system calls where this makes one. The timeout is set again only when i
 milliseconds.
 """
 
+import math
 import socket
 import struct
 import time
@@ -30,7 +31,7 @@ class BlockingSocketStream:
         self.socket = sock
         self.deadline = 0.0
         self._spinner = Spinner(spin_s)
-        self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._timeouts = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}  # a new socket waits for ever
         sock.setblocking(True)
         prepare(sock)
 
@@ -88,9 +89,13 @@ class BlockingSocketStream:
         if left_s <= 0:
             raise TimeoutError
         if abs(left_s - self._timeouts[option]) > _TIMEOUT_SLACK_S:
-            micros = max(1000, int(left_s * 1e6))
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left_s))
             self._timeouts[option] = left_s
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return a time for the kernel, at least a millisecond: 0 would mean for ever."""
+    return _TIMEVAL.pack(*divmod(max(1000, int(seconds * 1e6)), 1_000_000))
 
 
 def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
@@ -104,20 +109,26 @@ def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAUL
         sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
     except TimeoutError:
         raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
         raise cannot_connect(f"{host}:{port}", error) from error
     return BlockingSocketStream(sock, spin_s)
 
 
-def connect_unix(path: str, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
+def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
     """Connect to a Unix socket.
 
     Raises:
         StoreUnavailable: no server listens there.
+        TimeoutError: the deadline has passed.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # A server that accepts nobody lets connect wait, as long as a send may.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline - time.monotonic()))
         sock.connect(path)
+    except BlockingIOError:
+        sock.close()
+        raise TimeoutError from None
     except OSError as error:
         sock.close()
         raise cannot_connect(path, error) from error

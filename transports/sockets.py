@@ -60,7 +60,8 @@ class SocketStream:
             except OSError as error:
                 raise broken(error) from error
             span.advance(sent)
-            await self._spend(sent)
+            self._spend(sent)
+            await self._yield_if_due()
 
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
@@ -69,6 +70,8 @@ class SocketStream:
         def receive() -> int:
             return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
 
+        # Before anything has moved, so that a cancelled receive loses no bytes.
+        await self._yield_if_due()
         while True:
             count: int | None
             try:
@@ -82,7 +85,7 @@ class SocketStream:
                 raise broken(error) from error
             if self._spinner is not None:
                 self._spinner.served(self)
-            await self._spend(count)
+            self._spend(count)
             return count
 
     def _spin(self, receive: Callable[[], int]) -> int | None:
@@ -120,9 +123,12 @@ class SocketStream:
             raise StoreUnavailable("the connection was closed on this side") from None
         self._credit = _YIELD_AFTER_BYTES
 
-    async def _spend(self, count: int) -> None:
-        """Count what was done without waiting; let others run when it is enough."""
+    def _spend(self, count: int) -> None:
+        """Count what was done without waiting."""
         self._credit -= count + _CALL_COST_BYTES
+
+    async def _yield_if_due(self) -> None:
+        """Let others run when enough was done without waiting."""
         if self._credit < 0:
             self._credit = _YIELD_AFTER_BYTES
             await trio.lowlevel.checkpoint()
@@ -136,7 +142,7 @@ async def connect_tcp(host: str, port: int) -> SocketStream:
     """
     try:
         stream = await trio.open_tcp_stream(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
         raise cannot_connect(f"{host}:{port}", error) from error
     return SocketStream(_stdlib_socket(stream.socket))
 
@@ -151,13 +157,13 @@ async def connect_unix(path: str) -> SocketStream:
     try:
         sock.setblocking(False)
         sock.connect(path)  # a Unix socket connects at once, or refuses
+        await trio.lowlevel.checkpoint()
     except OSError as error:
         sock.close()
         raise cannot_connect(path, error) from error
     except BaseException:
         sock.close()
         raise
-    await trio.lowlevel.checkpoint()
     return SocketStream(sock)
 
 
@@ -226,17 +232,17 @@ async def accept(listener: socket.socket, spinner: Spinner | None = None) -> Soc
         trio.ClosedResourceError: the listener was closed.
     """
     while True:
+        await trio.lowlevel.checkpoint()  # while nothing is accepted yet that would be lost
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
             await trio.lowlevel.wait_readable(listener)
         except OSError as error:
-            if error.errno in _LOST_BEFORE_ACCEPT:
-                await trio.lowlevel.checkpoint()
-                continue
-            raise
+            if listener.fileno() == -1:
+                raise trio.ClosedResourceError from error
+            if error.errno not in _LOST_BEFORE_ACCEPT:
+                raise
         else:
-            await trio.lowlevel.checkpoint()
             return SocketStream(sock, spinner)
 
 
@@ -303,7 +309,7 @@ def looks_stale(sock: socket.socket) -> bool:
     return True
 
 
-def cannot_connect(place: str, error: OSError) -> StoreUnavailable:
+def cannot_connect(place: str, error: OSError | UnicodeError) -> StoreUnavailable:
     """Return the error for a server that is not there."""
     return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; is the server running there?")
 
@@ -313,6 +319,6 @@ def broken(error: OSError) -> StoreUnavailable:
     return StoreUnavailable(f"the connection broke: {reason(error)}")
 
 
-def reason(error: OSError) -> str:
+def reason(error: OSError | UnicodeError) -> str:
     """Return what the system says, without the number."""
-    return error.strerror or str(error)
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

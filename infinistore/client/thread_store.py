@@ -122,7 +122,7 @@ class _RemoteThreadStore(BlockingStore):
         address = self._calls.address
         spin_s = self._calls.options.spin_us * 1e-6
         if address.scheme == "unix":
-            stream = connect_unix(address.path, spin_s=spin_s)
+            stream = connect_unix(address.path, deadline, spin_s=spin_s)
         else:
             stream = connect_tcp(address.host, address.port, deadline, spin_s=spin_s)
         stream.deadline = deadline

@@ -1,0 +1,240 @@
+"""Sockets under Trio: nothing is lost, nothing is left open, nobody starves."""
+
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from infinistore.errors import StoreUnavailable
+from infinistore.transports.sockets import SocketStream, accept, connect_tcp, connect_unix, listen_tcp, listen_unix
+
+KIB = 1024
+MIB = 1024 * 1024
+
+
+def pair() -> tuple[SocketStream, SocketStream]:
+    left, right = socket.socketpair()
+    return SocketStream(left), SocketStream(right)
+
+
+def pattern(length: int) -> bytes:
+    return (b"".join(number.to_bytes(4, "little") for number in range(length // 4 + 1)))[:length]
+
+
+async def receive_exactly(stream: SocketStream, length: int) -> bytes:
+    data = bytearray(length)
+    received = 0
+    while received < length:
+        count = await stream.receive_into([memoryview(data)[received:]])
+        assert count
+        received += count
+    return bytes(data)
+
+
+async def test_more_views_than_one_system_call_takes_arrive_in_order() -> None:
+    left, right = pair()
+    data = pattern(64 * KIB)
+    views = [memoryview(data)[start : start + 16] for start in range(0, len(data), 16)]
+    assert len(views) == 4096
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(left.send_all, views)
+        assert await receive_exactly(right, len(data)) == data
+    left.close()
+    right.close()
+
+
+async def test_received_bytes_fill_the_views_from_the_front() -> None:
+    left, right = pair()
+    await left.send_all([memoryview(b"abcdef")])
+    first, second = bytearray(4), bytearray(4)
+    assert await right.receive_into([memoryview(first), memoryview(second)]) == 6
+    assert bytes(first + second) == b"abcdef\0\0"
+    left.close()
+    right.close()
+
+
+async def test_the_end_of_a_stream_is_zero_bytes_after_what_was_sent() -> None:
+    left, right = pair()
+    await left.send_all([memoryview(b"last")])
+    await left.send_eof()
+    assert await receive_exactly(right, 4) == b"last"
+    assert await right.receive_into([memoryview(bytearray(4))]) == 0
+    await right.send_all([memoryview(b"and back")])
+    assert await receive_exactly(left, 8) == b"and back"
+    left.close()
+    right.close()
+
+
+async def test_sending_to_a_peer_that_has_gone_is_an_error() -> None:
+    left, right = pair()
+    right.close()
+    with pytest.raises(StoreUnavailable):
+        await left.send_all([memoryview(bytes(MIB))])
+    left.close()
+
+
+async def test_closing_wakes_who_waits_on_either_side() -> None:
+    left, right = pair()
+    seen: list[object] = []
+
+    async def receive(stream: SocketStream) -> None:
+        try:
+            seen.append(await stream.receive_into([memoryview(bytearray(1))]))
+        except StoreUnavailable:
+            seen.append(StoreUnavailable)
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive, left)
+            nursery.start_soon(receive, right)
+            await trio.testing.wait_all_tasks_blocked()
+            left.close()
+    assert sorted(seen, key=str) == [0, StoreUnavailable]
+    left.close()  # twice does no harm
+    right.close()
+    with pytest.raises(StoreUnavailable):
+        await left.receive_into([memoryview(bytearray(1))])
+    with pytest.raises(StoreUnavailable):
+        await left.send_all([memoryview(b"x")])
+
+
+async def test_a_cancelled_receive_loses_no_bytes() -> None:
+    """Cancelled at any time, what it has not returned is still there for the next one."""
+    left, right = pair()
+    data = pattern(16 * MIB)
+    received = bytearray()
+    cancelled = 0
+
+    async def send() -> None:
+        await left.send_all([memoryview(data)])
+        await left.send_eof()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        buffer = bytearray(64 * KIB)
+        ended = False
+        while not ended:
+            # Cancelled from the start: the first checkpoint raises, and until then bytes may move.
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                while True:
+                    count = await right.receive_into([memoryview(buffer)])
+                    received += buffer[:count]
+                    if not count:
+                        ended = True
+                        break
+            cancelled += scope.cancelled_caught
+            await trio.lowlevel.checkpoint()
+    assert cancelled
+    assert received == data
+    left.close()
+    right.close()
+
+
+async def test_a_busy_stream_lets_others_run() -> None:
+    left, right = pair()
+    others = 0
+    done = False
+
+    async def other() -> None:
+        nonlocal others
+        while not done:
+            others += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        request, reply = memoryview(b"ping"), bytearray(4)
+        for _ in range(1000):  # all of these succeed without waiting
+            await left.send_all([request])
+            await right.receive_into([memoryview(reply)])
+        done = True
+    assert others > 10
+    left.close()
+    right.close()
+
+
+async def test_an_idle_stream_is_stale_when_the_peer_spoke_or_left() -> None:
+    left, right = pair()
+    assert not left.is_stale()
+    await right.send_all([memoryview(b"unasked")])
+    assert left.is_stale()
+    assert await receive_exactly(left, 7) == b"unasked"
+    assert not left.is_stale()
+    right.close()
+    assert left.is_stale()
+    left.close()
+    assert left.is_stale()
+
+
+async def test_cancelling_a_connect_leaves_no_socket_open(tmp_path: Path) -> None:
+    """An open socket that is forgotten is a ResourceWarning, which fails a test here."""
+    listeners = [listen_unix(tmp_path / "socket"), *listen_tcp("127.0.0.1", 0)]
+    port = listeners[1].getsockname()[1]
+    for checkpoints in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_after, nursery, checkpoints)
+            (await connect_unix(str(tmp_path / "socket"))).close()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_after, nursery, checkpoints)
+            (await connect_tcp("127.0.0.1", port)).close()
+    for listener in listeners:
+        listener.close()
+
+
+async def _cancel_after(nursery: trio.Nursery, checkpoints: int) -> None:
+    for _ in range(checkpoints):
+        await trio.lowlevel.checkpoint()
+    nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_an_accept_leaves_no_socket_open(tmp_path: Path) -> None:
+    listener = listen_unix(tmp_path / "socket")
+    client = await connect_unix(str(tmp_path / "socket"))
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        (await accept(listener)).close()
+    if scope.cancelled_caught:  # the connection waits on, or it was closed: the client is not left hanging
+        listener.close()
+        with trio.fail_after(20), suppress(StoreUnavailable):
+            assert await client.receive_into([memoryview(bytearray(1))]) == 0
+    listener.close()
+    client.close()
+
+
+async def test_a_closed_listener_ends_its_accept() -> None:
+    (listener,) = listen_tcp("127.0.0.1", 0)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+
+            async def wait() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await accept(listener)
+
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            trio.lowlevel.notify_closing(listener)
+            listener.close()
+    with pytest.raises(trio.ClosedResourceError):  # the same for who comes later
+        await accept(listener)
+
+
+async def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*is the server running there"):
+            await connect_tcp("127.0.0.1", port)
+    with pytest.raises(StoreUnavailable, match="is the server running there"):
+        await connect_unix(str(tmp_path / "nothing"))
+    with pytest.raises(StoreUnavailable):
+        await connect_unix("/" + "long/" * 50)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "name.invalid", "..", "a..b", "[", "\u2024", "-"])
+async def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
+    with pytest.raises(StoreUnavailable):
+        await connect_tcp(host, 1)
