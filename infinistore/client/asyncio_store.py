@@ -77,25 +77,25 @@ class _RemoteAsyncioStore(AsyncStore):
         self._lookup_slots = _Slots(LOOKUP_CONNECTIONS)
 
     async def connect(self) -> None:
-        deadline_s = self._calls.options.deadline_s
+        attempt = self._calls.attempt()
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._drive(self._calls.first(time.monotonic() + deadline_s))
+            async with asyncio.timeout(self._calls.options.deadline_s):
+                await self._drive(self._calls.first(attempt))
         except TimeoutError:
-            raise self._calls.deadline_exceeded() from None
+            raise self._calls.deadline_exceeded(attempt) from None
 
     def close(self) -> None:
         self._calls.close()
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
         self._calls.check_open()
-        deadline_s = self._calls.options.deadline_s
-        deadline = time.monotonic() + deadline_s
+        attempt = self._calls.attempt(idempotent=idempotent)
+        slots = self._payload_slots if payload else self._lookup_slots
         try:
-            async with asyncio.timeout(deadline_s), self._payload_slots if payload else self._lookup_slots:
-                return await self._drive(self._calls.call(operation, idempotent=idempotent, deadline=deadline))
+            async with asyncio.timeout(self._calls.options.deadline_s), slots:
+                return await self._drive(self._calls.call(operation, attempt))
         except TimeoutError:
-            raise self._calls.deadline_exceeded() from None
+            raise self._calls.deadline_exceeded(attempt) from None
 
     async def _drive(self, call: Call[_T]) -> _T:
         """Run a call. A broken stream is raised inside it, so that it can try again."""

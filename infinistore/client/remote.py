@@ -2,12 +2,16 @@
 
 A call is a generator, like the exchanges inside it. Besides bytes to move it asks its driver to connect, to use a
 connection that is there, and to wait. When the driver drops it (a cancelled task, a deadline), what it held is closed.
+How far it came stays in its `Attempt`, so that the error of a deadline can tell.
 """
 
+import enum
 import random
 import socket
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import attrs
 
 from infinistore.client.address import Address
 from infinistore.client.fork import FORKED, let_go_in_child
@@ -18,7 +22,7 @@ from infinistore.client.options import Options
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.protocol.connection import Pause, Receive, Send
 
-__all__ = ["Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
+__all__ = ["Attempt", "Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
 
 _T = TypeVar("_T")
 LOOKUP_CONNECTIONS = 2
@@ -26,6 +30,22 @@ LOOKUP_CONNECTIONS = 2
 _OUTCOME_UNKNOWN = (
     "it is not known whether the request was carried out: ask the store, or do it again if that does no harm"
 )
+
+
+class _Stage(enum.Enum):
+    WAITING = enum.auto()  # for other calls to finish
+    CONNECTING = enum.auto()
+    ASKING = enum.auto()  # from here on, the server may have heard of it
+
+
+@attrs.define
+class Attempt:
+    """One call of a method: until when, whether it may be tried again, and how far it has come."""
+
+    deadline: float
+    idempotent: bool = True
+    stage: _Stage = _Stage.WAITING
+    probe: int = 0
 
 
 class ClientStream(Protocol):
@@ -75,31 +95,41 @@ class RemoteCalls(Generic[_Stream]):
         self._closed = ""
         let_go_in_child(self)
 
-    def first(self, deadline: float) -> Call[None]:
+    def attempt(self, *, idempotent: bool = True) -> Attempt:
+        """Begin a call: its time runs from now on."""
+        return Attempt(self._clock() + self.options.deadline_s, idempotent)
+
+    def first(self, attempt: Attempt) -> Call[None]:
         """Make the first connection, without retries: a wrong address or token is known at once."""
-        link = yield from self._connect(deadline)
+        attempt.stage = _Stage.CONNECTING
+        link = yield from self._connect(attempt.deadline)
         self._give_back(link)
 
-    def call(self, operation: Operation[_T], *, idempotent: bool, deadline: float) -> Call[_T]:
-        """Carry out an operation; what is idempotent is tried again, until `deadline` on the clock.
+    def call(self, operation: Operation[_T], attempt: Attempt) -> Call[_T]:
+        """Carry out an operation; what is idempotent is tried again, until the deadline.
 
         What is not is tried again only if nothing of it was sent.
         """
         while True:
             self.check_open()
-            self._health.check()
+            attempt.probe = self._health.check()
+            attempt.stage = _Stage.CONNECTING
             link: Link[_Stream] | None = None
             try:
-                link = yield from self._take(deadline)
+                link = yield from self._take(attempt.deadline)
+                attempt.stage = _Stage.ASKING
                 result = yield from operation(link.operations)
             except StoreUnavailable as error:
-                delay_s = self._health.failed(error)
-                if link is not None and not idempotent:
+                delay_s = self._failed(error, attempt)
+                if link is not None and not attempt.idempotent:
                     raise StoreUnavailable(f"{error}; {_OUTCOME_UNKNOWN}") from error
-                if delay_s is None or self._clock() + delay_s >= deadline:
+                if delay_s is None or self._clock() + delay_s >= attempt.deadline:
                     raise
             except InfiniStoreException:
                 self._health.succeeded()  # an answer is an answer
+                raise
+            except BaseException:  # cancelled, late, or asked for something that cannot be asked for
+                self._health.dropped(attempt.probe)
                 raise
             else:
                 self._health.succeeded()
@@ -109,17 +139,30 @@ class RemoteCalls(Generic[_Stream]):
                     self._give_back(link)
             yield Sleep(delay_s)
 
-    def deadline_exceeded(self) -> DeadlineExceeded:
-        """Note that a call got no answer in time, and return the error to raise."""
-        error = DeadlineExceeded(f"no answer from {self.address} within {self.options.deadline_s:g} s")
-        self._health.failed(error)
+    def deadline_exceeded(self, attempt: Attempt) -> DeadlineExceeded:
+        """Note that a call did not finish in time, and return the error to raise."""
+        within = f"within {self.options.deadline_s:g} s"
+        if attempt.stage is _Stage.WAITING:  # which says nothing about the server
+            return DeadlineExceeded(
+                f"no connection of this store came free {within}; make fewer calls at a time, or raise max_connections"
+            )
+        if attempt.stage is _Stage.CONNECTING:
+            error = DeadlineExceeded(f"no connection to {self.address} {within}")
+        else:
+            unknown = "" if attempt.idempotent else f"; {_OUTCOME_UNKNOWN}"
+            error = DeadlineExceeded(f"no answer from {self.address} {within}{unknown}")
+        self._failed(error, attempt)
         return error
+
+    def _failed(self, error: Exception, attempt: Attempt) -> float | None:
+        # The other connections are to the same server: each that is as dead would cost another call its deadline.
+        self._close_idle()
+        return self._health.failed(error, attempt.probe)
 
     def close(self) -> None:
         """Close the connections that nobody uses; the others are closed when their calls are done."""
         self._closed = self._closed or "this store is closed; open another one"
-        while self._idle:
-            self._close(self._idle.pop())
+        self._close_idle()
 
     def let_go(self) -> None:
         """In a forked child: close the copies of the descriptors, whoever used them in the parent."""
@@ -128,11 +171,7 @@ class RemoteCalls(Generic[_Stream]):
             stream.socket.close()
 
     def _take(self, deadline: float) -> Call[Link[_Stream]]:
-        while self._idle:
-            try:
-                link = self._idle.pop()
-            except IndexError:  # another thread was quicker
-                break
+        while (link := self._next_idle()) is not None:
             if not link.stream.is_stale():
                 link.deadline = deadline
                 yield Use(link.stream)
@@ -153,9 +192,21 @@ class RemoteCalls(Generic[_Stream]):
         return link
 
     def _give_back(self, link: Link[_Stream]) -> None:
-        if link.usable and not self._closed:
+        if link.usable:
             self._idle.append(link)
         else:
+            self._close(link)
+        if self._closed:  # looked at last: another thread may be closing the store
+            self._close_idle()
+
+    def _next_idle(self) -> Link[_Stream] | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _close_idle(self) -> None:
+        while (link := self._next_idle()) is not None:
             self._close(link)
 
     def _path(self) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from infinistore.client.blocking_store import BlockingStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
-from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
+from infinistore.client.remote import LOOKUP_CONNECTIONS, Attempt, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Receive, Send
 from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
@@ -70,25 +70,24 @@ class _RemoteThreadStore(BlockingStore):
         self._lookup_slots = threading.BoundedSemaphore(LOOKUP_CONNECTIONS)
 
     def connect(self) -> None:
-        deadline = time.monotonic() + self._calls.options.deadline_s
-        self._drive(self._calls.first(deadline), deadline)
+        attempt = self._calls.attempt()
+        self._drive(self._calls.first(attempt), attempt)
 
     def close(self) -> None:
         self._calls.close()
 
     def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
         self._calls.check_open()
-        deadline_s = self._calls.options.deadline_s
-        deadline = time.monotonic() + deadline_s
+        attempt = self._calls.attempt(idempotent=idempotent)
         slots = self._payload_slots if payload else self._lookup_slots
-        if not slots.acquire(timeout=deadline_s):
-            raise self._calls.deadline_exceeded()
+        if not slots.acquire(timeout=self._calls.options.deadline_s):
+            raise self._calls.deadline_exceeded(attempt)
         try:
-            return self._drive(self._calls.call(operation, idempotent=idempotent, deadline=deadline), deadline)
+            return self._drive(self._calls.call(operation, attempt), attempt)
         finally:
             slots.release()
 
-    def _drive(self, call: Call[_T], deadline: float) -> _T:
+    def _drive(self, call: Call[_T], attempt: Attempt) -> _T:
         """Run a call. A broken stream is raised inside it, so that it can try again."""
         stream: Any = None  # a call asks for one before it moves bytes
         result: Any = None
@@ -101,10 +100,10 @@ class _RemoteThreadStore(BlockingStore):
                     elif isinstance(effect, Send):
                         stream.send_all(effect.views)
                     elif isinstance(effect, Connect):
-                        result = stream = self._connect(deadline)
+                        result = stream = self._connect(attempt.deadline)
                     elif isinstance(effect, Use):
                         stream = effect.stream
-                        stream.deadline = deadline
+                        stream.deadline = attempt.deadline
                     elif isinstance(effect, Sleep):
                         time.sleep(effect.seconds)
                 except StoreUnavailable as error:
@@ -114,7 +113,7 @@ class _RemoteThreadStore(BlockingStore):
         except StopIteration as stop:
             return cast("_T", stop.value)
         except TimeoutError:
-            raise self._calls.deadline_exceeded() from None
+            raise self._calls.deadline_exceeded(attempt) from None
         finally:
             call.close()
 

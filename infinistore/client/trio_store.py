@@ -94,21 +94,21 @@ class _RemoteTrioStore(AsyncStore):
         self._lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
 
     async def connect(self) -> None:
-        deadline = trio.current_time() + self._calls.options.deadline_s
-        with trio.CancelScope(deadline=deadline):
-            return await self._drive(self._calls.first(deadline))
-        raise self._calls.deadline_exceeded()
+        attempt = self._calls.attempt()
+        with trio.CancelScope(deadline=attempt.deadline):
+            return await self._drive(self._calls.first(attempt))
+        raise self._calls.deadline_exceeded(attempt)
 
     def close(self) -> None:
         self._calls.close()
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
         self._calls.check_open()
-        deadline = trio.current_time() + self._calls.options.deadline_s
-        with trio.CancelScope(deadline=deadline):
+        attempt = self._calls.attempt(idempotent=idempotent)
+        with trio.CancelScope(deadline=attempt.deadline):
             async with self._payload_slots if payload else self._lookup_slots:
-                return await self._drive(self._calls.call(operation, idempotent=idempotent, deadline=deadline))
-        raise self._calls.deadline_exceeded()
+                return await self._drive(self._calls.call(operation, attempt))
+        raise self._calls.deadline_exceeded(attempt)
 
     async def _drive(self, call: Call[_T]) -> _T:
         """Run a call. A broken stream is raised inside it, so that it can try again."""

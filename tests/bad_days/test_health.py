@@ -1,0 +1,259 @@
+"""The circuit breaker, with a clock that the test turns: when a server is tried, and when it is left alone."""
+
+import random
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore.client.health import Health
+from infinistore.errors import StoreUnavailable
+
+FAILURES_TO_OPEN = 5
+LONGEST_PAUSE_S = 15.0
+BROKEN = StoreUnavailable("the connection broke")
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class NoSpread(random.Random):
+    """Always the longest pause of those that could be drawn."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def health(clock: Clock) -> Health:
+    return Health(clock, NoSpread())
+
+
+def is_open(health: Health) -> bool:
+    """Whether calls are kept away. Only for a circuit whose pause is not over: this would be the probe."""
+    try:
+        health.check()
+    except StoreUnavailable:
+        return True
+    return False
+
+
+def open_circuit(health: Health) -> None:
+    for _ in range(FAILURES_TO_OPEN):
+        health.failed(BROKEN)
+
+
+def pause_of(health: Health, clock: Clock) -> float:
+    """Wait, in steps of 1/8 s, until a probe is let through; return how long that took. The probe is dropped."""
+    start = clock.now
+    while is_open(health):
+        clock.now += 0.125
+        assert clock.now - start < 100
+    return clock.now - start
+
+
+def test_waits_grow_until_five_failures_in_a_row_open_the_circuit(health: Health) -> None:
+    delays = [health.failed(BROKEN) for _ in range(FAILURES_TO_OPEN)]
+    assert delays == [0.02, 0.04, 0.08, 0.16, None]
+    with pytest.raises(StoreUnavailable, match=r"the connection broke \(not tried again for another 1\.0 s\)"):
+        health.check()
+
+
+def test_an_answer_between_failures_keeps_the_circuit_closed(health: Health) -> None:
+    for _ in range(10):
+        for _ in range(FAILURES_TO_OPEN - 1):
+            assert health.failed(BROKEN) is not None
+        health.succeeded()
+    assert not is_open(health)
+
+
+def test_one_probe_is_let_through_when_the_pause_is_over(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    clock.now += 0.99
+    assert is_open(health)
+    clock.now += 0.01
+    assert not is_open(health)  # the probe
+    assert is_open(health)
+    clock.now += 0.99
+    assert is_open(health)
+
+
+def test_a_probe_that_is_never_heard_of_again_is_followed_by_another(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    clock.now += 1
+    health.check()
+    clock.now += 1
+    assert not is_open(health)
+
+
+def test_a_cancelled_probe_lets_the_next_call_be_the_probe(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    for _ in range(6):  # the longest pause
+        clock.now += 20
+        health.failed(BROKEN, health.check())
+    clock.now += 20
+    probe = health.check()
+    assert is_open(health)
+    health.dropped(probe)
+    assert not is_open(health)
+    assert is_open(health)
+
+
+def test_a_probe_that_ended_is_not_dropped_afterwards(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    clock.now += 1
+    probe = health.check()
+    health.failed(BROKEN, probe)
+    health.dropped(probe)
+    assert is_open(health)
+
+
+def test_a_deadline_that_drops_the_probe_first_still_counts(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    clock.now += 1
+    probe = health.check()
+    health.dropped(probe)
+    health.failed(BROKEN, probe)
+    assert pause_of(health, clock) == 2
+
+
+def test_dropping_a_call_that_was_no_probe_changes_nothing(health: Health) -> None:
+    call = health.check()
+    open_circuit(health)
+    health.dropped(call)
+    assert is_open(health)
+
+
+def test_failed_probes_double_the_pause_up_to_fifteen_seconds(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    pauses = []
+    for _ in range(7):
+        start = clock.now
+        while True:
+            try:
+                probe = health.check()
+                break
+            except StoreUnavailable:
+                clock.now += 0.125
+        pauses.append(clock.now - start)
+        assert health.failed(BROKEN, probe) is None
+    assert pauses == [1, 2, 4, 8, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_calls_that_were_under_way_when_the_server_died_do_not_lengthen_the_pause(health: Health, clock: Clock) -> None:
+    calls = [health.check() for _ in range(10)]
+    for call in calls:
+        health.failed(BROKEN, call)
+    assert pause_of(health, clock) == 1
+
+
+def test_success_closes_the_circuit_and_forgets_the_pauses(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    for _ in range(3):
+        clock.now += 20
+        health.failed(BROKEN, health.check())
+    clock.now += 20
+    health.check()
+    health.succeeded()
+    assert not any(is_open(health) for _ in range(10))
+    assert health.failed(BROKEN) == 0.02
+    for _ in range(FAILURES_TO_OPEN - 1):
+        health.failed(BROKEN)
+    assert pause_of(health, clock) == 1
+
+
+def test_an_answer_to_a_call_from_before_closes_the_circuit_too(health: Health) -> None:
+    health.check()
+    open_circuit(health)
+    health.succeeded()
+    assert not is_open(health)
+
+
+def test_pauses_are_spread_but_never_longer_than_said(clock: Clock) -> None:
+    pauses = set()
+    for seed in range(50):
+        health = Health(clock, random.Random(seed))
+        open_circuit(health)
+        pauses.add(pause_of(health, clock))
+    assert min(pauses) >= 0.75 and max(pauses) <= 1
+    assert len(pauses) > 1
+
+
+EVENTS = st.lists(st.sampled_from(["check", "fail", "drop", "succeed", "wait"]), max_size=60)
+
+
+@given(EVENTS)
+def test_whatever_happens_nobody_is_locked_out_for_longer_than_the_longest_pause(events: list[str]) -> None:
+    clock = Clock()
+    health = Health(clock, random.Random(1))
+    calls: list[int] = []
+    for event in events:
+        if event == "check":
+            try:
+                calls.append(health.check())
+            except StoreUnavailable:
+                pass
+        elif event == "fail" and calls:
+            health.failed(BROKEN, calls.pop())
+        elif event == "drop" and calls:
+            health.dropped(calls.pop())
+        elif event == "succeed" and calls:
+            calls.pop()
+            health.succeeded()
+        elif event == "wait":
+            clock.now += 1
+    clock.now += LONGEST_PAUSE_S
+    assert not is_open(health)
+
+
+def test_of_many_threads_one_is_the_probe(health: Health, clock: Clock) -> None:
+    open_circuit(health)
+    clock.now += 1
+    start = threading.Barrier(8)
+    let_through: list[int] = []
+
+    def knock() -> None:
+        start.wait()
+        for _ in range(200):
+            try:
+                let_through.append(health.check())
+            except StoreUnavailable:
+                continue
+
+    threads = [threading.Thread(target=knock) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(let_through) == 1
+
+
+def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
+    health = Health(clock, NoSpread())
+    delays: list[float | None] = []
+    start = threading.Barrier(FAILURES_TO_OPEN)
+
+    def fail() -> None:
+        start.wait()
+        delays.append(health.failed(BROKEN))
+
+    threads = [threading.Thread(target=fail) for _ in range(FAILURES_TO_OPEN)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert delays.count(None) == 1
+    assert is_open(health)
