@@ -44,7 +44,8 @@ class BitmapAllocator(Allocator):
         self._extents = 0
         self._next = 0
         self._units_freed = 0
-        self._search_again_at = 0
+        self._look_again_at = 0
+        self._look_from = 0
 
     def add_arena(self, index: int, length: int) -> None:
         """Add an arena of whole units."""
@@ -52,7 +53,7 @@ class BitmapAllocator(Allocator):
         self._map.add_arena(length // self.unit_bytes)
         self._starts.extend(zeros(len(self._map.taken) - len(self._starts)))
         self._starts[-1] = 1  # the separator ends whatever lies before it
-        self._search_again_at = 0
+        self._look_again_at = 0
 
     def footprint(self, size: int) -> int:
         """Return `size` rounded up to whole units."""
@@ -95,13 +96,13 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _one_hole(self, units: int) -> int | None:
-        """Return a hole for a batch that would rather lie in one piece, or None; it is not searched for every time."""
-        if self._units_freed < self._search_again_at:
+        """Return a hole for a batch that would rather lie in one piece, or None; one that is far away may be missed."""
+        if self._units_freed < self._look_again_at or units > self._map.free_units:
             return None
-        first, _ = next(self._map.holes(units, self._next), (None, 0))
+        first, self._look_from = self._map.hole_near(units, self._look_from)
         if first is None:
-            # a search that fails reads the whole map: make it rare against the batches that are placed meanwhile
-            self._search_again_at = self._units_freed + max(4 * units, self._map.units // 256)
+            # in a pool of small holes this fails every time: go on from there, after a few batches that do not look
+            self._look_again_at = self._units_freed + 4 * units
         return first
 
     def _place_runs(self, units: list[int]) -> list[int] | None:

@@ -19,7 +19,8 @@ _SHORT_HOLE_UNITS = 64
 """Below this, holes are found by shifting the map against itself; from here on by looking for zero bytes."""
 
 _WINDOW_UNITS = 1 << 16
-"""How much of the map is shifted at a time: a search that succeeds early does not pay for the rest."""
+"""How much of the map is shifted at a time, so that a search that succeeds early does not pay for the rest; and how
+much is searched for a hole that would only be better."""
 
 _REMEMBERED_PLACES = 64
 """How many places that changed since a failing search are looked at one by one; more, and the map is searched."""
@@ -107,6 +108,16 @@ class UnitMap:
             start = self.taken.find(1, 0, start, right=True) + 1  # so that no hole is cut in two
         return self._remembering_failure(units, chain(self._search(units, start), self._search(units, 0, start)))
 
+    def hole_near(self, units: int, start: int) -> tuple[int | None, int]:
+        """Look for a hole of at least `units` units in a part of the map of bounded length from `start` on.
+
+        Returns its first unit, or None, and where to go on looking; a hole elsewhere is not found.
+        """
+        start = self.taken.find(1, 0, start, right=True) + 1
+        stop = self.taken.find(1, min(start + max(_WINDOW_UNITS, units), len(self.taken) - 1)) + 1
+        first, _ = next(self._search(units, start, stop), (None, 0))
+        return first, stop % len(self.taken)
+
     def _remembering_failure(self, units: int, found: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         first = next(found, None)
         if first is None:
@@ -159,17 +170,19 @@ class UnitMap:
     def _search_by_bytes(self, units: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         # a hole this long covers at least so many whole bytes, and a search for bytes is many times faster
         taken = self.taken
-        map_bytes = taken.tobytes()
+        base = start // 8  # the slice starts at a whole byte
+        map_bytes = taken[base * 8 : stop].tobytes()
         needle = bytes((units - 7) // 8)
-        place = map_bytes.find(needle, start // 8)
-        while place >= 0 and place * 8 < stop:
-            first = max(taken.find(1, 0, place * 8, right=True) + 1, start)
-            end = taken.find(1, place * 8, stop)
+        place = map_bytes.find(needle)
+        while place >= 0:
+            inside = (base + place) * 8
+            first = max(taken.find(1, 0, inside, right=True) + 1, start)
+            end = taken.find(1, inside, stop)
             if end < 0:
                 end = stop
             if end - first >= units:
                 yield first, end
-            place = map_bytes.find(needle, end // 8 + 1)
+            place = map_bytes.find(needle, end // 8 + 1 - base)
 
     def has_room(self, units: int, count: int) -> bool:
         """Say whether `count` runs of `units` units can be placed."""

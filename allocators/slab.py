@@ -58,8 +58,9 @@ class _SizeClass:
 class _Slab:
     """A run of pages that is cut into slots."""
 
-    first_page: int
-    pages: int
+    begin: int
+    """Its first unit."""
+    end: int
     slots: int
 
 
@@ -221,15 +222,16 @@ class SlabAllocator(Allocator):
 
     def _make_slab(self, size_class: _SizeClass, first_page: int, pages: int) -> None:
         slot_units = size_class.slot_units
-        slab = _Slab(first_page, pages, pages * self._page_units // slot_units)
+        begin = first_page * self._page_units
+        end = begin + pages * self._page_units
+        slab = _Slab(begin, end, (end - begin) // slot_units)
         self._map.take_run(first_page, pages)
         for page in range(first_page, first_page + pages):
             self._slabs[page] = slab
-        start = first_page * self._page_units
-        places = slice(start, start + slab.slots * slot_units, slot_units)
+        places = slice(begin, begin + slab.slots * slot_units, slot_units)
         size_class.slots[places] = 1
         size_class.free[places] = 1
-        size_class.lowest_free = min(size_class.lowest_free, start)
+        size_class.lowest_free = min(size_class.lowest_free, begin)
 
     def _extents_at(self, starts: list[int], sizes: Sequence[int]) -> list[Extent]:
         unit_bytes = self.unit_bytes
@@ -296,14 +298,14 @@ class SlabAllocator(Allocator):
         free[starts] = 1
         size_class.lowest_free = min(size_class.lowest_free, *starts)
         slabs = self._slabs
+        free_slots = free.count
         for slab in {slabs[start // page_units] for start in starts}:
-            begin = slab.first_page * page_units
-            end = begin + slab.pages * page_units
-            if free.count(1, begin, end) == slab.slots:
-                free[begin:end] = 0
-                size_class.slots[begin:end] = 0
-                self._map.give_back_run(slab.first_page, slab.pages)
-                for page in range(slab.first_page, slab.first_page + slab.pages):
+            if free_slots(1, slab.begin, slab.end) == slab.slots:
+                free[slab.begin : slab.end] = 0
+                size_class.slots[slab.begin : slab.end] = 0
+                pages = range(slab.begin // page_units, slab.end // page_units)
+                self._map.give_back_run(pages.start, len(pages))
+                for page in pages:
                     del slabs[page]
 
     def statistics(self) -> AllocatorStatistics:
