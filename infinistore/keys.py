@@ -1,8 +1,8 @@
 """What a key may be, checked in one place for the clients, the protocol and the core; and how a batch of keys travels.
 
-A key is text: at least one character, none of them NUL, at most `MAX_KEY_BYTES` bytes of UTF-8. A batch is one text on the
-wire, its keys joined by NUL, so that joining, splitting and checking a thousand keys are a handful of calls that run in C:
-this happens at both ends of every request.
+A key is text: at least one character, none of them NUL, at most `MAX_KEY_BYTES` bytes of UTF-8. A batch is one text on
+the wire, its keys joined by NUL, so that joining, splitting and checking a thousand keys are a few calls that run in C,
+at both ends of every request.
 """
 
 from collections.abc import Sequence
@@ -67,5 +67,6 @@ def _check_lengths(text: str, keys: Sequence[str], max_key_bytes: int) -> None:
             raise ValueError(f"key {number} has a lone surrogate, which is not text: {key[:40]!r}") from None
         if length > max_key_bytes:
             raise ValueError(
-                f"key {number} has {length} bytes; at most {max_key_bytes} are allowed, so hash long keys: {key[:40]!r}..."
+                f"key {number} has {length} bytes; at most {max_key_bytes} are allowed, so hash long keys:"
+                f" {key[:40]!r}..."
             )
