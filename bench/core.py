@@ -4,7 +4,7 @@
 
 Three parts, each against something measured in the same run:
 
-- A batch of 64 x 64 KiB blocks: reserve and commit, lease and release, against one memcpy of its 4 MiB. Lookups of
+- A batch of 64 blocks: reserve and commit, lease and release, against one memcpy of 64 x 64 KiB into the pool. Lookups of
   1,000 keys against the same lookups in a plain dict.
 - Memory per stored block, beside its bytes: growth of the resident set with a million blocks, against a plain dict from
   the same keys to the same tuples. Each is measured in a process of its own.
@@ -118,8 +118,8 @@ def batches(quick: bool) -> dict[str, float]:
         "lease + release",
         "lease + merged views + release",
     ):
-        results[f"{name} of 64 x 64 KiB, us"] = median[name] * 1e6
-        results[f"{name} of 64 x 64 KiB / memcpy"] = median[name] / median["memcpy"]
+        results[f"{name}, 64 blocks, us"] = median[name] * 1e6
+        results[f"{name}, 64 blocks / memcpy"] = median[name] / median["memcpy"]
     for name in ("exists", "match_prefix", "check_keys"):
         results[f"{name} of 1,000 keys, us"] = median[name] * 1e6
         results[f"{name} of 1,000 keys / [key in dict]"] = median[name] / median["dict"]
