@@ -24,7 +24,7 @@ def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> None:
     if _SEPARATOR in text:
         number, key = next((i, k) for i, k in enumerate(keys) if _SEPARATOR in k)
         raise ValueError(f"key {number} has a NUL character, which no key may have: {key[:40]!r}")
-    _check_lengths(text, keys, max_key_bytes)
+    _check_lengths(_SEPARATOR.join(keys), keys, max_key_bytes)
 
 
 def join_keys(keys: Sequence[str]) -> str:
@@ -54,11 +54,11 @@ def check_distinct(keys: Sequence[str]) -> None:
         seen.add(key)
 
 
-def _check_lengths(text: str, keys: Sequence[str], max_key_bytes: int) -> None:
-    """Check that no key is empty or too long, and all is text; `text` is all of them, joined in some way."""
-    if "" in keys:
+def _check_lengths(joined: str, keys: Sequence[str], max_key_bytes: int) -> None:
+    """Check that no key is empty or too long, and all is text; `joined` is all of them with separators."""
+    if not all(keys):
         raise ValueError(f"key {list(keys).index('')} is empty; a key has at least one character")
-    if text.isascii() and (len(text) <= max_key_bytes or max(map(len, keys)) <= max_key_bytes):
+    if joined.isascii() and _has_short_keys(joined, max_key_bytes):
         return
     for number, key in enumerate(keys):
         try:
@@ -70,3 +70,14 @@ def _check_lengths(text: str, keys: Sequence[str], max_key_bytes: int) -> None:
                 f"key {number} has {length} bytes; at most {max_key_bytes} are allowed, so hash long keys:"
                 f" {key[:40]!r}..."
             )
+
+
+def _has_short_keys(joined: str, max_length: int) -> bool:
+    """Whether no key has more than `max_length` characters: hops from separator to separator, as far apart as may be."""
+    start = 0
+    while len(joined) - start > max_length:
+        separator = joined.rfind(_SEPARATOR, start, start + max_length + 1)
+        if separator < 0:
+            return False
+        start = separator + 1
+    return True
