@@ -4,8 +4,8 @@
 
 Three parts, each against something measured in the same run:
 
-- A batch of 64 blocks: reserve and commit, lease and release, against one memcpy of 64 x 64 KiB into the pool. Lookups of
-  1,000 keys against the same lookups in a plain dict.
+- A batch of 64 blocks: reserve and commit, lease and release, against one memcpy of 64 x 64 KiB into the pool.
+  Lookups of 1,000 keys against the same lookups in a plain dict.
 - Memory per stored block, beside its bytes: growth of the resident set with a million blocks, against a plain dict from
   the same keys to the same tuples. Each is measured in a process of its own.
 - Eviction per block: early against late, in a store of a million blocks that is emptied; after a million evictions;
