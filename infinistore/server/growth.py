@@ -5,6 +5,7 @@ evicting meanwhile. Arenas are never given back.
 """
 
 import logging
+import mmap
 from collections.abc import Callable
 
 import trio
@@ -21,8 +22,8 @@ _log = logging.getLogger("infinistore.server")
 class PoolGrowth:
     """Adds arenas to a store up to `max_capacity_bytes`, one at a time, when the store says that it wants to grow.
 
-    `step_bytes` is how much an arena has at least, as far as the bound allows. When the machine has no memory for an
-    arena, the pool stays as it is from then on.
+    `step_bytes` is how much an arena has at least, as far as the bound allows; arenas are whole pages of `page_bytes`.
+    When the machine has nothing for another arena, the pool stays as it is from then on.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PoolGrowth:
         *,
         max_capacity_bytes: int,
         step_bytes: int,
+        page_bytes: int = mmap.PAGESIZE,
         make_arena: Callable[[int, int], Arena] = create_arena,
     ) -> None:
         self._core = core
@@ -39,7 +41,7 @@ class PoolGrowth:
         self._wake = trio.Event()
         self._round = trio.Event()
         self._least_bytes = 0
-        core.growable_bytes = max(0, max_capacity_bytes - core.pool.capacity_bytes)
+        core.growable_bytes = max(0, max_capacity_bytes - core.pool.capacity_bytes) // page_bytes * page_bytes
         core.on_growth_wanted = self._wake.set
 
     async def grow_for(self, batch_bytes: int, largest_bytes: int) -> bool:
@@ -72,7 +74,7 @@ class PoolGrowth:
         self._least_bytes = 0
         try:
             arena = await trio.to_thread.run_sync(self._make_arena, len(pool.arenas), length)
-        except OutOfMemory as error:
+        except (OutOfMemory, OSError) as error:  # no memory, or no descriptor for it
             self._core.stop_growth()
             _log.warning("the pool cannot grow by %d bytes: %s", length, error)
         else:

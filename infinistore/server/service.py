@@ -5,6 +5,7 @@ nobody, lets requests under way finish, and leaves when they have or when the dr
 """
 
 import logging
+import mmap
 import os
 import random
 import secrets
@@ -22,7 +23,7 @@ from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig, read_token
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.limits import CoreLimits
-from infinistore.core.memory import available_memory
+from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import LimitExceeded, StoreUnavailable
@@ -115,6 +116,7 @@ class Server:
                 self.core,
                 max_capacity_bytes=_max_pool_bytes(config, pool),
                 step_bytes=config.prealloc_bytes,
+                page_bytes=free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE,
                 make_arena=lambda index, length: _make_arena(config, index, length),
             )
         self._service = Service(
