@@ -16,6 +16,7 @@ What differs from the other strategies:
 See jemalloc(3): `mallocx`, `experimental.arenas_create_ext`, `extent_hooks`; and "GNU C Library Tunables".
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -82,6 +83,10 @@ class _ArenaConfig(ctypes.Structure):
 
 def _load() -> Any:
     """Return the library, loaded with the options that matter. Raises OSError."""
+    with contextlib.suppress(OSError):
+        # jemalloc brings its own `operator new`. A C++ runtime that is loaded as its dependency takes that one, but the
+        # process's `free`: any C++ library that is imported later could crash. Loaded first, it takes its own.
+        ctypes.CDLL("libstdc++.so.6")
     before = os.environ.get("MALLOC_CONF")
     # without `retain`, spans that touch are merged into one; jemalloc reads this once, while it is being loaded
     os.environ["MALLOC_CONF"] = f"{before},retain:false" if before else "retain:false"

@@ -27,9 +27,10 @@ needs_library = pytest.mark.skipif(
 @needs_library
 @pytest.mark.skipif(is_prepared, reason="this process runs them itself")
 def test_jemalloc_keeps_the_contract_in_a_process_that_was_prepared() -> None:
-    done = run_python("-m", "pytest", "tests/allocators", "-q", "-W", "error", "-k", "jemalloc", environment=PREPARED)
+    done = run_python("-m", "pytest", "tests/allocators", "-v", "-W", "error", "-k", "jemalloc", environment=PREPARED)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "22 passed" in done.stdout
+    for ran in ("TestJemalloc::runTest", "test_nothing_can_be_placed_before_the_first_arena[jemalloc]"):
+        assert f"{ran} PASSED" in done.stdout
 
 
 PROGRAM = """
@@ -60,6 +61,26 @@ def test_other_tunables_survive_the_new_start() -> None:
     done = run_python("-c", program, environment=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("glibc.malloc.check=0")
+
+
+CPP_PROGRAM = """
+import ctypes
+from infinistore.allocators import create_allocator
+create_allocator("jemalloc", 64)
+make_string = ctypes.CDLL("libstdc++.so.6")._ZNSs4_Rep9_S_createEmmRKSaIcE
+make_string.argtypes, make_string.restype = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_void_p
+free = ctypes.CDLL(None).free
+free.argtypes = [ctypes.c_void_p]
+free(make_string(100, 0, None))
+print("done")
+"""
+
+
+@needs_library
+def test_the_c_plus_plus_runtime_keeps_its_own_memory() -> None:
+    """A string that libstdc++ made can be freed by the process's `free`, which would abort at one of jemalloc's."""
+    done = run_python("-c", CPP_PROGRAM, environment=PREPARED)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_a_missing_library_is_answered_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
