@@ -175,7 +175,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: {reason(error)}; give an address or a name of this machine") from None
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as undo:

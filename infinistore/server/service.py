@@ -1,7 +1,8 @@
 """The server: one Trio nursery with the listeners, a session for each connection, growth and periodic eviction.
 
 `serve` runs until it is cancelled or, if it handles signals, until SIGTERM or SIGINT; then it drains: it accepts
-nobody, lets requests under way finish, and leaves when they have or when the drain timeout is over.
+nobody, lets requests under way finish, and leaves when they have, when the drain timeout is over, or at a second
+signal.
 """
 
 import logging
@@ -87,7 +88,7 @@ async def serve(
         server = Server(config, pool, ServerAddresses(tcp, unix_path), token)
         async with trio.open_nursery() as nursery:
             if handle_signals:
-                await nursery.start(_drain_on_signal, server)
+                await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
             await server.run(listeners, on_listening=lambda: task_status.started(server.addresses))
             nursery.cancel_scope.cancel()
 
@@ -167,6 +168,11 @@ class Server:
         """Accept nobody any more, let requests under way finish within the drain timeout, and stop."""
         self._drain.set()
 
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` has been called."""
+        return self._drain.is_set()
+
     def statistics(self) -> ServerStatistics:
         """What the server has done so far."""
         traffic = self._service.traffic
@@ -229,11 +235,15 @@ class Server:
                 _log.info("periodic eviction: %d blocks", evicted)
 
 
-async def _drain_on_signal(server: Server, *, task_status: trio.TaskStatus[None]) -> None:
+async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for number in signals:
-            _log.info("%s: draining for at most %g s", signal.Signals(number).name, server.config.drain_timeout_s)
+            name = signal.Signals(number).name
+            if server.draining:
+                _log.info("%s again: not waiting for requests under way", name)
+                everything.cancel()
+            _log.info("%s: draining for at most %g s", name, server.config.drain_timeout_s)
             server.drain()
 
 

@@ -61,6 +61,11 @@ class RunningServer:
         assert self.server.addresses.unix_socket is not None
         return self.server.addresses.unix_socket
 
+    @property
+    def ended(self) -> bool:
+        """Whether `Server.run` is over."""
+        return self.finished.is_set()
+
     async def connect(self) -> Stream:
         """A bare stream to the server."""
         if self.listener is not None:
@@ -135,16 +140,21 @@ class Peer:
 async def running_server(config: ServerConfig | None = None) -> AsyncGenerator[RunningServer, None]:
     """Run `infinistore.serve` on real sockets until the block is left."""
     made: list[Server] = []
+    finished = trio.Event()
 
     class Recorded(Server):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
+        async def run(self, *arguments: Any, **options: Any) -> None:
+            await super().run(*arguments, **options)
+            finished.set()
+
     async with trio.open_nursery() as nursery:
         with mock.patch.object(service, "Server", Recorded):
             await nursery.start(serve, config or make_config())
-        running = RunningServer(made[0], nursery.cancel_scope)
+        running = RunningServer(made[0], nursery.cancel_scope, finished=finished)
         yield running
         nursery.cancel_scope.cancel()
 

@@ -171,17 +171,12 @@ class MemoryListener(socket.socket):
 
     async def accept_stream(self) -> MemoryStream:
         """Wait for the next connection, as `infinistore.transports.sockets.accept` does."""
+        await trio.lowlevel.checkpoint()
         while not self._waiting:
             if self.fileno() == -1:
                 raise trio.ClosedResourceError
             await self._changed.park()
-        stream = self._waiting.popleft()
-        try:
-            await trio.lowlevel.checkpoint()
-        except BaseException:
-            stream.close()
-            raise
-        return stream
+        return self._waiting.popleft()
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,165 @@
+"""How a server ends: requests under way finish, idle connections close, and nobody keeps it for ever."""
+
+import signal
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.messages import Get, GetReply, Keys, Put, PutReply, Statistics
+from infinistore.server import serve
+from infinistore.transports.sockets import connect_tcp
+from tests.server.running import KIB, MIB, Peer, make_config, running_server, simulated_server
+
+SLOW = Put(Keys(["slow"]), numbers([1000]), checksums=False)
+
+
+async def test_idle_connections_are_closed_at_once() -> None:
+    async with simulated_server() as server:
+        peers = [await server.peer() for _ in range(5)]
+        strangers = [Peer(await server.connect()) for _ in range(5)]
+        await trio.testing.wait_all_tasks_blocked()
+        server.server.drain()
+        with trio.fail_after(20):
+            await server.finished.wait()
+            for peer in (*peers, *strangers):
+                assert await peer.is_closed()
+                peer.close()
+        assert server.core.statistics().clients == 0
+
+
+async def test_a_put_under_way_is_finished_and_its_connection_then_closed() -> None:
+    async with simulated_server() as server:
+        peer = await server.peer()
+        await peer.send_head(SLOW, payload_bytes=1000)
+        await trio.testing.wait_all_tasks_blocked()
+        server.server.drain()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not server.finished.is_set()
+        await peer.send(bytes(1000))
+        assert isinstance(await peer.reply_to_half(SLOW), PutReply)
+        with trio.fail_after(20):
+            await server.finished.wait()
+        assert await peer.is_closed()
+        assert server.core.exists(["slow"]) == b"\1"
+        peer.close()
+
+
+async def test_a_get_under_way_is_finished() -> None:
+    async with simulated_server() as server:
+        peer = await server.peer()
+        value = bytes(range(256)) * 8 * KIB
+        await peer.ask(Put(Keys(["large"]), numbers([len(value)]), checksums=False), value)
+        await peer.send_head(Get(Keys(["large"]), numbers(), checksums=False))
+        await trio.testing.wait_all_tasks_blocked()
+        server.server.drain()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not server.finished.is_set()
+        assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), numbers())), GetReply)
+        assert await peer.payload() == value
+        with trio.fail_after(20):
+            await server.finished.wait()
+        peer.close()
+
+
+async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
+    async with simulated_server(make_config(drain_timeout_s=3)) as server:
+        peer = await server.peer()
+        await peer.send_head(SLOW, payload_bytes=1000)
+        await trio.testing.wait_all_tasks_blocked()
+        start = trio.current_time()
+        server.server.drain()
+        await server.finished.wait()
+        assert trio.current_time() - start <= 3.1
+        assert server.core.statistics().reserved_bytes == 0
+        assert server.core.statistics().clients == 0
+        assert await peer.is_closed()
+        peer.close()
+
+
+async def test_nobody_gets_in_while_the_server_drains(autojump_clock: trio.testing.MockClock) -> None:
+    async with simulated_server(make_config(drain_timeout_s=30)) as server:
+        busy = await server.peer()
+        await busy.send_head(SLOW, payload_bytes=1000)
+        await trio.testing.wait_all_tasks_blocked()
+        server.server.drain()
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(StoreUnavailable):
+            await server.connect()
+        busy.close()
+        with trio.fail_after(20):
+            await server.finished.wait()
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("kind", ["sockets", "memory"])
+async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(steps: int, kind: str) -> None:
+    """Accepted just before or after, greeted or not: it goes with the idle ones."""
+    config = make_config(drain_timeout_s=3600)
+    async with (running_server if kind == "sockets" else simulated_server)(config) as server:
+        peer = Peer(await server.connect())
+        for _ in range(steps):
+            await trio.lowlevel.checkpoint()
+        server.server.drain()
+        with trio.fail_after(20):
+            while server.server.statistics().connections_open or server.core.statistics().clients:
+                await trio.lowlevel.checkpoint()
+            with suppress(StoreUnavailable):
+                assert await peer.is_closed()
+            while not server.ended:
+                await trio.lowlevel.checkpoint()
+        peer.close()
+
+
+async def test_pipelined_requests_are_not_begun_after_the_one_under_way() -> None:
+    async with simulated_server() as server:
+        peer = await server.peer()
+        await peer.send_head(SLOW, payload_bytes=1000)
+        await trio.testing.wait_all_tasks_blocked()
+        server.server.drain()
+        await peer.send(bytes(1000))
+        await peer.send_head(Statistics())
+        assert isinstance(await peer.reply_to_half(SLOW), PutReply)
+        with trio.fail_after(20):
+            await server.finished.wait()
+        peer.close()
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains(number: signal.Signals) -> None:
+    async with trio.open_nursery() as nursery:
+        addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
+        peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
+        await peer.hello()
+        await peer.send_head(SLOW, payload_bytes=1000)
+        await peer.send(bytes(500))
+        await trio.testing.wait_all_tasks_blocked()
+        signal.raise_signal(number)
+        await trio.testing.wait_all_tasks_blocked()
+        await peer.send(bytes(500))
+        assert isinstance(await peer.reply_to_half(SLOW), PutReply)
+        assert await peer.is_closed()
+        peer.close()
+
+
+async def test_a_second_signal_does_not_wait_for_requests_under_way() -> None:
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
+            peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
+            await peer.hello()
+            await peer.send_head(Put(Keys(["slow"]), numbers([MIB]), checksums=False), payload_bytes=MIB)
+            await trio.testing.wait_all_tasks_blocked()
+            signal.raise_signal(signal.SIGTERM)
+            await trio.testing.wait_all_tasks_blocked()
+            signal.raise_signal(signal.SIGTERM)
+            with suppress(StoreUnavailable):  # bytes that nobody read may reset the connection
+                assert await peer.is_closed()
+            peer.close()
