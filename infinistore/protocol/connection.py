@@ -181,6 +181,7 @@ class ServerConnection:
         self._reader = _FrameReader(min(max_body_bytes, MAX_HELLO_BYTES), max_payload_bytes)
         self._request_id = 0
         self._reply_kind: type[Reply] | None = None
+        self._sending = False
         self.payload_left = 0
 
     def receive(self) -> Exchange[Received | None]:
@@ -241,13 +242,20 @@ class ServerConnection:
         assert self.state is State.REPLYING
         assert type(message) in (self._reply_kind, ErrorReply)
         head = encode_head(message, request_id=self._request_id, payload_bytes=sum(map(len, payload)))
+        self._sending = True
         yield Send([memoryview(head), *payload])
+        self._sending = False
         self._request_id = 0
         self.state = State.READY
 
     def reply_fatal(self, error: InfiniStoreException) -> Exchange[None]:
-        """Send an error that ends the connection."""
+        """Send an error that ends the connection.
+
+        Nothing is sent if a reply was given up half-sent: the client would take the error for a part of its payload.
+        """
         self.state = State.CLOSED
+        if self._sending:
+            return
         head = encode_head(ErrorReply(error.code, _message(error), fatal=True), request_id=self._request_id)
         yield Send([memoryview(head)])
 

@@ -16,10 +16,12 @@ __all__ = ["Wire", "frame"]
 _T = TypeVar("_T")
 
 
-def frame(message: Message, payload: bytes = b"", *, request_id: int = 1, announced: int | None = None) -> bytes:
+def frame(
+    message: Message, payload: bytes = b"", *, request_id: int = 1, announced: int | None = None, deadline_us: int = 0
+) -> bytes:
     """One whole frame. `announced`: what the header says of the payload's length, if that is not the truth."""
     payload_bytes = len(payload) if announced is None else announced
-    return encode_head(message, request_id=request_id, payload_bytes=payload_bytes) + payload
+    return encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us) + payload
 
 
 class Wire:
