@@ -34,9 +34,13 @@ keys = (
 lists_of_keys = st.lists(keys, max_size=20).map(Keys)
 lists_of_numbers = st.lists(counts, max_size=20).map(numbers)
 _plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | texts
-_trees: st.SearchStrategy[Any] = st.dictionaries(
-    texts, st.recursive(_plain, lambda inner: st.dictionaries(texts, inner, max_size=4), max_leaves=12), max_size=6
-)
+
+
+def _inner_trees(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(texts, inner, max_size=4) | st.lists(inner, max_size=4)
+
+
+_trees: st.SearchStrategy[Any] = st.dictionaries(texts, st.recursive(_plain, _inner_trees, max_leaves=12), max_size=6)
 
 _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: counts,

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
 from infinistore.protocol.codec import HEADER_BYTES, Header, decode_body, encode_head, head_bytes, parse_header
-from infinistore.protocol.messages import KINDS, PROTOCOL_VERSION, Evict, Exists, GetReply, Hello, Keys, Message, Put
+from infinistore.protocol.messages import (
+    KINDS,
+    PROTOCOL_VERSION,
+    Evict,
+    Exists,
+    GetReply,
+    Hello,
+    Keys,
+    Message,
+    Put,
+    StatisticsReply,
+    Tree,
+)
 
 from .strategies import counts, messages, messages_of
 
@@ -359,6 +371,35 @@ def test_a_small_body_does_not_take_much_memory(cls: str, value: bytes) -> None:
     kind, name = {"Exists": (0x04, b"\xa4keys"), "StatisticsReply": (0x8B, b"\xaastatistics")}[cls]
     body = b"\x81" + name + value
     assert peak_bytes(kind, body) < 2 * MIB + 64 * len(body) * (value[:1] == b"\xdb")
+
+
+def tree_body(value: bytes) -> bytes:
+    """The body of a StatisticsReply that holds this value, as msgpack."""
+    return b"\x81\xaastatistics\x81\xa1a" + value
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b"\xdc\x02\x01" + b"\x01" * 513, "max_array_len"),
+        (b"\xdc\x02\x00" + (b"\x95" + b"\x90" * 5) * 512, "more than 2048 lists"),
+        (b"\xdc\x02\x00" + (b"\x95" + b"\x80" * 5) * 512, "more than 2048 maps"),
+        (b"\xdc\x02\x00" * 5000, "malformed"),
+    ],
+    ids=["a long list", "many lists", "many maps", "deep lists"],
+)
+def test_the_lists_of_statistics_are_bounded(value: bytes, words: str) -> None:
+    body = tree_body(value)
+    with pytest.raises(ProtocolError, match=words):
+        decode_body(StatisticsReply.KIND, memoryview(body))
+    assert peak_bytes(StatisticsReply.KIND, body) < 8 * MIB
+
+
+def test_only_statistics_have_lists() -> None:
+    tree: dict[str, object] = {"a": [1, [2.5, "b"], {"c": []}]}
+    reply = StatisticsReply(Tree(tree))
+    assert decode_body(StatisticsReply.KIND, memoryview(body_of(reply))) == reply
+    assert decode(Hello.KIND, msgpack.packb({"name": []})) is None
 
 
 def test_a_million_keys_at_most_are_made_of_a_body() -> None:

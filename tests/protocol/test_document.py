@@ -1,0 +1,222 @@
+"""`docs/protocol.md` says what the code does: every message, field, number and limit, and none that does not exist."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from infinistore import errors
+from infinistore.core.limits import CoreLimits
+from infinistore.errors import InfiniStoreException
+from infinistore.keys import MAX_JOINED_KEYS, MAX_KEY_BYTES
+from infinistore.protocol import codec, connection
+from infinistore.protocol.connection import State
+from infinistore.protocol.messages import (
+    KINDS,
+    MISSING,
+    NO_CHECKSUM,
+    PROTOCOL_VERSION,
+    REPLIES,
+    ErrorReply,
+    Keys,
+    Message,
+    Numbers,
+    Tree,
+)
+from infinistore.server import requests, service, session
+from infinistore.server.session import SessionLimits
+
+from .annotated import worked_example
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+MIB = 1024 * 1024
+TYPES: dict[Any, str] = {
+    int: "count",
+    float: "ratio",
+    bool: "flag",
+    str: "text",
+    bytes: "bytes",
+    Numbers: "numbers",
+    Keys: "keys",
+    Tree: "tree",
+}
+ERRORS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)}
+
+every_message = pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
+
+
+def section(heading: str) -> str:
+    """What stands under a heading, up to the next one of the same or a higher level."""
+    level = heading.partition(" ")[0]
+    assert DOCUMENT.count(f"\n{heading}\n") == 1, heading
+    rest = DOCUMENT.partition(f"\n{heading}\n")[2]
+    return re.split(rf"\n#{{1,{len(level)}}} ", rest, maxsplit=1)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of the first table in a text, without its head; cells without back quotes."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def prose(text: str) -> str:
+    """A text as one line."""
+    return " ".join(text.split())
+
+
+def section_of(cls: type[Message]) -> str:
+    return section(f"### `{cls.__name__}` (0x{cls.KIND:02x})")
+
+
+def shown(default: Any) -> str:
+    if default is attrs.NOTHING:
+        return ""
+    return {"": "empty", True: "true", False: "false"}[default] if isinstance(default, str | bool) else str(default)
+
+
+# Messages
+
+
+def test_the_messages_of_the_document_are_those_of_the_code() -> None:
+    described = re.findall(r"^### `(\w+)` \(0x([0-9a-f]{2})\)$", DOCUMENT, flags=re.MULTILINE)
+    assert sorted(described) == sorted((cls.__name__, f"{kind:02x}") for kind, cls in KINDS.items())
+
+
+@every_message
+def test_the_fields_of_a_message_are_described_with_type_and_default(cls: type[Message]) -> None:
+    described = [row[:3] for row in rows(section_of(cls))]
+    assert described == [[field.name, TYPES[field.type], shown(field.default)] for field in attrs.fields(cls)]
+
+
+@every_message
+def test_requests_and_replies_stand_in_their_sections_and_a_request_names_its_reply(cls: type[Message]) -> None:
+    heading = f"### `{cls.__name__}`"
+    assert (heading in section("## Requests")) == (cls in REPLIES)
+    assert (heading in section("## Replies")) == (cls not in REPLIES)
+    if cls in REPLIES:
+        assert f"Answered by `{REPLIES[cls].__name__}`" in prose(section_of(cls))
+
+
+def test_a_message_without_fields_says_so() -> None:
+    without = {cls for cls in KINDS.values() if not attrs.fields(cls)}
+    assert {cls for cls in KINDS.values() if "It has no fields." in section_of(cls)} == without
+
+
+def test_the_types_are_those_that_fields_have() -> None:
+    assert [row[0] for row in rows(section("## Types"))] == list(TYPES.values())
+    assert {TYPES[field.type] for cls in KINDS.values() for field in attrs.fields(cls)} == set(TYPES.values())
+
+
+def test_the_special_numbers_are_those_of_the_code() -> None:
+    assert MISSING == 2**64 - 1
+    assert "2^64 - 1 for a key that is not there" in section_of(KINDS[0x83])
+    assert NO_CHECKSUM == 0
+    assert "0 means that the block has none" in prose(section("### Checksums"))
+
+
+# Frames and the conversation
+
+
+def test_the_header_is_laid_out_as_described() -> None:
+    layout = rows(section("## Frames"))
+    lengths = [int(row[1]) for row in layout]
+    assert [int(row[0]) for row in layout] == [sum(lengths[:index]) for index in range(len(lengths))]
+    assert sum(lengths) == codec.HEADER_BYTES
+    named = dict(zip([row[2] for row in layout], lengths, strict=True))
+    frame = codec.encode_head(ErrorReply(1, ""), request_id=0x01020304, payload_bytes=2**40 + 5, deadline_us=2**50 + 6)
+    found: dict[str, bytes] = {}
+    for name, length in named.items():
+        found[name], frame = frame[:length], frame[length:]
+    assert found["magic"] == codec.MAGIC == b"INFS"
+    assert found["version"] == bytes([PROTOCOL_VERSION])
+    assert found["kind"] == bytes([ErrorReply.KIND])
+    assert found["flags"] == bytes(2)
+    assert found["request_id"] == (0x01020304).to_bytes(4, "little")
+    assert frame[int.from_bytes(found["body_bytes"], "little") :].strip(b"\0") == b""
+    assert found["payload_bytes"] == (2**40 + 5).to_bytes(8, "little")
+    assert found["deadline_us"] == (2**50 + 6).to_bytes(8, "little")
+
+
+def test_the_header_and_the_padding_are_as_long_as_described() -> None:
+    text = section("## Frames")
+    assert f"a header of {codec.HEADER_BYTES} bytes" in text
+    assert f"the next multiple of {codec.ALIGNMENT_BYTES} bytes" in text
+    assert f"This is version {PROTOCOL_VERSION}." in section("### Versions")
+
+
+def test_the_state_table_is_the_one_in_the_code() -> None:
+    described = section("## The conversation").partition("```text\n")[2].partition("```")[0]
+    assert described in (connection.__doc__ or "")
+    assert {state.name for state in State} == set(re.findall(r"\b[A-Z]{5,}\b", described))
+
+
+# Errors
+
+
+def test_every_error_code_is_in_the_table_and_no_other() -> None:
+    travelling = {name: cls.code for name, cls in ERRORS.items() if issubclass(cls, InfiniStoreException)}
+    assert {row[1]: int(row[0]) for row in rows(section("### Errors"))} == travelling
+
+
+def test_an_error_that_is_a_protocol_error_says_so() -> None:
+    for row in rows(section("### Errors")):
+        derived = issubclass(ERRORS[row[1]], errors.ProtocolError) and row[1] != "ProtocolError"
+        assert row[3].endswith("; a ProtocolError") == derived
+
+
+# Limits
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    assert {row[0]: row[1] for row in rows(section("## Limits"))} == {
+        "one key": f"1 to {MAX_KEY_BYTES} bytes of UTF-8",
+        "keys in one message": f"{MAX_JOINED_KEYS:,}",
+        "any other text": f"{MAX_KEY_BYTES} characters",
+        "maps in one body, entries in one map": f"{codec._MAX_MAPS}, {codec._MAX_FIELDS}",
+        "in a StatisticsReply: maps and lists, items in one list": (
+            f"{codec._MAX_STATISTICS_NODES}, {codec.MAX_LIST_ITEMS}"
+        ),
+        "the body of a Hello": f"{connection.MAX_HELLO_BYTES:,} bytes",
+        "the body of another request": f"max_body_bytes, {service._MAX_BODY_BYTES // MIB} MiB",
+        "the body of a reply, for the clients here": f"{connection.MAX_REPLY_BODY_BYTES // MIB} MiB",
+        "the payload of a Put or a GetReply": (
+            "the larger of max_batch_bytes and max_value_bytes, and 8 bytes for each of max_batch_keys"
+        ),
+        "the payload that a server drops to keep a connection": f"{session._DRAIN_BYTES // MIB} MiB",
+        "the keys of one KeysReply": f"{requests.MAX_PAGE_KEYS:,}",
+        "the text of an error": "1000 characters",
+    }
+
+
+def test_the_times_are_those_of_the_code() -> None:
+    limits = SessionLimits(max_body_bytes=0, max_payload_bytes=0)
+    deadlines = prose(section("### Deadlines"))
+    rate = f"{limits.least_bytes_per_s / MIB:g} MiB/s"
+    assert f"{limits.grace_s:g} s and then as long as the bytes take at {rate}" in deadlines
+    assert f"A `Hello` has to come within {limits.grace_s:g} s" in deadlines
+    assert f"any other reply may take {limits.transfer_s(service._MAX_BODY_BYTES, 0):g} s" in deadlines
+    assert f"or for {limits.grace_s:g} s if there is none" in deadlines
+    assert session._LINGER_S == 1
+    assert "reads and drops what still arrives for at most a second" in prose(section("### Errors"))
+    assert f"If at most {session._DRAIN_BYTES // MIB} MiB of it have not arrived" in prose(section("### Errors"))
+    assert f"Over {CoreLimits().max_hold_s:g} s" in section_of(KINDS[0x05])
+
+
+# The whole
+
+
+def test_every_name_in_the_document_exists() -> None:
+    fields = {field.name for cls in KINDS.values() for field in attrs.fields(cls)}
+    header = {row[2] for row in rows(section("## Frames"))}
+    known = {cls.__name__ for cls in KINDS.values()} | set(ERRORS) | fields | header | set(TYPES.values())
+    elsewhere = {"INFS", "infinistore/protocol/", "stats()", "server", "store"}
+    named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCUMENT, flags=re.DOTALL)))
+    assert named - known - elsewhere == set()
+    assert (Path(__file__).parents[2] / "infinistore/protocol/").is_dir()
+
+
+def test_the_worked_example_is_what_the_code_sends() -> None:
+    example = section("## Worked example").partition("```text\n")[2].partition("\n```")[0]
+    assert example == worked_example()
