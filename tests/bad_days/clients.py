@@ -1,0 +1,63 @@
+"""Every kind of client behind one interface, so that a bad day is written once and lived through by all of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+import pytest
+import trio
+
+from infinistore import aio, blocking, open_store
+from infinistore.aio import AsyncStore
+
+__all__ = ["KINDS", "run_with_store"]
+
+_T = TypeVar("_T")
+KINDS = ("trio", "blocking", "asyncio", "uvloop")
+
+
+class _Awaitable:
+    """A blocking store whose methods can be awaited; they block, all the same."""
+
+    def __init__(self, store: blocking.BlockingStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._store, name)
+
+        async def call(*arguments: Any, **named: Any) -> Any:
+            return method(*arguments, **named)
+
+        return call
+
+
+def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], Awaitable[_T]], **options: Any) -> _T:
+    """Open a store of this kind, run `body` with it in the loop that belongs to it, and return what it returns."""
+    if kind == "blocking":
+        with blocking.open_store(url, **options) as store:
+            return _run_at_once(body(cast(AsyncStore, _Awaitable(store))))
+
+    async def with_trio() -> _T:
+        async with open_store(url, **options) as store:
+            return await body(store)
+
+    async def with_asyncio() -> _T:
+        async with aio.open_store(url, **options) as store:
+            return await body(store)
+
+    if kind == "trio":
+        return trio.run(with_trio)
+    factory = None
+    if kind == "uvloop":
+        factory = pytest.importorskip("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(with_asyncio())
+
+
+def _run_at_once(awaitable: Awaitable[_T]) -> _T:
+    """Run what never waits for a loop."""
+    try:
+        next(awaitable.__await__())
+    except StopIteration as stop:
+        return cast(_T, stop.value)
+    raise AssertionError("a blocking store waited for a loop")

@@ -1,0 +1,46 @@
+"""What bad days need: a server, a proxy that does harm, every kind of client, and a breaker that is in a hurry."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from infinistore import blocking
+from infinistore.blocking import BlockingStore
+from infinistore.client import health
+from tests.bad_days.faults import Proxy, running_proxy
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+
+@pytest.fixture(params=["trio", "blocking", "asyncio"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of client. Tests that are about waiting ask for `KINDS`, which has uvloop as well."""
+    return str(request.param)
+
+
+@pytest.fixture
+def quick_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries without much waiting, and a circuit that is open for a moment only."""
+    monkeypatch.setattr(health, "_FIRST_DELAY_S", 0.0005)
+    monkeypatch.setattr(health, "_FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(health, "_LONGEST_PAUSE_S", 0.002)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A server of this module, which nobody kills."""
+    with running_server_process() as started:
+        yield started
+
+
+@pytest.fixture
+def proxy(server: ServerProcess) -> Iterator[Proxy]:
+    """A proxy to that server."""
+    with running_proxy(("127.0.0.1", server.port)) as started:
+        yield started
+
+
+@pytest.fixture
+def direct(server: ServerProcess) -> Iterator[BlockingStore]:
+    """A store that does not go through the proxy."""
+    with blocking.open_store(server.url) as store:
+        yield store
