@@ -11,7 +11,7 @@ from infinistore.client.buffers import BufferLike, readable, writable
 from infinistore.client.operations import Batch
 from infinistore.keys import check_distinct, check_keys
 
-__all__ = ["Pairs", "batch_to_get", "batch_to_put", "check_hold", "key_list"]
+__all__ = ["Pairs", "batch_to_get", "batch_to_put", "check_hold", "check_ratios", "key_list"]
 
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
@@ -45,6 +45,13 @@ def check_hold(hold_s: float) -> None:
     """Raise `ValueError` unless this is a time to hold for: 0 for none."""
     if not 0 <= hold_s < math.inf:
         raise ValueError(f"hold_s must be a number of seconds, 0 for no hold, not {hold_s!r}")
+
+
+def check_ratios(low: float, high: float) -> tuple[float, float]:
+    """Return the bounds of an eviction as floats; raise `ValueError` unless 0 <= low <= high <= 1."""
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"give two ratios with 0 <= min_ratio <= max_ratio <= 1, not {low!r} and {high!r}")
+    return float(low), float(high)
 
 
 def _columns(items: Pairs) -> tuple[list[str], list[BufferLike]]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
-from infinistore.client.arguments import Pairs, batch_to_get, batch_to_put, check_hold, key_list
+from infinistore.client.arguments import Pairs, batch_to_get, batch_to_put, check_hold, check_ratios, key_list
 from infinistore.client.buffers import BufferLike
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
@@ -150,7 +150,8 @@ class AsyncStore(ABC):
 
         Ratios are of the pool's bytes, 0 to 1.
         """
-        return await self._call(lambda ops: ops.evict(min_ratio, max_ratio), idempotent=False)
+        low, high = check_ratios(min_ratio, max_ratio)
+        return await self._call(lambda ops: ops.evict(low, high), idempotent=False)
 
     async def purge(self) -> int:
         """Delete everything; returns how many keys there were."""

@@ -5,11 +5,13 @@ bfloat16; both are looked at through a view of their bytes. Neither library is i
 done that.
 """
 
+import re
 import sys
 from typing import Any, TypeAlias
 
 __all__ = ["BufferLike", "readable", "writable"]
 
+_FIELD_NAME = re.compile(":[^:]*:")
 BufferLike: TypeAlias = Any
 """bytes, bytearray, memoryview, array, mmap, a numpy array, a PyTorch tensor on the CPU: contiguous, of any type."""
 
@@ -51,12 +53,28 @@ def _bytes_of(data: BufferLike) -> memoryview:
         view = memoryview(data)
     except TypeError:
         raise TypeError(f"{type(data).__name__} has no buffer protocol; give bytes, an array or a tensor") from None
-    except (ValueError, BufferError):
-        # Element types that the buffer protocol cannot tell, such as bfloat16 of ml_dtypes, still have bytes.
-        view = memoryview(data.view("uint8"))
+    except (ValueError, BufferError) as error:
+        view = _bytes_of_array(data, error)
     if not view.c_contiguous:
         raise ValueError(f"a {type(data).__name__} that is not contiguous cannot be moved as it is; make it contiguous")
-    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+    return view if view.ndim == 1 and view.format == "B" else _without_type(view)
+
+
+def _without_type(view: memoryview) -> memoryview:
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise TypeError("an array of Python objects holds addresses, not values; give one of numbers")
+    if not view.nbytes:  # which cannot be cast
+        return memoryview(b"" if view.readonly else bytearray())
+    return view.cast("B")
+
+
+def _bytes_of_array(data: Any, error: Exception) -> memoryview:
+    """Element types that the buffer protocol cannot tell, such as times or bfloat16 of ml_dtypes, still have bytes."""
+    if not hasattr(data, "view"):
+        raise ValueError(f"the memory of this {type(data).__name__} cannot be used: {error}")
+    if not data.flags.c_contiguous:
+        raise ValueError(f"a {type(data).__name__} that is not contiguous cannot be moved as it is; make it contiguous")
+    return memoryview(data.reshape(-1).view("uint8"))
 
 
 def _bytes_of_tensor(tensor: Any, torch: Any) -> memoryview:
@@ -64,4 +82,7 @@ def _bytes_of_tensor(tensor: Any, torch: Any) -> memoryview:
         raise ValueError(f"the tensor is on {tensor.device}; move it to the CPU first")
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous; pass tensor.contiguous(), or a contiguous buffer to read into")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    try:
+        return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    except RuntimeError as error:  # a lazy conjugate or negative: what is in memory is not what it says
+        raise ValueError(f"{error} Pass tensor.resolve_conj().resolve_neg()") from None

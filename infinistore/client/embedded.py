@@ -183,10 +183,14 @@ class EmbeddedOperations:
             return matched, f"{hold:x}" if hold else ""
 
     def release_hold(self, hold: str) -> Exchange[bool]:
-        """End a hold; False if it has ended."""
+        """End a hold; False if it has ended, or if it was a server's."""
         yield from ()
+        try:
+            hold_id = int(hold, 16)
+        except ValueError:
+            return False
         with self._lock:
-            return self._core.release_hold(int(hold, 16))
+            return self._core.release_hold(hold_id)
 
     def delete(self, keys: Sequence[str]) -> Exchange[int]:
         """Delete keys; return how many were there."""

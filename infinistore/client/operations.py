@@ -4,6 +4,7 @@
 `embedded.py`) does it to a store in this process. Arguments have been checked (`arguments.py`) when they come here.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import gt, not_, truth
@@ -233,7 +234,7 @@ class RemoteOperations:
         matched = 0
         holds: list[str] = []
         for part in self._key_parts(keys):
-            request = MatchPrefix(part, hold_us=int(hold_s * 1e6))
+            request = MatchPrefix(part, hold_us=math.ceil(hold_s * 1e6))
             reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
             matched += reply.matched
             if reply.hold:

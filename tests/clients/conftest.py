@@ -1,0 +1,44 @@
+"""Loops and stores for the tests of clients."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.clients.stores import REMOTE, STORES, Loops, Opened
+from tests.server.running import KIB, MIB, make_config
+
+
+@pytest.fixture(scope="session")
+def loops() -> Iterator[Loops]:
+    """A Trio and an asyncio loop, each in a thread, for all tests of a session."""
+    with Loops.running() as running:
+        yield running
+
+
+@pytest.fixture(params=STORES)
+def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
+    """An open store of each kind, with 4 MiB of room."""
+    with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}) as store:
+        yield store
+
+
+class Remotes:
+    """Opens stores of one remote kind, with settings of the test's own; all are closed after it."""
+
+    def __init__(self, kind: str, loops: Loops, stack: ExitStack) -> None:
+        self.kind = kind
+        self._loops = loops
+        self._stack = stack
+
+    def open(self, options: dict[str, Any] | None = None, **settings: Any) -> Opened:
+        config = make_config(**{"prealloc_bytes": 4 * MIB, "minimal_allocate_bytes": KIB, **settings})
+        return self._stack.enter_context(REMOTE[self.kind](self._loops, config, options or {}))
+
+
+@pytest.fixture(params=REMOTE)
+def remotes(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Remotes]:
+    """Opens a server and a store of each remote kind."""
+    with ExitStack() as stack:
+        yield Remotes(request.param, loops, stack)

@@ -1,0 +1,164 @@
+"""Every kind of store that there is, opened the same way, for tests that hold for all of them.
+
+A new client or transport is one more line in `STORES`. Asynchronous stores are used through their loop as if they were
+blocking, so that one test, and one rule machine, does for all.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeAlias
+from unittest import mock
+
+import attrs
+import trio
+
+import infinistore
+from infinistore import ServerConfig, aio, blocking
+from infinistore.blocking import BlockingStore
+from infinistore.client import AsyncStore, trio_store
+from infinistore.core import StoreCore
+from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
+from tests.server.running import RunningServer, running_server, simulated_server
+from tests.transports.memory_network import MemoryStream, random_chunks
+
+__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "simulated_store"]
+
+_EVERYTHING = 1 << 40
+
+
+@attrs.frozen
+class Loops:
+    """The loops that stores and servers live in."""
+
+    trio: TrioThread
+    asyncio: AsyncioThread
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator["Loops"]:
+        with TrioThread() as trio_thread, AsyncioThread() as asyncio_thread:
+            yield cls(trio_thread, asyncio_thread)
+
+
+@attrs.frozen
+class Opened:
+    """A store that is open. `look` runs a function where the core may be looked at: in its loop, when that is idle.
+
+    `batch_keys` is how many keys one request takes; the store splits what is longer.
+    """
+
+    store: BlockingStore
+    core: StoreCore
+    look: Callable[[Callable[[], Any]], Any]
+    batch_keys: int
+    server: RunningServer | None = None
+
+
+Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any]], AbstractContextManager[Opened]]
+
+
+def _embedded_options(config: ServerConfig, options: dict[str, Any]) -> dict[str, Any]:
+    return {"pool_bytes": config.prealloc_bytes, "minimal_allocate_bytes": config.minimal_allocate_bytes, **options}
+
+
+@contextmanager
+def _embedded_threads(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+    with blocking.open_store(**_embedded_options(config, options)) as store:
+        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        yield Opened(store, core, lambda function: function(), _EVERYTHING)
+
+
+@contextmanager
+def _embedded_trio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+    with loops.trio.entered(lambda: infinistore.open_store(**_embedded_options(config, options))) as store:
+        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        yield Opened(as_blocking(store, loops.trio), core, loops.trio.run_sync, _EVERYTHING)
+
+
+@contextmanager
+def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+    with loops.asyncio.entered(lambda: aio.open_store(**_embedded_options(config, options))) as store:
+        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        yield Opened(as_blocking(store, loops.asyncio), core, loops.asyncio.run_sync, _EVERYTHING)
+
+
+def _looker(loops: Loops) -> Callable[[Callable[[], Any]], Any]:
+    """A server that has sent a reply may have a little left to do: let it."""
+
+    async def when_idle(function: Callable[[], Any]) -> Any:
+        await trio.testing.wait_all_tasks_blocked()
+        return function()
+
+    return lambda function: loops.trio.run(when_idle, function)
+
+
+@contextmanager
+def _served(
+    loops: Loops, config: ServerConfig, open_store: Callable[[RunningServer], AbstractContextManager[BlockingStore]]
+) -> Iterator[Opened]:
+    with loops.trio.entered(lambda: running_server(config)) as server, open_store(server) as store:
+        yield Opened(store, server.core, _looker(loops), config.max_batch_keys, server)
+
+
+def _address(server: RunningServer, config: ServerConfig) -> str:
+    return server.url if config.unix_socket == "off" else f"unix://{server.unix_path}"
+
+
+def _remote_threads(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+    return _served(loops, config, lambda server: blocking.open_store(_address(server, config), **options))
+
+
+def _remote_trio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+    @contextmanager
+    def open_store(server: RunningServer) -> Iterator[BlockingStore]:
+        with loops.trio.entered(lambda: infinistore.open_store(_address(server, config), **options)) as store:
+            yield as_blocking(store, loops.trio)
+
+    return _served(loops, config, open_store)
+
+
+def _remote_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+    @contextmanager
+    def open_store(server: RunningServer) -> Iterator[BlockingStore]:
+        with loops.asyncio.entered(lambda: aio.open_store(_address(server, config), **options)) as store:
+            yield as_blocking(store, loops.asyncio)
+
+    return _served(loops, config, open_store)
+
+
+@contextmanager
+def _simulated(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+    with loops.trio.entered(lambda: simulated_store(config, options)) as (store, server):
+        yield Opened(as_blocking(store, loops.trio), server.core, _looker(loops), config.max_batch_keys, server)
+
+
+@asynccontextmanager
+async def simulated_store(
+    config: ServerConfig | None = None, options: dict[str, Any] | None = None, *, seed: int = 1
+) -> AsyncGenerator[tuple[AsyncStore, RunningServer], None]:
+    """The Trio client and the server as they are, in a simulated network that splits what is sent anywhere."""
+    async with simulated_server(config, random_chunks(seed)) as server:
+        listener = server.listener
+        assert listener is not None
+
+        async def connect(*_: object) -> MemoryStream:
+            await trio.lowlevel.checkpoint()
+            return listener.connect_stream()
+
+        with mock.patch.object(trio_store, "_connect", connect):
+            async with infinistore.open_store("tcp://simulated", **(options or {})) as store:
+                yield store, server
+
+
+EMBEDDED: dict[str, Opener] = {
+    "embedded-threads": _embedded_threads,
+    "embedded-trio": _embedded_trio,
+    "embedded-asyncio": _embedded_asyncio,
+}
+REMOTE: dict[str, Opener] = {
+    "threads": _remote_threads,
+    "trio": _remote_trio,
+    "asyncio": _remote_asyncio,
+    "simulated": _simulated,
+}
+STORES: dict[str, Opener] = {**EMBEDDED, **REMOTE}

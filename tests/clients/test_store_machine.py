@@ -1,0 +1,307 @@
+"""Every kind of store against the reference model: any sequence of calls, the same answers, the same recency.
+
+Each value has bytes that no other value has. The pool is small, so puts evict. After each step the order of keys, from
+the coldest to the warmest, is compared with the model's, and so are all stored bytes and what is used and held.
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from infinistore.core import Watermarks
+from infinistore.core.room import EXTRA_STEPS
+from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded, OutOfMemory, ValueTooLarge
+from tests.clients.stores import STORES, Loops, Opener
+from tests.core.model import Block, NoRoom, ReferenceStore
+from tests.server.running import KIB, make_config
+
+UNIT_BYTES = 4 * KIB
+CONFIG = make_config(prealloc_bytes=64 * KIB, minimal_allocate_bytes=UNIT_BYTES, max_batch_keys=6)
+MAX_HELD_RATIO = 0.25
+KEYS = [f"prefix/{i}" for i in range(12)] + ["a", "ключ", "鍵/1"]
+SMALL = [1, 63, 1000, 4095, 4096]
+SIZES = [*SMALL, 4097, 8192, 20_000]
+
+some_keys = st.lists(st.sampled_from(KEYS), max_size=9)
+runs_of_keys = st.builds(lambda first, count: KEYS[first : first + count], st.integers(0, 11), st.integers(1, 9))
+ratios = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+def parts(batch: list[Any], length: int) -> list[list[Any]]:
+    return [batch[first : first + length] for first in range(0, len(batch), length)]
+
+
+class ClientMachine(RuleBasedStateMachine):
+    """Drives a store and the model side by side. `opener` and `loops` are set by the test."""
+
+    opener: Opener
+    loops: Loops
+
+    holds = Bundle("holds")
+
+    @initialize(seed=st.integers(0, 1000))
+    def start(self, seed: int) -> None:
+        self.context = type(self).opener(self.loops, CONFIG, {})
+        self.opened = self.context.__enter__()
+        self.store = self.opened.store
+        marks = Watermarks()
+        self.model = ReferenceStore(
+            64 * KIB, self.opened.core.pool.allocator.footprint, marks.low, marks.high, EXTRA_STEPS
+        )
+        self.written = 0
+        self.open_holds: dict[str, list[Block]] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "context"):
+            self.context.__exit__(None, None, None)
+
+    # Writing
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=9, unique=True) | runs_of_keys, data=st.data())
+    def put_many(self, keys: list[str], data: st.DataObject) -> None:
+        whole = len(keys) <= CONFIG.max_batch_keys
+        # One that is split is made of values of one footprint, which never fail for want of a large enough piece.
+        sizes = data.draw(st.lists(st.sampled_from(SIZES if whole else SMALL), min_size=len(keys), max_size=len(keys)))
+        replace = data.draw(st.booleans())
+        items = [(key, self.unique_bytes(size)) for key, size in zip(keys, sizes, strict=True)]
+        as_mapping = data.draw(st.booleans())
+        self.put(items, replace, dict(items) if as_mapping else iter(items))
+
+    @rule(key=st.sampled_from(KEYS), size=st.sampled_from(SIZES))
+    def put_one(self, key: str, size: int) -> None:
+        value = self.unique_bytes(size)
+        self.put([(key, value)], True, None)
+
+    def put(self, items: list[tuple[str, bytes]], replace: bool, given: Any) -> None:
+        skipped = [] if replace else [key for key, _ in items if key in self.model.blocks]
+        split = parts([item for item in items if item[0] not in skipped], self.opened.batch_keys)
+        room = 0
+        try:
+            for part in split:
+                room = self.model.reserve([len(value) for _, value in part])
+                if part is not split[-1]:
+                    self.model.commit(room, part, replace=replace)
+        except NoRoom:
+            event("refused: no room")
+            with pytest.raises(OutOfMemory):
+                self.store.put_many(items, replace=replace)
+            return
+        before = self.fragmented()
+        refused = False
+        try:
+            if given is None:
+                self.store.put(*items[0])
+            else:
+                assert self.store.put_many(given, replace=replace) == skipped
+        except OutOfMemory:
+            event("refused: fragmentation")
+            refused = True
+        # What fragmentation costs, only the allocator knows.
+        self.model.evict_blocks(self.fragmented() - before)
+        if refused:
+            assert len(split) == 1
+            self.model.abort(room)
+        elif split:
+            self.model.commit(room, split[-1], replace=replace)
+
+    @rule(key=st.sampled_from(KEYS), others=st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
+    def put_something_too_large(self, key: str, others: list[str]) -> None:
+        items = {other: b"small" for other in others if other != key}
+        with pytest.raises(ValueTooLarge):
+            self.store.put_many({**items, key: bytes(64 * KIB + 1)})
+
+    @rule(items=st.sampled_from([[("a", b"1"), ("a", b"2")], [("", b"1")], [("a", b"")], [("k" * 1025, b"1")]]))
+    def put_what_nobody_may_put(self, items: list[tuple[str, bytes]]) -> None:
+        with pytest.raises(ValueError, match=r"."):
+            self.store.put_many(items)
+
+    # Reading
+
+    @rule(keys=some_keys | runs_of_keys)
+    def get_many(self, keys: list[str]) -> None:
+        values = self.store.get_many(keys)
+        assert [None if value is None else bytes(value) for value in values] == self.model_get(keys)
+
+    @rule(key=st.sampled_from(KEYS))
+    def get(self, key: str) -> None:
+        (expected,) = self.model_get([key])
+        if expected is None:
+            with pytest.raises(KeyNotFound):
+                self.store.get(key)
+        else:
+            assert self.store.get(key) == expected
+
+    @rule(keys=some_keys | runs_of_keys, sizes=st.lists(st.sampled_from([0, 1, 5000, 20_000]), min_size=9, max_size=9))
+    def get_many_into(self, keys: list[str], sizes: list[int]) -> None:
+        buffers = [bytearray(b"." * size) for size in sizes[: len(keys)]]
+        expected = [bytes(buffer) for buffer in buffers]
+        lengths: list[int | None] = []
+        pairs = list(zip(keys, buffers, strict=True))
+        first = 0
+        for part in parts(keys, self.opened.batch_keys):
+            values = self.model_get(part)
+            if any(value is not None and len(value) > len(buffers[first + i]) for i, value in enumerate(values)):
+                with pytest.raises(BufferTooSmall):
+                    self.store.get_many_into(pairs)
+                break
+            for index, value in enumerate(values, first):
+                lengths.append(None if value is None else len(value))
+                if value is not None:
+                    expected[index] = value + expected[index][len(value) :]
+            first += len(part)
+        else:
+            assert self.store.get_many_into(pairs) == lengths
+        assert list(map(bytes, buffers)) == expected
+
+    @rule(key=st.sampled_from(KEYS), size=st.sampled_from([0, 1, 5000, 20_000]))
+    def get_into(self, key: str, size: int) -> None:
+        buffer = bytearray(b"." * size)
+        (value,) = self.model_get([key])
+        if value is None:
+            with pytest.raises(KeyNotFound):
+                self.store.get_into(key, buffer)
+        elif len(value) > size:
+            with pytest.raises(BufferTooSmall):
+                self.store.get_into(key, buffer)
+        else:
+            assert self.store.get_into(key, buffer) == len(value)
+            assert buffer[: len(value)] == value
+            return
+        assert buffer == b"." * size
+
+    @rule(keys=some_keys | runs_of_keys)
+    def exists(self, keys: list[str]) -> None:
+        assert self.store.exists_many(iter(keys)) == self.model.exists(keys)
+        assert [self.store.exists(key) for key in keys[:2]] == self.model.exists(keys[:2])
+
+    @rule(keys=some_keys | runs_of_keys)
+    def match_prefix(self, keys: list[str]) -> None:
+        matched = 0
+        for part in parts(keys, self.opened.batch_keys):
+            found = self.model.match_prefix(part)
+            matched += found
+            if found < len(part):
+                break
+        match = self.store.match_prefix(keys)
+        assert match == matched
+        assert not match.hold
+
+    @rule(target=holds, keys=runs_of_keys)
+    def hold(self, keys: list[str]) -> Any:
+        keys = keys[: CONFIG.max_batch_keys]
+        count = self.model.count_prefix(keys)
+        blocks = [self.model.blocks[key] for key in keys[:count]]
+        new = sum(block.footprint for block in set(blocks) if not block.holds)
+        if count and self.model.held + new > MAX_HELD_RATIO * self.model.capacity:
+            with pytest.raises(LimitExceeded):
+                self.store.match_prefix(keys, hold_s=50)
+            return multiple()
+        match = self.store.match_prefix(keys, hold_s=50)
+        assert match == self.model.match_prefix(keys)
+        assert bool(match.hold) == bool(count)
+        if not count:
+            return multiple()
+        for block in blocks:
+            block.holds += 1
+        self.open_holds[match.hold] = blocks
+        return match.hold
+
+    @rule(hold=consumes(holds) | holds | st.sampled_from(["", "f", "0" * 32 + ":1"]))
+    def release_hold(self, hold: str) -> None:
+        assert self.store.release_hold(hold) == (hold in self.open_holds)
+        for block in self.open_holds.pop(hold, []):
+            block.holds -= 1
+        self.model.unpinned()
+
+    # Removing
+
+    @rule(keys=some_keys)
+    def delete(self, keys: list[str]) -> None:
+        assert self.store.delete(keys) == self.model.delete(keys)
+
+    @rule()
+    def purge(self) -> None:
+        assert self.store.purge() == self.model.purge()
+
+    @rule(low=ratios, high=ratios)
+    def evict(self, low: float, high: float) -> None:
+        if low > high:
+            with pytest.raises(ValueError, match=r"."):
+                self.store.evict(low, high)
+        else:
+            assert self.store.evict(low, high) == self.model.evict(low, high)
+
+    # Looking
+
+    @rule(prefix=st.sampled_from(["", "prefix/", "prefix/1", "к", "nothing"]), limit=st.integers(0, 20))
+    def list_keys(self, prefix: str, limit: int) -> None:
+        assert self.store.keys(prefix, limit) == self.model.keys(prefix, limit, "")
+
+    @rule(page=st.integers(1, 5))
+    def page_through_all_keys(self, page: int) -> None:
+        found: list[str] = []
+        while True:
+            keys = self.store.keys(limit=page, after=found[-1] if found else "")
+            found += keys
+            if len(keys) < page:
+                break
+        assert found == sorted(self.model.blocks)
+
+    # What must hold after every step
+
+    @invariant()
+    def the_store_is_what_the_model_is(self) -> None:
+        self.opened.look(self.compare)
+
+    def compare(self) -> None:
+        core = self.opened.core
+        assert list(core._index) == list(self.model.blocks)
+        for key, block in self.model.blocks.items():
+            entry = core._index.get(key)
+            assert entry is not None
+            assert core.pool.view(entry[:3]) == block.data
+        statistics = core.statistics()
+        expected = {
+            "used_bytes": self.model.used,
+            "pinned_bytes": self.model.pinned,
+            "held_bytes": self.model.held,
+            "keys": len(self.model.blocks),
+            "holds": len(self.open_holds),
+            "reservations": 0,
+            "reserved_bytes": 0,
+            "leases": 0,
+        }
+        assert {name: getattr(statistics, name) for name in expected} == expected
+
+    def fragmented(self) -> int:
+        evicted: int = self.opened.look(lambda: self.opened.core.statistics().evicted.fragmentation)
+        return evicted
+
+    def model_get(self, keys: list[str]) -> list[bytes | None]:
+        values: list[bytes | None] = []
+        for part in parts(keys, self.opened.batch_keys):
+            values += self.model.get(part)
+        return values
+
+    def unique_bytes(self, size: int) -> bytes:
+        self.written += 1
+        return (self.written.to_bytes(4, "little") * size)[:size]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_every_store_does_what_the_model_does(kind: str, loops: Loops) -> None:
+    machine = type("Machine", (ClientMachine,), {"opener": staticmethod(STORES[kind]), "loops": loops})
+    examples = settings.default.max_examples // 4 if settings.default else 25
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))

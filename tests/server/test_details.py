@@ -1,0 +1,192 @@
+"""What an operator sees of a server: counts of its requests, its connections, its arenas, and which keys it holds."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore import blocking, open_store
+from infinistore.allocators import create_allocator
+from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.errors import LimitExceeded
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.messages import Get, Keys, MatchPrefix, Put
+from infinistore.server.details import ARENA_PARTS, MAX_PREFIXES, MAX_SAMPLE_KEYS, prefixes
+from infinistore.server.recorder import OK, Recorder
+from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics, ServerDetails
+from tests.server.running import KIB, POOL_BYTES, RunningServer, make_config, running_server
+
+CHECKSUM_BYTES = 8
+
+
+async def details_of(server: RunningServer) -> ServerDetails:
+    async with open_store(server.url) as store:
+        details = (await store.stats(details=True)).details
+    assert details is not None
+    return details
+
+
+def outcomes(details: ServerDetails) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Count and bytes of each operation but the question itself."""
+    return {
+        (one.kind, one.transport, one.outcome): (one.count, one.payload_bytes)
+        for one in details.operations
+        if one.kind != "statistics"
+    }
+
+
+async def test_every_request_is_counted_by_kind_transport_and_outcome(tmp_path: Path) -> None:
+    config = make_config(unix_socket=str(tmp_path / "s"))
+    async with running_server(config) as server:
+        async with open_store(server.url) as store:
+            await store.put_many([("a", bytes(100)), ("b", bytes(50))])
+            await store.get("a")
+            await store.get_many(["b", "missing"])
+            await store.match_prefix(["a", "b", "c"])
+            with pytest.raises(LimitExceeded):
+                await store.match_prefix(["a"], hold_s=1e6)
+        async with open_store(f"unix://{server.unix_path}") as store:
+            await store.exists("a")
+            await store.purge()
+        found = outcomes(await details_of(server))
+    assert found == {
+        ("put", "tcp", "ok"): (1, 150 + 2 * CHECKSUM_BYTES),
+        ("get", "tcp", "ok"): (2, 150),
+        ("match_prefix", "tcp", "ok"): (1, 0),
+        ("match_prefix", "tcp", "LimitExceeded"): (1, 0),
+        ("exists", "unix", "ok"): (1, 0),
+        ("purge", "unix", "ok"): (1, 0),
+    }
+
+
+async def test_a_request_that_breaks_the_connection_is_counted_too() -> None:
+    async with running_server() as server:
+        peer = await server.peer()
+        await peer.send_head(Put(Keys(["a"]), numbers([1000]), checksums=False), payload_bytes=1000)
+        peer.close()
+        await server.quiet()
+        found = outcomes(await details_of(server))
+        assert found == {("put", "tcp", "StoreUnavailable"): (1, 1000)}
+        assert server.server.statistics().received_bytes == 1000
+
+
+async def test_connections_are_shown_with_the_names_they_gave_themselves() -> None:
+    async with running_server() as server, open_store(server.url, name="prefill-3") as store:
+        await store.put("a", bytes(1000))
+        details = await details_of(server)
+    busy, asking = details.clients
+    assert (busy.name, busy.transport, busy.requests, busy.errors) == ("prefill-3", "tcp", 1, 0)
+    assert (busy.received_bytes, busy.sent_bytes, busy.pinned_bytes) == (1000 + CHECKSUM_BYTES, 0, 0)
+    assert busy.connected_s >= asking.connected_s >= 0
+
+
+async def test_the_totals_of_a_server_include_connections_that_are_over() -> None:
+    async with running_server() as server:
+        for _ in range(3):
+            async with open_store(server.url) as store:
+                await store.put("a", bytes(92))
+        await server.quiet()
+        statistics = server.server.statistics()
+    assert (statistics.requests, statistics.received_bytes) == (3, 300)
+
+
+async def test_the_fill_of_an_arena_shows_where_it_is_full() -> None:
+    async with running_server() as server, open_store(server.url) as store:
+        await store.put_many([(f"{i}", bytes(KIB)) for i in range(POOL_BYTES // KIB // 4)])
+        (arena,) = (await details_of(server)).arenas
+    assert (arena.index, arena.length_bytes, arena.used_bytes) == (0, POOL_BYTES, POOL_BYTES // 4)
+    assert arena.fill == [1.0] * (ARENA_PARTS // 4) + [0.0] * (ARENA_PARTS * 3 // 4)
+
+
+async def test_details_come_on_request_and_to_the_blocking_client_too() -> None:
+    async with running_server() as server:
+
+        def ask(details: bool) -> ServerDetails | None:
+            with blocking.open_store(server.url) as store:
+                return store.stats(details=details).details
+
+        assert await trio.to_thread.run_sync(ask, False) is None
+        found = await trio.to_thread.run_sync(ask, True)
+    assert found is not None
+    assert found.state == "serving"
+
+
+async def test_an_embedded_store_has_no_details() -> None:
+    async with open_store() as store:
+        assert (await store.stats(details=True)).details is None
+
+
+@given(st.lists(st.floats(0, 20), min_size=1))
+def test_a_latency_falls_into_the_first_bucket_that_bounds_it(times: list[float]) -> None:
+    recorder = Recorder()
+    for elapsed_s in times:
+        recorder.record(Get, "tcp", OK, 1, elapsed_s)
+    (found,) = recorder.statistics()
+    assert (found.count, found.payload_bytes) == (len(times), len(times))
+    assert found.latency_sum_s == pytest.approx(sum(times))
+    below = 0
+    for bound, count in zip((*LATENCY_BOUNDS_S, float("inf")), found.latency_counts, strict=True):
+        below += count
+        assert below == sum(elapsed_s <= bound for elapsed_s in times)
+
+
+def test_the_statistics_of_a_recorder_do_not_change_afterwards() -> None:
+    recorder = Recorder()
+    recorder.record(MatchPrefix, "tcp", OK, 0, 0.0)
+    before = recorder.statistics()
+    recorder.record(MatchPrefix, "tcp", OK, 0, 0.0)
+    expected = OperationStatistics("match_prefix", "tcp", "ok", 1, 0, 0.0, [1] + [0] * len(LATENCY_BOUNDS_S))
+    assert before == [expected]
+
+
+def core_with(*keys: str) -> StoreCore:
+    """A store with a block of 10 bytes under each of these keys."""
+    pool = Pool(create_allocator("bitmap", 64))
+    pool.add_arena(create_arena(0, 1024 * KIB))
+    core = StoreCore(pool, clock=lambda: 0.0)
+    client = core.open_client("test")
+    for key in keys:
+        core.commit(core.reserve(client, [10]), [key], None)
+    return core
+
+
+async def found_prefixes(*keys: str) -> dict[str, tuple[int, int]]:
+    core = core_with(*keys)
+    found = {one.prefix: (one.keys, one.payload_bytes) for one in await prefixes(core)}
+    core.pool.close()
+    return found
+
+
+async def test_a_prefix_ends_with_the_last_separator() -> None:
+    found = await found_prefixes("m/a/1", "m/a/2", "m/b/1", "plain", "x:y", "v@w#u|z", "new\nline/1")
+    one, two = (1, 10), (2, 20)
+    assert found == {"m/a/": two, "m/b/": one, "": one, "x:": one, "v@w#u|": one, "new\nline/": one}
+
+
+async def test_too_many_prefixes_are_cut_shorter() -> None:
+    keys = [f"model/{layer}/{i}" for layer in range(MAX_PREFIXES) for i in range(2)]
+    found = await found_prefixes(*keys, "other/1/2/3/4", "/")
+    assert found == {"model/": (2 * MAX_PREFIXES, 20 * MAX_PREFIXES), "other/": (1, 10), "/": (1, 10)}
+
+
+async def test_what_cannot_be_cut_shorter_is_left_out_beyond_the_largest() -> None:
+    found = await found_prefixes(*(f"{i}/x" for i in range(MAX_PREFIXES + 9)), "0/y")
+    assert len(found) == MAX_PREFIXES
+    assert found["0/"] == (2, 20)
+
+
+async def test_a_large_store_is_estimated_from_its_coldest_and_its_warmest_keys() -> None:
+    count = 3 * MAX_SAMPLE_KEYS
+    found = await found_prefixes(*(f"{'old' if i < count // 2 else 'new'}/{i}" for i in range(count)))
+    assert found == {"old/": (count // 2, 5 * count), "new/": (count // 2, 5 * count)}
+
+
+def test_a_sample_has_every_key_once_when_it_can() -> None:
+    core = core_with("a", "b", "c")
+    assert Counter(core.sample(3)) == Counter({("a", 10): 1, ("b", 10): 1, ("c", 10): 1})
+    assert core.sample(2) == [("a", 10), ("c", 10)]
+    assert core.sample(1) == [("a", 10)]
+    core.pool.close()
