@@ -78,15 +78,15 @@ class Allocator(ABC):
                 f"the smallest allocation must be a multiple of {MINIMUM_UNIT_BYTES} bytes, got {unit_bytes}"
             )
         self.unit_bytes = unit_bytes
-        self._arenas = 0
+        self._arena_bytes: list[int] = []
+        """The length of each arena."""
 
     def _check_arena(self, index: int, length: int) -> None:
         """Count an arena that a subclass is about to add; ValueError if it is out of turn or has no sense."""
-        if index != self._arenas or length < 0:
-            raise ValueError(
-                f"arena {self._arenas} is next, of zero bytes or more; got arena {index} of {length} bytes"
-            )
-        self._arenas += 1
+        arenas = len(self._arena_bytes)
+        if index != arenas or length < 0:
+            raise ValueError(f"arena {arenas} is next, of zero bytes or more; got arena {index} of {length} bytes")
+        self._arena_bytes.append(length)
 
     @classmethod
     def prepare_process(cls) -> None:
@@ -127,3 +127,13 @@ class Allocator(ABC):
     @abstractmethod
     def statistics(self) -> AllocatorStatistics:
         """Return what is held now."""
+
+    def occupied_bytes(self, index: int, parts: int) -> list[int]:
+        """Return how many bytes are taken in each of `parts` equal parts of an arena, first to last.
+
+        It is for people who look at how full the pool is, and where. A strategy that knows better replaces this, which
+        spreads `used_bytes` evenly over all arenas.
+        """
+        held = self.statistics()
+        taken = held.used_bytes * self._arena_bytes[index] // max(1, sum(self._arena_bytes))
+        return [taken * (part + 1) // parts - taken * part // parts for part in range(parts)]

@@ -226,3 +226,7 @@ class BitmapAllocator(Allocator):
             extents=self._extents,
             largest_free_extent_bytes=units.largest_hole() * self.unit_bytes,
         )
+
+    def occupied_bytes(self, index: int, parts: int) -> list[int]:
+        """Return how many bytes are taken in each of so many equal parts of an arena."""
+        return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

@@ -383,3 +383,7 @@ class JemallocAllocator(Allocator):
             extents=len(self._live),
             largest_free_extent_bytes=self._sizes.largest_within(units.largest_hole())[1] * self.unit_bytes,
         )
+
+    def occupied_bytes(self, index: int, parts: int) -> list[int]:
+        """Return how many bytes are taken in each of so many equal parts of an arena."""
+        return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

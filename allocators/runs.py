@@ -8,7 +8,7 @@ and a few when it failed before and little was freed since. Which hole to use is
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 
 from bitarray import bitarray
 from bitarray.util import zeros
@@ -107,6 +107,12 @@ class UnitMap:
         if start:
             start = self.taken.find(1, 0, start, right=True) + 1  # so that no hole is cut in two
         return self._remembering_failure(units, chain(self._search(units, start), self._search(units, 0, start)))
+
+    def taken_in(self, arena: int, parts: int) -> list[int]:
+        """Return how many units are taken in each of `parts` equal parts of an arena, as equal as whole units are."""
+        first, units = self.firsts[arena], self.ends[arena] - self.firsts[arena]
+        bounds = [first + units * part // parts for part in range(parts + 1)]
+        return [self.taken.count(1, begin, end) for begin, end in pairwise(bounds)]
 
     def hole_near(self, units: int, start: int) -> tuple[int | None, int]:
         """Look for a hole of at least `units` units in a part of the map of bounded length from `start` on.

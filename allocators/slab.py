@@ -11,8 +11,9 @@ What it costs: a slot may be up to an eighth larger than its block, a slab keeps
 a free slot serves only its own class. (After Bonwick, "The Slab Allocator", USENIX 1994, and memcached's slabs.c.)
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import ClassVar
 
 import attrs
@@ -321,6 +322,24 @@ class SlabAllocator(Allocator):
             extents=self._extents,
             largest_free_extent_bytes=largest * self.unit_bytes,
         )
+
+    def occupied_bytes(self, index: int, parts: int) -> list[int]:
+        """Return how many bytes are taken in each of so many equal parts of an arena.
+
+        A block counts where it begins. Takes some 0.1 us for each block that has pages of its own.
+        """
+        first, end = (page * self._page_units for page in (self._map.firsts[index], self._map.ends[index]))
+        bounds = [first + (end - first) * part // parts for part in range(parts + 1)]
+        taken = [0] * parts
+        for size_class in self._classes.values():
+            for part, (begin, stop) in enumerate(pairwise(bounds)):
+                slots = size_class.slots.count(1, begin, stop) - size_class.free.count(1, begin, stop)
+                taken[part] += slots * size_class.slot_units
+        for page, pages in self._spans.items():
+            start = page * self._page_units
+            if first <= start < end:
+                taken[bisect_right(bounds, start) - 1] += pages * self._page_units
+        return [units * self.unit_bytes for units in taken]
 
 
 def _grouped(extents: Iterable[Extent]) -> Iterator[tuple[tuple[int, int], list[int]]]:

@@ -3,6 +3,8 @@
 The same frozen objects are read by everybody: the client, the command line, and whatever else shows numbers.
 """
 
+from typing import NamedTuple
+
 import attrs
 from cattrs import Converter
 from cattrs.errors import BaseValidationError
@@ -20,6 +22,7 @@ __all__ = [
     "PrefixStatistics",
     "ServerDetails",
     "ServerStatistics",
+    "StatisticsTree",
     "Stats",
     "statistics_from_tree",
     "statistics_to_tree",
@@ -118,26 +121,38 @@ class Stats:
     transport_reason: str
     store: StoreStatistics
     server: ServerStatistics | None = None
+    details: ServerDetails | None = None
+    """Only if they were asked for, and only of a server."""
+
+
+class StatisticsTree(NamedTuple):
+    """What a server sends."""
+
+    server: ServerStatistics
+    store: StoreStatistics
+    details: ServerDetails | None
 
 
 _converter = Converter()
 
 
-def statistics_to_tree(server: ServerStatistics, store: StoreStatistics) -> Tree:
-    """Turn statistics into nested maps of plain values."""
-    return Tree({"server": _converter.unstructure(server), "store": _converter.unstructure(store)})
+def statistics_to_tree(server: ServerStatistics, store: StoreStatistics, details: ServerDetails | None = None) -> Tree:
+    """Turn statistics into nested maps and lists of plain values."""
+    parts = {"server": server, "store": store} | ({} if details is None else {"details": details})
+    return Tree({name: _converter.unstructure(part) for name, part in parts.items()})
 
 
-def statistics_from_tree(tree: Tree) -> tuple[ServerStatistics, StoreStatistics]:
-    """Turn nested maps back into statistics.
+def statistics_from_tree(tree: Tree) -> StatisticsTree:
+    """Turn nested maps and lists back into statistics.
 
     Raises:
         ProtocolError: they are none.
     """
     try:
-        return (
+        return StatisticsTree(
             _converter.structure(tree["server"], ServerStatistics),
             _converter.structure(tree["store"], StoreStatistics),
+            _converter.structure(tree["details"], ServerDetails) if "details" in tree else None,
         )
     except (LookupError, TypeError, ValueError, BaseValidationError) as error:
         raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None

@@ -157,6 +157,10 @@ class AsyncStore(ABC):
         """Delete everything; returns how many keys there were."""
         return await self._call(lambda ops: ops.purge(), idempotent=False)
 
-    async def stats(self) -> Stats:
-        """Statistics of the store; `transport` says which path is in use, `transport_reason` why."""
-        return await self._call(lambda ops: ops.stats())
+    async def stats(self, details: bool = False) -> Stats:
+        """Statistics of the store; `transport` says which path is in use, `transport_reason` why.
+
+        With `details`, a server also tells of its operations, connections, arenas and keys by prefix, which takes
+        it longer: a few milliseconds.
+        """
+        return await self._call(lambda ops: ops.stats(details))

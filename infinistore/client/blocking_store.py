@@ -158,6 +158,10 @@ class BlockingStore(ABC):
         """Delete everything; returns how many keys there were."""
         return self._call(lambda ops: ops.purge(), idempotent=False)
 
-    def stats(self) -> Stats:
-        """Statistics of the store; `transport` says which path is in use, `transport_reason` why."""
-        return self._call(lambda ops: ops.stats())
+    def stats(self, details: bool = False) -> Stats:
+        """Statistics of the store; `transport` says which path is in use, `transport_reason` why.
+
+        With `details`, a server also tells of its operations, connections, arenas and keys by prefix, which takes
+        it longer: a few milliseconds.
+        """
+        return self._call(lambda ops: ops.stats(details))

@@ -216,8 +216,8 @@ class EmbeddedOperations:
         with self._lock:
             return self._core.purge()
 
-    def stats(self) -> Exchange[Stats]:
-        """The statistics of the store."""
+    def stats(self, details: bool) -> Exchange[Stats]:
+        """The statistics of the store; the details are a server's."""
         yield from ()
         with self._lock:
             return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())

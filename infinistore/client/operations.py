@@ -97,7 +97,7 @@ class Operations(Protocol):
     def purge(self) -> Exchange[int]:
         """Delete everything; return how many keys there were."""
 
-    def stats(self) -> Exchange[Stats]:
+    def stats(self, details: bool) -> Exchange[Stats]:
         """The statistics of the store."""
 
 
@@ -279,11 +279,11 @@ class RemoteOperations:
         """Delete everything; return how many keys there were."""
         return (yield from self._count(Purge()))
 
-    def stats(self) -> Exchange[Stats]:
+    def stats(self, details: bool) -> Exchange[Stats]:
         """Ask the server for its statistics."""
-        reply = _expect(StatisticsReply, (yield from self._ask(Statistics())))
-        server, store = statistics_from_tree(reply.statistics)
-        return Stats(*self._path, store=store, server=server)
+        reply = _expect(StatisticsReply, (yield from self._ask(Statistics(details))))
+        tree = statistics_from_tree(reply.statistics)
+        return Stats(*self._path, store=tree.store, server=tree.server, details=tree.details)
 
     def _ask(self, request: Request) -> Exchange[Reply]:
         return self._connection.request(request, deadline_us=self._remaining_us())

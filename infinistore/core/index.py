@@ -45,6 +45,10 @@ class Index:
         """Iterate over the keys, coldest first."""
         return iter(self._entries)
 
+    def __reversed__(self) -> Iterator[str]:
+        """Iterate over the keys, warmest first."""
+        return reversed(self._entries)
+
     def get(self, key: str) -> Entry | None:
         """Return the entry of a key, or None. Does not touch."""
         return self._entries.get(key)

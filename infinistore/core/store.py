@@ -26,7 +26,7 @@ import heapq
 import random as random_module
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from operator import itemgetter
 from typing import Literal
 
@@ -340,6 +340,18 @@ class StoreCore:
         if prefix:
             found = (key for key in found if key.startswith(prefix))
         return heapq.nsmallest(limit, found)
+
+    def sample(self, limit: int) -> list[tuple[str, int]]:
+        """Return up to `limit` keys with the lengths of their blocks: all of them, or the coldest and the warmest half
+        and half.
+
+        About 0.1 us a key, however many keys there are.
+        """
+        if len(self._index) <= limit:
+            keys = list(self._index)
+        else:
+            keys = [*islice(self._index, limit - limit // 2), *islice(reversed(self._index), limit // 2)]
+        return list(zip(keys, map(_LENGTH, filter(None, self._index.get_many(keys))), strict=True))
 
     def verify(self, key: str) -> bool:
         """Hash a stored block again, and drop it if it is not what its writer hashed.

@@ -19,9 +19,26 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
 from infinistore.keys import join_keys, split_keys
-from infinistore.protocol.messages import KINDS, PROTOCOL_VERSION, Keys, Message, Numbers, Tree
+from infinistore.protocol.messages import (
+    KINDS,
+    PROTOCOL_VERSION,
+    Keys,
+    Message,
+    Numbers,
+    StatisticsReply,
+    Tree,
+)
 
-__all__ = ["HEADER_BYTES", "Header", "decode_body", "encode_head", "head_bytes", "numbers", "parse_header"]
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_LIST_ITEMS",
+    "Header",
+    "decode_body",
+    "encode_head",
+    "head_bytes",
+    "numbers",
+    "parse_header",
+]
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
@@ -29,8 +46,12 @@ ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _MAX_DEADLINE_US = 2**63
 _MAX_MAPS = 256
-"""Statistics are a handful of nested maps. A body full of tiny ones would take 70 times its own size when decoded."""
-_MAX_FIELDS = 64  # of a message, or of one level of the statistics; no message has a list
+"""A body full of tiny maps would take 70 times its own size when decoded, and no message has many."""
+_MAX_FIELDS = 64  # of a message, or of one level of the statistics
+MAX_LIST_ITEMS = 512
+"""How long a list in a `StatisticsReply` may be. No other message has lists."""
+_MAX_STATISTICS_NODES = 2048
+"""How many maps, and how many lists, a `StatisticsReply` may have."""
 
 
 class Header(NamedTuple):
@@ -103,9 +124,15 @@ def decode_body(kind: int, body: memoryview) -> Message:
         ProtocolError: not such a body.
     """
     cls = KINDS[kind]
+    has_lists = cls is StatisticsReply
     try:
         fields = msgpack.unpackb(
-            body, object_pairs_hook=_map_maker(), max_array_len=0, max_map_len=_MAX_FIELDS, max_ext_len=0
+            body,
+            object_pairs_hook=_map_maker(_MAX_STATISTICS_NODES if has_lists else _MAX_MAPS),
+            list_hook=_list_counter(_MAX_STATISTICS_NODES) if has_lists else None,
+            max_array_len=MAX_LIST_ITEMS if has_lists else 0,
+            max_map_len=_MAX_FIELDS,
+            max_ext_len=0,
         )
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
@@ -116,21 +143,35 @@ def decode_body(kind: int, body: memoryview) -> Message:
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
 
 
-def _map_maker() -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
-    """Return what makes the maps of one body. It refuses a name that stands twice, and more than `_MAX_MAPS` maps."""
-    left = _MAX_MAPS
+def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
+    """Return what makes the maps of one body. It refuses a name that stands twice, and more than `most` maps."""
+    left = most
 
     def make_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ValueError(f"more than {_MAX_MAPS} maps")
+            raise ValueError(f"more than {most} maps")
         made = dict(pairs)
         if len(made) != len(pairs):
             raise ValueError("a name stands twice in a map")
         return made
 
     return make_map
+
+
+def _list_counter(most: int) -> Callable[[list[Any]], list[Any]]:
+    """Return what is shown the lists of one body. It refuses more than `most` of them."""
+    left = most
+
+    def count_list(items: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {most} lists")
+        return items
+
+    return count_list
 
 
 # What msgpack, cattrs and the validators raise for a body that is not one.

@@ -58,7 +58,7 @@ Keys = NewType("Keys", list[str])
 Numbers = NewType("Numbers", "array[int]")
 """Unsigned 64-bit numbers, packed little-endian on the wire; `array('Q')` in memory."""
 Tree = NewType("Tree", dict[str, object])
-"""Nested maps of plain values."""
+"""Nested maps and lists of plain values."""
 
 _count = validators.and_(validators.instance_of(int), validators.ge(0), validators.lt(2**64))
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
@@ -226,14 +226,17 @@ class Evict:
 
 @attrs.frozen
 class Statistics:
-    """Ask for the store's statistics."""
+    """Ask for the store's statistics; with `details` also for what takes longer to gather."""
 
     KIND: ClassVar[int] = 0x0B
+    details: bool = False
 
 
 @attrs.frozen
 class StatisticsReply:
-    """The statistics as nested maps, by the names of `infinistore.core.StoreStatistics`."""
+    """The statistics as nested maps, by the names of `infinistore.statistics.Stats`: "server", "store" and, on request,
+    "details". No other message has lists.
+    """
 
     KIND: ClassVar[int] = 0x8B
     statistics: Tree

@@ -29,11 +29,12 @@ from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.connection import ServerConnection
-from infinistore.protocol.messages import HelloReply
+from infinistore.protocol.messages import HelloReply, Tree
+from infinistore.server import details
 from infinistore.server.growth import PoolGrowth
-from infinistore.server.session import Service, Session, SessionLimits
+from infinistore.server.session import Service, Session, SessionLimits, Traffic
 from infinistore.server.slices import evict_in_slices
-from infinistore.statistics import ServerStatistics, statistics_to_tree
+from infinistore.statistics import ServerDetails, ServerStatistics, statistics_to_tree
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets import accept, listen_tcp, listen_unix
 from infinistore.transports.spin import Spinner
@@ -107,6 +108,7 @@ class Server:
         )
         self._started_at = trio.current_time()
         self._sessions: set[Session] = set()
+        self._past = Traffic()  # of the connections that are over
         self._drain = trio.Event()
         self._spinner = Spinner(config.spin_us * 1e-6)
         self._connections_total = 0
@@ -127,7 +129,7 @@ class Server:
                 max_body_bytes=_MAX_BODY_BYTES,
                 max_payload_bytes=max(config.max_batch_bytes, config.max_value_bytes) + 8 * config.max_batch_keys,
             ),
-            statistics=lambda: statistics_to_tree(self.statistics(), self.core.statistics()),
+            statistics=self._statistics_tree,
             token=token,
             growth=growth,
         )
@@ -175,7 +177,9 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """What the server has done so far."""
-        traffic = self._service.traffic
+        traffic = attrs.evolve(self._past)
+        for session in self._sessions:
+            traffic.add(session.traffic)
         return ServerStatistics(
             instance=self._service.hello.instance,
             version=__version__,
@@ -190,7 +194,17 @@ class Server:
             spin=self._spinner.statistics(),
         )
 
+    async def details(self) -> ServerDetails:
+        """What takes a few milliseconds to gather; others have their turn meanwhile."""
+        state = "draining" if self.draining else "serving"
+        return await details.gather(self.core, list(self._sessions), self._service.recorder, state)
+
+    async def _statistics_tree(self, with_details: bool) -> Tree:
+        found = await self.details() if with_details else None
+        return statistics_to_tree(self.statistics(), self.core.statistics(), found)
+
     async def _accept(self, listener: socket.socket, sessions: trio.Nursery) -> None:
+        transport = "unix" if listener.family == socket.AF_UNIX else "tcp"
         while True:
             try:
                 stream = await accept(listener, self._spinner)
@@ -203,7 +217,7 @@ class Server:
                 continue
             self._connections_total += 1
             if len(self._sessions) < self.config.max_connections:
-                session = Session(stream, self._service, f"client-{self._connections_total}")
+                session = Session(stream, self._service, f"client-{self._connections_total}", transport)
                 self._sessions.add(session)
                 sessions.start_soon(self._serve, session)
             else:
@@ -215,6 +229,7 @@ class Server:
             await session.run()
         finally:
             self._sessions.discard(session)
+            self._past.add(session.traffic)
 
     async def _refuse(self, stream: Stream) -> None:
         error = LimitExceeded(

@@ -6,7 +6,7 @@ answered one after the other, so a slow reader slows nobody but itself; a pipeli
 
 import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from operator import gt
 from typing import TypeVar
 
@@ -50,6 +50,7 @@ from infinistore.protocol.messages import (
     VerifyReply,
 )
 from infinistore.server.growth import PoolGrowth
+from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import answer
 from infinistore.server.slices import evict_in_slices, purge_in_slices
 from infinistore.transports.base import Stream, drive
@@ -82,12 +83,19 @@ class SessionLimits:
 
 @attrs.define
 class Traffic:
-    """What went over all connections of a server."""
+    """What went over a connection, or over several. Bytes are payload only."""
 
     requests: int = 0
     errors: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
+
+    def add(self, other: "Traffic") -> None:
+        """Count what went over another one, too."""
+        self.requests += other.requests
+        self.errors += other.errors
+        self.received_bytes += other.received_bytes
+        self.sent_bytes += other.sent_bytes
 
 
 @attrs.frozen
@@ -97,17 +105,24 @@ class Service:
     core: StoreCore
     hello: HelloReply
     limits: SessionLimits
-    statistics: Callable[[], Tree]
+    statistics: Callable[[bool], Awaitable[Tree]]
+    """What answers a Statistics request, without or with details."""
     token: str = attrs.field(default="", repr=False)
     growth: PoolGrowth | None = None
-    traffic: Traffic = attrs.field(factory=Traffic)
+    recorder: Recorder = attrs.field(factory=Recorder)
 
 
 class Session:
-    """Serves one stream until it ends. `run` returns when it is over, whatever the client did."""
+    """Serves one stream until it ends. `run` returns when it is over, whatever the client did.
 
-    def __init__(self, stream: Stream, service: Service, name: str) -> None:
+    `name` is for messages, until the client gives itself another; `transport` is what payload travels over.
+    """
+
+    def __init__(self, stream: Stream, service: Service, name: str, transport: str) -> None:
         self.name = name
+        self.transport = transport
+        self.traffic = Traffic()
+        self.connected_at = trio.current_time()
         self._stream = stream
         self._service = service
         self._core = service.core
@@ -118,6 +133,11 @@ class Session:
         self._scope = trio.CancelScope()
         self._finishing = False
         self._client = service.core.open_client(name)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the client has leased and reserved, by footprint."""
+        return self._client.pinned_bytes
 
     def finish(self) -> None:
         """End the session after the request under way, at once if there is none."""
@@ -134,11 +154,11 @@ class Session:
             _log.debug("%s: %s", self.name, error)
         except InfiniStoreException as error:
             _log.info("%s: closed: %s: %s", self.name, type(error).__name__, error)
-            self._service.traffic.errors += 1
+            self.traffic.errors += 1
             await self._say_goodbye(error)
         except Exception:  # noqa: BLE001  # a fault of ours in one session must not end all the others
             _log.exception("%s: closed: internal error", self.name)
-            self._service.traffic.errors += 1
+            self.traffic.errors += 1
             await self._say_goodbye(InfiniStoreException("internal error of the server; its log has more"))
         finally:
             # Every byte of this client goes through this task, which is done: nobody writes or reads there any more.
@@ -147,14 +167,25 @@ class Session:
 
     async def _converse(self) -> None:
         await self._greet()
-        traffic = self._service.traffic
+        traffic = self.traffic
+        recorder = self._service.recorder
         while not self._finishing:
             received = await self._drive(self._connection.receive())
             if received is None:
                 return
+            start = recorder.clock()
             traffic.requests += 1
             traffic.received_bytes += received.payload_bytes
-            await self._serve(received)
+            sent_bytes = traffic.sent_bytes
+            outcome = CANCELLED
+            try:
+                outcome = await self._serve(received)
+            except Exception as error:
+                outcome = outcome_of(error)
+                raise
+            finally:
+                moved_bytes = received.payload_bytes + traffic.sent_bytes - sent_bytes
+                recorder.record(type(received.message), self.transport, outcome, moved_bytes, recorder.clock() - start)
 
     async def _greet(self) -> None:
         """Exchange hellos. A stranger has little time to say who it is."""
@@ -168,9 +199,11 @@ class Session:
         token = self._service.token
         if token and not hmac.compare_digest(token.encode(), received.message.token.encode()):
             raise AuthenticationFailed("this server wants a token; give the one that is in its --token-file")
+        self.name = received.message.name or self.name
         await self._reply(self._service.hello)
 
-    async def _serve(self, received: Received) -> None:
+    async def _serve(self, received: Received) -> str:
+        """Answer a request; return its outcome."""
         message = received.message
         try:
             if isinstance(message, Put):
@@ -180,7 +213,7 @@ class Session:
             elif isinstance(message, MatchPrefix) and not message.hold_us:
                 await self._match_prefix(message)
             elif isinstance(message, Statistics):
-                await self._reply(StatisticsReply(self._service.statistics()))
+                await self._reply(StatisticsReply(await self._service.statistics(message.details)))
             elif isinstance(message, Verify):
                 await self._verify(message)
             elif isinstance(message, Purge):
@@ -191,15 +224,16 @@ class Session:
             else:
                 await self._reply(answer(message, self._core, self._client))
         except InvalidRequest as error:
-            await self._refuse(error, received)
+            return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
             raise
         except ValueError as error:  # how the core refuses arguments
-            await self._refuse(InvalidRequest(str(error)), received)
+            return await self._refuse(InvalidRequest(str(error)), received)
         except InfiniStoreException as error:
-            await self._refuse(error, received)
+            return await self._refuse(error, received)
+        return OK
 
-    async def _refuse(self, error: InfiniStoreException, received: Received) -> None:
+    async def _refuse(self, error: InfiniStoreException, received: Received) -> str:
         """Answer with an error, and keep the connection if the rest of the payload is short enough to wait for."""
         if self._connection.state is State.PAYLOAD:
             if self._connection.payload_left > _DRAIN_BYTES:
@@ -210,9 +244,10 @@ class Session:
                 raise error
         if self._connection.state is not State.REPLYING:
             raise error
-        self._service.traffic.errors += 1
+        self.traffic.errors += 1
         _log.debug("%s: %s: %s", self.name, type(error).__name__, error)
         await self._reply(ErrorReply(error.code, str(error)[:1000]))
+        return outcome_of(error)
 
     async def _put(self, put: Put, received: Received) -> None:
         check_distinct(put.keys)
@@ -260,7 +295,7 @@ class Session:
             checksums = lease.checksums if get.checksums else ()
             views = lease.merged_views
             payload_bytes = sum(map(len, views))
-            self._service.traffic.sent_bytes += payload_bytes
+            self.traffic.sent_bytes += payload_bytes
             with trio.move_on_after(self._limits.transfer_s(payload_bytes, received.deadline_us)) as scope:
                 await self._drive(self._connection.reply(GetReply(numbers(sizes), numbers(checksums)), views))
         finally:

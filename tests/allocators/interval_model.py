@@ -42,7 +42,11 @@ class IntervalModel:
 
     @property
     def used_bytes(self) -> int:
-        return sum(end - start for intervals in self._intervals for start, end in intervals)
+        return sum(self.used_bytes_by_arena)
+
+    @property
+    def used_bytes_by_arena(self) -> list[int]:
+        return [sum(end - start for start, end in intervals) for intervals in self._intervals]
 
     @property
     def largest_gap_bytes(self) -> int:

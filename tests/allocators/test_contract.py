@@ -156,6 +156,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.free(extents)
 
     @invariant()
+    def occupied_bytes_are_the_models(self) -> None:
+        for arena, used_bytes in enumerate(self.model.used_bytes_by_arena):
+            assert self.allocator.occupied_bytes(arena, 1) == [used_bytes]
+            parts = self.allocator.occupied_bytes(arena, 7)
+            assert (len(parts), sum(parts)) == (7, used_bytes)
+
+    @invariant()
     def statistics_are_the_models(self) -> None:
         found = self.allocator.statistics()
         page_units = 1
