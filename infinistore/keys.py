@@ -73,7 +73,7 @@ def _check_lengths(joined: str, keys: Sequence[str], max_key_bytes: int) -> None
 
 
 def _has_short_keys(joined: str, max_length: int) -> bool:
-    """Whether no key has more than `max_length` characters: hops from separator to separator, as far apart as may be."""
+    """Whether no key has more than `max_length` characters: hops from separator to separator, as far as it can."""
     start = 0
     while len(joined) - start > max_length:
         separator = joined.rfind(_SEPARATOR, start, start + max_length + 1)
