@@ -11,7 +11,16 @@ from infinistore.client.buffers import BufferLike, readable, writable
 from infinistore.client.operations import Batch
 from infinistore.keys import check_distinct, check_keys
 
-__all__ = ["Pairs", "batch_to_get", "batch_to_put", "check_hold", "check_ratios", "key_list"]
+__all__ = [
+    "Pairs",
+    "batch_to_get",
+    "batch_to_put",
+    "check_hold",
+    "check_hold_token",
+    "check_page",
+    "check_ratios",
+    "key_list",
+]
 
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
@@ -45,6 +54,21 @@ def check_hold(hold_s: float) -> None:
     """Raise `ValueError` unless this is a time to hold for: 0 for none."""
     if not 0 <= hold_s < math.inf:
         raise ValueError(f"hold_s must be a number of seconds, 0 for no hold, not {hold_s!r}")
+
+
+def check_hold_token(hold: str) -> None:
+    """Raise `TypeError` unless this may be what `match_prefix` gave."""
+    if not isinstance(hold, str):
+        raise TypeError(f"give the hold of a match, a text, not {type(hold).__name__}")
+
+
+def check_page(prefix: str, limit: int, after: str) -> None:
+    """Raise `TypeError` or `ValueError` unless keys can be listed so."""
+    check_keys([text for text in (prefix, after) if text != ""])
+    if not isinstance(limit, int):
+        raise TypeError(f"limit is a whole number of keys, not {type(limit).__name__}")
+    if limit < 0:
+        raise ValueError(f"limit must be 0 or more, not {limit}")
 
 
 def check_ratios(low: float, high: float) -> tuple[float, float]:

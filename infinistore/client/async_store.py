@@ -7,7 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
-from infinistore.client.arguments import Pairs, batch_to_get, batch_to_put, check_hold, check_ratios, key_list
+from infinistore.client.arguments import (
+    Pairs,
+    batch_to_get,
+    batch_to_put,
+    check_hold,
+    check_hold_token,
+    check_page,
+    check_ratios,
+    key_list,
+)
 from infinistore.client.buffers import BufferLike
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
@@ -130,6 +139,7 @@ class AsyncStore(ABC):
 
     async def release_hold(self, hold: str) -> bool:
         """End a hold before its time. False if it has ended already, or was another server's."""
+        check_hold_token(hold)
         return bool(hold) and await self._call(lambda ops: ops.release_hold(hold), idempotent=False)
 
     async def delete(self, keys: Iterable[str]) -> int:
@@ -142,6 +152,7 @@ class AsyncStore(ABC):
 
         For the next page, give the last key of this one as `after`. Looks at every key of the store: not for hot paths.
         """
+        check_page(prefix, limit, after)
         return await self._call(lambda ops: ops.keys(prefix, limit, after))
 
     async def evict(self, min_ratio: float, max_ratio: float) -> int:

@@ -8,7 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
-from infinistore.client.arguments import Pairs, batch_to_get, batch_to_put, check_hold, check_ratios, key_list
+from infinistore.client.arguments import (
+    Pairs,
+    batch_to_get,
+    batch_to_put,
+    check_hold,
+    check_hold_token,
+    check_page,
+    check_ratios,
+    key_list,
+)
 from infinistore.client.buffers import BufferLike
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
@@ -131,6 +140,7 @@ class BlockingStore(ABC):
 
     def release_hold(self, hold: str) -> bool:
         """End a hold before its time. False if it has ended already, or was another server's."""
+        check_hold_token(hold)
         return bool(hold) and self._call(lambda ops: ops.release_hold(hold), idempotent=False)
 
     def delete(self, keys: Iterable[str]) -> int:
@@ -143,6 +153,7 @@ class BlockingStore(ABC):
 
         For the next page, give the last key of this one as `after`. Looks at every key of the store: not for hot paths.
         """
+        check_page(prefix, limit, after)
         return self._call(lambda ops: ops.keys(prefix, limit, after))
 
     def evict(self, min_ratio: float, max_ratio: float) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from infinistore.errors import ChecksumMismatch, ProtocolError, ValueTooLarge
+from infinistore.errors import ChecksumMismatch, LimitExceeded, ProtocolError, ValueTooLarge
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange
 from infinistore.protocol.messages import (
@@ -232,16 +232,21 @@ class RemoteOperations:
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
         """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
         matched = 0
-        holds: list[str] = []
-        for part in self._key_parts(keys):
-            request = MatchPrefix(part, hold_us=math.ceil(hold_s * 1e6))
-            reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
-            matched += reply.matched
-            if reply.hold:
-                holds.append(f"{reply.hold:x}")
-            if reply.matched < len(part):
-                break
-        return matched, f"{self._hello.instance}:{','.join(holds)}" if holds else ""
+        holds: list[int] = []
+        try:
+            for part in self._key_parts(keys):
+                request = MatchPrefix(part, hold_us=math.ceil(hold_s * 1e6))
+                reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
+                matched += reply.matched
+                if reply.hold:
+                    holds.append(reply.hold)
+                if reply.matched < len(part):
+                    break
+        except LimitExceeded:  # the caller learns of no hold, so there must be none
+            for hold in holds:
+                yield from self._count(ReleaseHold(hold))
+            raise
+        return matched, f"{self._hello.instance}:{','.join(f'{hold:x}' for hold in holds)}" if holds else ""
 
     def release_hold(self, hold: str) -> Exchange[bool]:
         """End a hold; False if it has ended, or if it was another server's."""
