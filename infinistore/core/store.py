@@ -43,7 +43,7 @@ from infinistore.core.room import EvictionCause, Room
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
 from infinistore.errors import LimitExceeded, UnknownReservation
 
-__all__ = ["StoreCore"]
+__all__ = ["StoreCore", "first_keys"]
 
 _LENGTH = itemgetter(2)
 
@@ -334,12 +334,14 @@ class StoreCore:
     def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
         """Return up to `limit` keys that begin with `prefix` and come after `after`, in code point order.
 
-        Looks at every key in the store: about 0.2 s for a million. For people and tools, not for the hot path.
+        Looks at every key in the store: about 0.2 s for a million. For people and tools, not for the hot path; a server
+        takes `all_keys` and looks through them in slices.
         """
-        found: Iterable[str] = filter(after.__lt__, self._index) if after else self._index
-        if prefix:
-            found = (key for key in found if key.startswith(prefix))
-        return heapq.nsmallest(limit, found)
+        return first_keys(self._index, prefix, limit, after)
+
+    def all_keys(self) -> list[str]:
+        """Return every key, coldest first: about 15 ms for a million."""
+        return list(self._index)
 
     def sample(self, limit: int) -> list[tuple[str, int]]:
         """Return up to `limit` keys with the lengths of their blocks: all of them, or the coldest and the warmest half
@@ -498,3 +500,11 @@ def _leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
             if total > max_bytes and position:
                 return position
     return len(entries)
+
+
+def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
+    """Return the first `limit` keys that begin with `prefix` and come after `after`, in code point order."""
+    found: Iterable[str] = filter(after.__lt__, keys) if after else keys
+    if prefix:
+        found = (key for key in found if key.startswith(prefix))
+    return heapq.nsmallest(limit, found)

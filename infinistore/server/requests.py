@@ -1,16 +1,20 @@
-"""What the server does for each request that moves no payload: a message in, a reply out, nothing awaited.
+"""What the server does for each request that moves no payload: a message in, a reply out.
 
-Put and Get, which move payload, are in `session.py`.
+Put and Get, which move payload, are in `session.py`. What takes long is done in slices (`slices.py`), so that a person
+who looks at a large store holds nobody up.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+import trio
 
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import (
     CountReply,
     Delete,
+    Evict,
     Exists,
     ExistsReply,
     Keys,
@@ -19,49 +23,74 @@ from infinistore.protocol.messages import (
     MatchPrefix,
     MatchPrefixReply,
     Message,
+    Purge,
     ReleaseHold,
     Reply,
+    Verify,
+    VerifyReply,
 )
+from infinistore.server.slices import evict_in_slices, list_keys_in_slices, purge_in_slices
 
 __all__ = ["MAX_PAGE_KEYS", "answer"]
 
 MAX_PAGE_KEYS = 10_000
+"""The most keys in one answer; clients ask for the next page."""
 
 
-def answer(request: Message, core: StoreCore, client: Client) -> Reply:
+async def answer(request: Message, core: StoreCore, client: Client) -> Reply:
     """Do what a request asks for, and return the reply.
 
     Raises:
-        InfiniStoreException: the store refuses.
+        InfiniStoreException, ValueError: the store refuses.
     """
-    return _ANSWERS[type(request)](request, core, client)
+    return await _ANSWERS[type(request)](request, core, client)
 
 
-def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
+async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
     return ExistsReply(core.exists(request.keys))
 
 
-def _hold_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:
+async def _hold_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:
     return MatchPrefixReply(*core.hold_prefix(client, request.keys, request.hold_us / 1e6))
 
 
-def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
+async def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
     return CountReply(int(core.release_hold(request.hold)))
 
 
-def _delete(request: Delete, core: StoreCore, client: Client) -> Reply:
+async def _delete(request: Delete, core: StoreCore, client: Client) -> Reply:
     return CountReply(core.delete(request.keys))
 
 
-def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
+async def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
     limit = min(request.limit, MAX_PAGE_KEYS)
-    return KeysReply(Keys(core.keys(request.prefix, limit, request.after)), limit)
+    return KeysReply(Keys(await list_keys_in_slices(core, request.prefix, limit, request.after)), limit)
 
 
-_ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Reply]] = {
+async def _purge(request: Purge, core: StoreCore, client: Client) -> Reply:
+    return CountReply(await purge_in_slices(core))
+
+
+async def _evict(request: Evict, core: StoreCore, client: Client) -> Reply:
+    return CountReply(await evict_in_slices(core, request.low, request.high, "manual"))
+
+
+async def _verify(request: Verify, core: StoreCore, client: Client) -> Reply:
+    core.limits.check_batch(len(request.keys))
+    sound = bytearray()
+    for key in request.keys:
+        sound.append(core.verify(key))
+        await trio.lowlevel.checkpoint()
+    return VerifyReply(bytes(sound))
+
+
+_ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]]] = {
     Exists: _exists,
     MatchPrefix: _hold_prefix,
     ReleaseHold: _release_hold,
     Delete: _delete,
     ListKeys: _list_keys,
+    Purge: _purge,
+    Evict: _evict,
+    Verify: _verify,
 }

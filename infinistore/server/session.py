@@ -30,29 +30,23 @@ from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Exchange, Received, ServerConnection, State
 from infinistore.protocol.messages import (
     MISSING,
-    CountReply,
     ErrorReply,
-    Evict,
     Get,
     GetReply,
     Hello,
     HelloReply,
     MatchPrefix,
     MatchPrefixReply,
-    Purge,
     Put,
     PutReply,
     Reply,
     Statistics,
     StatisticsReply,
     Tree,
-    Verify,
-    VerifyReply,
 )
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import answer
-from infinistore.server.slices import evict_in_slices, purge_in_slices
 from infinistore.transports.base import Stream, drive
 
 __all__ = ["Service", "Session", "SessionLimits", "Traffic"]
@@ -214,15 +208,8 @@ class Session:
                 await self._match_prefix(message)
             elif isinstance(message, Statistics):
                 await self._reply(StatisticsReply(await self._service.statistics(message.details)))
-            elif isinstance(message, Verify):
-                await self._verify(message)
-            elif isinstance(message, Purge):
-                await self._reply(CountReply(await purge_in_slices(self._core)))
-            elif isinstance(message, Evict):
-                evicted = await evict_in_slices(self._core, message.low, message.high, "manual")
-                await self._reply(CountReply(evicted))
             else:
-                await self._reply(answer(message, self._core, self._client))
+                await self._reply(await answer(message, self._core, self._client))
         except InvalidRequest as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
@@ -309,14 +296,6 @@ class Session:
             await self._drive(self._connection.reply(MatchPrefixReply(matched)))
         finally:
             self._core.touch(match.keys[:matched])  # while the client reads the answer
-
-    async def _verify(self, verify: Verify) -> None:
-        self._core.limits.check_batch(len(verify.keys))
-        sound = bytearray()
-        for key in verify.keys:
-            sound.append(self._core.verify(key))
-            await trio.lowlevel.checkpoint()
-        await self._reply(VerifyReply(bytes(sound)))
 
     async def _reply(self, reply: Reply) -> None:
         """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""

@@ -6,9 +6,9 @@ A million keys take a second to drop. Between two slices of a few milliseconds t
 import trio
 
 from infinistore.core.room import EvictionCause
-from infinistore.core.store import StoreCore
+from infinistore.core.store import StoreCore, first_keys
 
-__all__ = ["evict_in_slices", "purge_in_slices"]
+__all__ = ["evict_in_slices", "list_keys_in_slices", "purge_in_slices"]
 
 _SLICE_KEYS = 4096
 
@@ -24,6 +24,16 @@ async def purge_in_slices(core: StoreCore) -> int:
         purged += count
         await trio.lowlevel.checkpoint()
     return purged
+
+
+async def list_keys_in_slices(core: StoreCore, prefix: str, limit: int, after: str) -> list[str]:
+    """Return one page of the keys that there are now, in code point order."""
+    keys = core.all_keys()
+    page: list[str] = []
+    for first in range(0, len(keys), _SLICE_KEYS):
+        page = first_keys([*page, *keys[first : first + _SLICE_KEYS]], prefix, limit, after)
+        await trio.lowlevel.checkpoint()
+    return page
 
 
 async def evict_in_slices(core: StoreCore, low: float, high: float, cause: EvictionCause) -> int:
