@@ -11,12 +11,14 @@ import socket
 from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
+from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, look_up
 from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
 from infinistore.transports.spin import Spinner
 
 __all__ = ["AsyncioSocketStream", "connect_tcp", "connect_unix"]
 
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
+_CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 
 
 class AsyncioSocketStream:
@@ -25,6 +27,7 @@ class AsyncioSocketStream:
     def __init__(self, sock: socket.socket, spinner: Spinner) -> None:
         self.socket = sock
         self._spinner = spinner
+        self._credit = _YIELD_AFTER_BYTES
         sock.setblocking(False)
         prepare(sock)
 
@@ -37,11 +40,17 @@ class AsyncioSocketStream:
         span = Span(views)
         while span.remaining:
             try:
-                span.advance(self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES)))
+                sent = self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES))
             except BlockingIOError:
                 await _writable(self.socket)
+                self._credit = _YIELD_AFTER_BYTES
             except OSError as error:
                 raise broken(error) from error
+            else:
+                span.advance(sent)
+                self._credit -= sent + _CALL_COST_BYTES
+                if self._credit < 0:
+                    await self._let_others_run()
 
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream.
@@ -54,6 +63,8 @@ class AsyncioSocketStream:
         def receive() -> int:
             return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
 
+        if self._credit < 0:  # before anything is received, so that a cancelled call loses no bytes
+            await self._let_others_run()
         try:
             count = self._spinner.spin(self, receive)
             while count is None:
@@ -61,10 +72,17 @@ class AsyncioSocketStream:
                     count = receive()
                 except BlockingIOError:
                     await _readable(sock)
+                    self._credit = _YIELD_AFTER_BYTES
         except OSError as error:
             raise broken(error) from error
         self._spinner.served(self)
+        self._credit -= count + _CALL_COST_BYTES
         return count
+
+    async def _let_others_run(self) -> None:
+        """A quick peer must not keep the loop from its other tasks, nor this one from its deadline."""
+        self._credit = _YIELD_AFTER_BYTES
+        await asyncio.sleep(0)
 
     def is_stale(self) -> bool:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""
@@ -83,21 +101,16 @@ async def connect_tcp(host: str, port: int, spinner: Spinner) -> AsyncioSocketSt
     """
     place = f"{host}:{port}"
     try:
-        addresses = await _resolve(host, port)
-    except OSError as error:
+        addresses = await asyncio.wrap_future(look_up(host, port))
+    except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
         raise cannot_connect(place, error) from error
     refused: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
+    for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
         try:
-            await _connect(sock, address)
-            return AsyncioSocketStream(sock, spinner)
+            async with asyncio.timeout(None if number == len(addresses) else NEXT_ADDRESS_AFTER_S):
+                return AsyncioSocketStream(await _connected(family, kind, protocol, address), spinner)
         except OSError as error:
-            sock.close()
             refused = error
-        except BaseException:
-            sock.close()
-            raise
     raise cannot_connect(place, refused) from refused
 
 
@@ -107,28 +120,20 @@ async def connect_unix(path: str, spinner: Spinner) -> AsyncioSocketStream:
     Raises:
         StoreUnavailable: no server listens there.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        await _connect(sock, path)
+        return AsyncioSocketStream(await _connected(socket.AF_UNIX, socket.SOCK_STREAM, 0, path), spinner)
     except OSError as error:
-        sock.close()
         raise cannot_connect(path, error) from error
+
+
+async def _connected(family: int, kind: int, protocol: int, address: object) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
+    try:
+        await _connect(sock, address)
     except BaseException:
         sock.close()
         raise
-    return AsyncioSocketStream(sock, spinner)
-
-
-_Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]]
-
-
-async def _resolve(host: str, port: int) -> list[_Address]:
-    """Look a name up; an address needs no look-up, and so no thread of the loop's executor."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return found  # type: ignore[return-value]  # AF_UNIX cannot be among them
+    return sock
 
 
 async def _connect(sock: socket.socket, address: object) -> None:
@@ -136,6 +141,8 @@ async def _connect(sock: socket.socket, address: object) -> None:
     try:
         sock.connect(address)  # type: ignore[arg-type]
     except BlockingIOError:
+        if sock.family == socket.AF_UNIX:  # it does not go on by itself: nobody accepts, and too many wait already
+            raise
         await _writable(sock)
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:

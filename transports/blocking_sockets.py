@@ -5,7 +5,9 @@ make two system calls where this makes one. The timeout is set again only when i
 milliseconds.
 """
 
+import errno
 import math
+import select
 import socket
 import struct
 import time
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from infinistore.protocol.span import Span
+from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, SocketAddress, look_up
 from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
 from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner
 
@@ -31,6 +34,8 @@ class BlockingSocketStream:
         self.socket = sock
         self.deadline = 0.0
         self._spinner = Spinner(spin_s)
+        # A blocking send to a Unix socket begins its timeout anew with every piece of 32 KiB or so.
+        self._polls = sock.family == socket.AF_UNIX
         self._timeouts = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}  # a new socket waits for ever
         sock.setblocking(True)
         prepare(sock)
@@ -43,12 +48,15 @@ class BlockingSocketStream:
             TimeoutError: the deadline has passed; some bytes may have been sent.
         """
         span = Span(views)
+        flags = _NOW if self._polls else 0
         while span.remaining:
             self._set_timeout(socket.SO_SNDTIMEO)
             try:
-                span.advance(self.socket.sendmsg(span.next_views(_SEND_BYTES)))
+                span.advance(self.socket.sendmsg(span.next_views(_SEND_BYTES), (), flags))
             except BlockingIOError:
-                continue  # the timeout was over; if the deadline is, the next round says so
+                # The timeout was over, or there is no room now. If the deadline is over, the next round says so.
+                if self._polls:
+                    self._wait_for_room()
             except OSError as error:
                 raise broken(error) from error
 
@@ -69,9 +77,9 @@ class BlockingSocketStream:
                 self._set_timeout(socket.SO_RCVTIMEO)
                 with suppress(BlockingIOError):
                     count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
-        except TimeoutError:
-            raise
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # our deadline, not the network's ETIMEDOUT
+                raise
             raise broken(error) from error
         self._spinner.served(self)
         return count
@@ -83,6 +91,11 @@ class BlockingSocketStream:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
+
+    def _wait_for_room(self) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
 
     def _set_timeout(self, option: int) -> None:
         left_s = self.deadline - time.monotonic()
@@ -105,13 +118,35 @@ def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAUL
         StoreUnavailable: none does.
         TimeoutError: the deadline has passed.
     """
+    place = f"{host}:{port}"
     try:
-        sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
+        addresses = look_up(host, port).result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
-        raise cannot_connect(f"{host}:{port}", error) from error
-    return BlockingSocketStream(sock, spin_s)
+        raise cannot_connect(place, error) from error
+    refused = OSError(errno.EADDRNOTAVAIL, "the name has no address")
+    for number, found in enumerate(addresses, 1):
+        next_at = deadline if number == len(addresses) else time.monotonic() + NEXT_ADDRESS_AFTER_S
+        try:
+            return BlockingSocketStream(_connected(found, min(deadline, next_at)), spin_s)
+        except OSError as error:
+            refused = error
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+    raise cannot_connect(place, refused) from refused
+
+
+def _connected(found: SocketAddress, deadline: float) -> socket.socket:
+    family, kind, protocol, _, address = found
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
@@ -121,7 +156,10 @@ def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) 
         StoreUnavailable: no server listens there.
         TimeoutError: the deadline has passed.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise cannot_connect(path, error) from error
     try:
         # A server that accepts nobody lets connect wait, as long as a send may.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline - time.monotonic()))

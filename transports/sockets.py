@@ -143,8 +143,16 @@ async def connect_tcp(host: str, port: int) -> SocketStream:
     try:
         stream = await trio.open_tcp_stream(host, port)
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
-        raise cannot_connect(f"{host}:{port}", error) from error
+        raise cannot_connect(f"{host}:{port}", _last_reason(error)) from error
     return SocketStream(_stdlib_socket(stream.socket))
+
+
+def _last_reason(error: OSError | UnicodeError) -> OSError | UnicodeError:
+    """Trio says that all attempts failed; why the last of them did is in the cause."""
+    cause = error.__cause__
+    if isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[-1]
+    return cause if isinstance(cause, OSError) else error
 
 
 async def connect_unix(path: str) -> SocketStream:
@@ -153,7 +161,10 @@ async def connect_unix(path: str) -> SocketStream:
     Raises:
         StoreUnavailable: no server listens there.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise cannot_connect(path, error) from error
     try:
         sock.setblocking(False)
         sock.connect(path)  # a Unix socket connects at once, or refuses
@@ -167,8 +178,12 @@ async def connect_unix(path: str) -> SocketStream:
     return SocketStream(sock)
 
 
-def listen_tcp(host: str, port: int) -> list[socket.socket]:
+def listen_tcp(
+    host: str, port: int, *, host_flag: str = "--host", port_flag: str = "--service-port"
+) -> list[socket.socket]:
     """Listen on every address that the host name stands for; port 0 takes a free one, the same for all of them.
+
+    The flags are those that errors name.
 
     Raises:
         ConfigError: the name is unknown, the address is not this machine's, or the port is taken.
@@ -176,7 +191,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: {reason(error)}; give an address or a name of this machine") from None
+        raise ConfigError(f"{host_flag} {host}: {reason(error)}; give an address or a name of this machine") from None
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as undo:
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -189,7 +204,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
                 sock.bind((address[0], port, *address[2:]))
                 sock.listen(_BACKLOG)
             except OSError as error:
-                raise ConfigError(_cannot_listen(host, port, error)) from None
+                raise ConfigError(_cannot_listen(host, port, error, host_flag, port_flag)) from None
             port = sock.getsockname()[1]
             listeners.append(sock)
         undo.pop_all()
@@ -280,13 +295,13 @@ def _remove_stale(path: Path) -> None:
     raise ConfigError(f"--unix-socket: a server listens on {path} already; choose another path, or `off`")
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> str:
+def _cannot_listen(host: str, port: int, error: OSError, host_flag: str, port_flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; stop what listens there, or give another --service-port (0: any)"
+        return f"port {port} on {host} is in use; stop what listens there, or give another {port_flag} (0: any)"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host}: not an address of this machine"
+        return f"{host_flag} {host}: not an address of this machine"
     if error.errno == errno.EACCES:
-        return f"port {port} needs privileges; give a --service-port above 1023"
+        return f"port {port} needs privileges; give a {port_flag} above 1023"
     return f"cannot listen on {host}:{port}: {reason(error)}"
 
 

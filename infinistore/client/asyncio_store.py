@@ -54,6 +54,7 @@ class _EmbeddedAsyncioStore(AsyncStore):
         self._verify = options.verify == "always"
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        self._store.check_usable()
         await asyncio.sleep(0)
         operations = EmbeddedOperations(self._store, verify=self._verify)
         exchange = operation(operations)

@@ -1,6 +1,5 @@
 """How a store is opened: the options of `open_store`, from its arguments and from the URL."""
 
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ class StoreOptions(TypedDict, total=False):
     huge_pages: bool
 
 
+_LONGEST_DEADLINE_S = 1e9  # 31 years; the timeouts of sockets and locks cannot be much longer
 _EMBEDDED = ("pool_bytes", "minimal_allocate_bytes", "allocator", "huge_pages")
 
 
@@ -48,8 +48,11 @@ class Options:
     huge_pages: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if not (isinstance(self.deadline_s, int | float) and 0 < self.deadline_s < math.inf):
-            raise ConfigError(f"deadline_s must be a finite number of seconds above 0, not {self.deadline_s!r}")
+        if not (isinstance(self.deadline_s, int | float) and 0 < self.deadline_s <= _LONGEST_DEADLINE_S):
+            raise ConfigError(
+                f"deadline_s must be a number of seconds above 0, at most {_LONGEST_DEADLINE_S:g}, not"
+                f" {self.deadline_s!r}"
+            )
         if self.verify not in ("always", "never"):
             raise ConfigError(f"verify must be 'always' or 'never', not {self.verify!r}")
         if not isinstance(self.spin_us, int) or self.spin_us < 0:

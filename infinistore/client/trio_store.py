@@ -70,6 +70,7 @@ class _EmbeddedTrioStore(AsyncStore):
         self._verify = options.verify == "always"
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        self._store.check_usable()
         await trio.lowlevel.checkpoint()
         operations = EmbeddedOperations(self._store, verify=self._verify)
         exchange = operation(operations)

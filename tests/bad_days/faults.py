@@ -71,6 +71,8 @@ class _Pipe:
         self.waiting = bytearray()
         """What was read and is still to be written."""
         self.stalled = False
+        self.held = bytearray()
+        """What was read after the byte at which it stalled."""
         self.garbage = False
         self.trickle = 0
         self.ended = False
@@ -82,6 +84,8 @@ class Proxy:
     def __init__(self, upstream: tuple[str, int]) -> None:
         self.upstream = upstream
         self.port = 0
+        self.accepted = 0
+        """How many connections there have been."""
         self.struck = threading.Event()
         """A fault has struck since the last `arm`."""
         self._fault: Fault | None = None
@@ -120,6 +124,10 @@ class Proxy:
             passed = dict(self._passed)
         self._order(self._reset_stalled)
         return passed
+
+    def release(self) -> None:
+        """Let what has stalled go on."""
+        self._order(self._release_stalled)
 
     def refuse(self) -> None:
         """Close the listener and every connection: who connects from now on is refused."""
@@ -185,6 +193,7 @@ class Proxy:
         assert self._listener is not None
         with suppress(BlockingIOError, ConnectionError):
             client, _address = self._listener.accept()
+            self.accepted += 1
             server = socket.socket()
             try:
                 server.connect(self.upstream)
@@ -286,6 +295,7 @@ class Proxy:
             self._close(pipe.source, reset=action is Action.CUT)
         elif action is Action.STALL:
             pipe.stalled = True
+            pipe.held += data[at:]
             pipe.waiting += data[:at]
             self._write(pipe)
         else:
@@ -316,6 +326,14 @@ class Proxy:
         for client, (out, back) in list(self._pipes.items()):
             if out.stalled or back.stalled:
                 self._close(client, reset=True)
+
+    def _release_stalled(self) -> None:
+        for client, pipes in list(self._pipes.items()):
+            for pipe in pipes:
+                pipe.stalled = False
+                pipe.waiting += pipe.held
+                pipe.held.clear()
+            self._ready(client, selectors.EVENT_WRITE)
 
     def _close(self, sock: socket.socket, *, reset: bool) -> None:
         if sock not in self._pipes:

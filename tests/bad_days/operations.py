@@ -9,7 +9,7 @@ from infinistore.aio import AsyncStore, PrefixMatch
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 
-__all__ = ["OPERATIONS", "Operation", "check_contents", "prepare"]
+__all__ = ["OPERATIONS", "Operation", "check_contents", "outcome", "prepare", "works_again"]
 
 OLD = {"k0": b"\x10" * 3000, "k1": bytes(range(256)) * 8, "k2": b"\x33"}
 NEW = {"k0": b"\xee" * 2500, "k1": b"\xdd" * 100, "new": b"\x5c" * 4000}
@@ -115,3 +115,13 @@ async def outcome(call: Awaitable[Any]) -> tuple[Any, InfiniStoreException | Non
         return await call, None
     except InfiniStoreException as error:
         return None, error
+
+
+async def works_again(store: AsyncStore) -> None:
+    """The store answers, now or once its breaker has let a probe through."""
+    error: InfiniStoreException | None = None
+    for _ in range(1000):
+        _, error = await outcome(store.exists_many(list(OLD)))
+        if error is None:
+            return
+    raise AssertionError("the store did not recover") from error

@@ -15,7 +15,7 @@ from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreEx
 from infinistore.protocol.codec import HEADER_BYTES
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
-from tests.bad_days.operations import OLD, OPERATIONS, Operation, check_contents, outcome, prepare
+from tests.bad_days.operations import OLD, OPERATIONS, Operation, check_contents, outcome, prepare, works_again
 
 pytestmark = pytest.mark.usefixtures("quick_breaker")
 UNKNOWN = "it is not known whether the request was carried out"
@@ -23,16 +23,6 @@ NOT_STORED = "had not come in time"
 """What a server says that gave up waiting for the payload of a put: then it is known."""
 HASTY_S = 0.12
 GENEROUS_S = 2.0
-
-
-async def works_again(store: AsyncStore) -> None:
-    """The store answers, now or once its breaker has let a probe through."""
-    error: InfiniStoreException | None = None
-    for _ in range(1000):
-        _, error = await outcome(store.exists_many(list(OLD)))
-        if error is None:
-            return
-    raise AssertionError("the store did not recover") from error
 
 
 async def measure(store: AsyncStore, operation: Operation, proxy: Proxy, direct: BlockingStore) -> dict[Direction, int]:

@@ -1,0 +1,468 @@
+"""Everything that a call can wait for ends with its deadline, and the error says what it was."""
+
+import asyncio
+import resource
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from infinistore import aio, blocking, open_store
+from infinistore.aio import AsyncStore
+from infinistore.blocking import BlockingStore
+from infinistore.client.link import Link
+from infinistore.client.options import Options
+from infinistore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    LimitExceeded,
+    StoreUnavailable,
+    VersionMismatch,
+)
+from tests.bad_days.clients import KINDS, run_with_store
+from tests.bad_days.faults import Action, Direction, Fault, Proxy
+from tests.bad_days.operations import OLD, OPERATIONS, prepare, works_again
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+SHORT_S = 0.2
+GENEROUS_S = 2.0
+ANY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+async def nothing(store: AsyncStore) -> None:
+    raise AssertionError("the store should not have opened")
+
+
+@contextmanager
+def within_deadline(deadline_s: float = SHORT_S) -> Iterator[None]:
+    """Fails if the block takes much longer than the deadline."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < deadline_s + GENEROUS_S
+
+
+def url_of(listener: socket.socket) -> str:
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A server that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield listener
+
+
+@contextmanager
+def full(listener: socket.socket, address: Any) -> Iterator[None]:
+    """Fill the backlog of a listener that accepts nobody: who connects now gets no answer at all."""
+    listener.listen(0)
+    waiting: list[socket.socket] = []
+    try:
+        for _ in range(4):
+            sock = socket.socket(listener.family)
+            waiting.append(sock)
+            sock.setblocking(False)
+            sock.connect_ex(address)
+        yield
+    finally:
+        for sock in waiting:
+            sock.close()
+
+
+@ANY_KIND
+def test_a_server_that_never_answers_the_hello(kind: str, silent: socket.socket) -> None:
+    with within_deadline(), pytest.raises(DeadlineExceeded, match=r"no connection to .* within 0\.2 s"):
+        run_with_store(kind, url_of(silent), nothing, deadline_s=SHORT_S)
+
+
+@ANY_KIND
+def test_an_address_where_packets_disappear(kind: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        full(listener, listener.getsockname()),
+        within_deadline(),
+        pytest.raises(DeadlineExceeded, match="no connection to"),
+    ):
+        run_with_store(kind, url_of(listener), nothing, deadline_s=SHORT_S)
+
+
+@ANY_KIND
+def test_a_unix_socket_where_nobody_accepts(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        with full(listener, path), within_deadline(), pytest.raises((DeadlineExceeded, StoreUnavailable)):
+            run_with_store(kind, f"unix://{path}", nothing, deadline_s=SHORT_S)
+
+
+@pytest.fixture
+def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Look-ups of names take until the test is over."""
+    over = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        flags = named.get("flags", arguments[5] if len(arguments) > 5 else 0)
+        if not flags & socket.AI_NUMERICHOST:
+            over.wait(20)
+        return look_up(*arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    yield
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("look up"):
+            thread.join()
+
+
+@ANY_KIND
+@pytest.mark.usefixtures("slow_names")
+def test_a_name_that_nobody_resolves(kind: str) -> None:
+    with within_deadline(), pytest.raises(DeadlineExceeded, match="no connection to"):
+        run_with_store(kind, "tcp://localhost:1", nothing, deadline_s=SHORT_S)
+
+
+@ANY_KIND
+def test_a_second_address_is_tried_when_the_first_one_is_dead(
+    kind: str, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+    with socket.create_server(("127.0.0.1", 0)) as listener, full(listener, listener.getsockname()):
+        dead = listener.getsockname()[1]
+
+        def two(host: Any, port: Any, *arguments: Any, **named: Any) -> Any:
+            if host == "two.example":
+                return [found for port in (dead, server.port) for found in look_up("127.0.0.1", port, 0, 1)]
+            return look_up(host, port, *arguments, **named)
+
+        monkeypatch.setattr(socket, "getaddrinfo", two)
+
+        async def body(store: AsyncStore) -> bool:
+            return await store.exists("anything")
+
+        assert run_with_store(kind, f"tcp://two.example:{server.port}", body) is False
+
+
+def calls_of(store: Any) -> Any:
+    """What every remote store keeps its connections in."""
+    return getattr(store, "_store", store)._calls
+
+
+def slots(store: Any) -> tuple[Any, Any]:
+    return store._payload_slots, store._lookup_slots
+
+
+def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_against_the_server(
+    server: ServerProcess,
+) -> None:
+    refused = r"no connection of this store came free within 0\.2 s; make fewer calls at a time, or raise"
+
+    def check(error: pytest.ExceptionInfo[DeadlineExceeded], store: Any) -> None:
+        assert "not known" not in str(error.value)  # nothing was sent
+        assert calls_of(store)._health._failures == 0
+
+    def with_threads() -> None:
+        with blocking.open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
+            slots(store)[0].acquire()
+            with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+                store.put("a", b"b")
+            check(error, store)
+            slots(store)[0].release()
+            store.put("a", b"b")
+
+    async def with_trio() -> None:
+        async with open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
+            slots(store)[0].acquire_nowait()
+            with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+                await store.put("a", b"b")
+            check(error, store)
+            slots(store)[0].release()
+            await store.put("a", b"b")
+
+    async def with_asyncio() -> None:
+        async with aio.open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
+            async with slots(store)[0]:
+                with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+                    await store.put("a", b"b")
+            check(error, store)
+            await store.put("a", b"b")
+
+    with_threads()
+    trio.run(with_trio)
+    asyncio.run(with_asyncio())
+
+
+def test_a_cancelled_call_lets_the_next_in_line_go_and_one_cancelled_in_line_leaves_it(
+    proxy: Proxy, direct: BlockingStore
+) -> None:
+    prepare(OPERATIONS[0], direct)
+    stall = Fault(Action.STALL, Direction.REPLY, 0)
+
+    async def with_trio() -> None:
+        async with open_store(proxy.url, max_connections=1) as store, trio.open_nursery() as nursery:
+
+            async def call(scope: trio.CancelScope) -> None:
+                with scope:
+                    await store.get("k0")
+
+            for _ in range(3):
+                first, second = trio.CancelScope(), trio.CancelScope()
+                proxy.arm(stall)
+                nursery.start_soon(call, first)
+                await trio.to_thread.run_sync(proxy.struck.wait, 20)
+                nursery.start_soon(call, second)
+                await trio.testing.wait_all_tasks_blocked()
+                second.cancel()
+                await trio.testing.wait_all_tasks_blocked()
+                first.cancel()
+                assert await store.get("k0") == OLD["k0"]
+
+    async def with_asyncio() -> None:
+        async with aio.open_store(proxy.url, max_connections=1) as store:
+            for _ in range(3):
+                proxy.arm(stall)
+                first = asyncio.create_task(store.get("k0"))
+                await asyncio.to_thread(proxy.struck.wait, 20)
+                second, third = (asyncio.create_task(store.get("k0")) for _ in range(2))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                second.cancel()
+                first.cancel()
+                assert await third == OLD["k0"]
+                await asyncio.gather(first, second, return_exceptions=True)
+                assert first.cancelled() and second.cancelled()
+
+    trio.run(with_trio)
+    asyncio.run(with_asyncio())
+
+
+def test_a_call_under_way_when_the_store_is_closed_is_finished_and_leaves_nothing_open(
+    proxy: Proxy, direct: BlockingStore
+) -> None:
+    prepare(OPERATIONS[0], direct)
+    stall = Fault(Action.STALL, Direction.REPLY, 0)
+    results: list[object] = []
+
+    def with_threads() -> None:
+        with blocking.open_store(proxy.url) as store:
+            store.exists("k0")
+            proxy.arm(stall)
+            thread = threading.Thread(target=lambda: results.append(store.get("k0")))
+            thread.start()
+            assert proxy.struck.wait(20)
+        with pytest.raises(StoreUnavailable, match="this store is closed"):
+            store.get("k0")
+        proxy.release()
+        thread.join()
+
+    async def with_trio() -> None:
+        async with trio.open_nursery() as nursery:
+            async with open_store(proxy.url) as store:
+                await store.exists("k0")
+                proxy.arm(stall)
+
+                async def call() -> None:
+                    results.append(await store.get("k0"))
+
+                nursery.start_soon(call)
+                await trio.to_thread.run_sync(proxy.struck.wait, 20)
+            with pytest.raises(StoreUnavailable, match="this store is closed"):
+                await store.get("k0")
+            proxy.release()
+
+    async def with_asyncio() -> None:
+        async with aio.open_store(proxy.url) as store:
+            await store.exists("k0")
+            proxy.arm(stall)
+            task = asyncio.create_task(store.get("k0"))
+            await asyncio.to_thread(proxy.struck.wait, 20)
+        with pytest.raises(StoreUnavailable, match="this store is closed"):
+            await store.get("k0")
+        proxy.release()
+        results.append(await task)
+
+    with_threads()
+    trio.run(with_trio)
+    asyncio.run(with_asyncio())
+    assert results == [OLD["k0"]] * 3
+    while proxy.connections:  # the proxy hears of it in a moment
+        pass
+
+
+def test_many_threads_that_close_a_store_while_they_use_it_leave_no_connection_open(
+    proxy: Proxy, direct: BlockingStore
+) -> None:
+    prepare(OPERATIONS[0], direct)
+    errors: list[str] = []
+    for _ in range(20):
+        with blocking.open_store(proxy.url) as store:
+
+            def use(store: BlockingStore = store) -> None:
+                try:
+                    while True:
+                        assert store.get("k2") == OLD["k2"]
+                except StoreUnavailable as error:
+                    errors.append(str(error))
+
+            threads = [threading.Thread(target=use) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            store.get("k1")
+        for thread in threads:
+            thread.join()
+    assert errors == ["this store is closed; open another one"] * 80
+    while proxy.connections:
+        pass
+
+
+@ANY_KIND
+def test_every_method_of_a_closed_store_says_so(kind: str, server: ServerProcess, direct: BlockingStore) -> None:
+    async def body(store: AsyncStore) -> AsyncStore:
+        return store
+
+    for url in (server.url, None):
+        store = run_with_store(kind, url, body, **({} if url else {"pool_bytes": 1 << 20}))
+        for operation in OPERATIONS:
+            call = operation.call(store, "1f")
+            with pytest.raises(StoreUnavailable, match="this store is closed; open another one"):
+                call.__await__().send(None)  # outside any loop: it must not wait
+
+
+def calls(kind: str) -> list[Callable[[AsyncStore], Awaitable[object]]]:
+    return [lambda store: store.get("k0"), lambda store: store.exists("k0"), lambda store: store.put("k0", b"x")]
+
+
+@ANY_KIND
+def test_a_server_that_is_full_says_so_at_once_and_is_not_asked_again(kind: str) -> None:
+    with running_server_process("--max-connections", "1") as server:
+
+        async def body(store: AsyncStore) -> None:
+            # The one connection there may be is this store's: another store is refused.
+            with pytest.raises(LimitExceeded, match="--max-connections"), blocking.open_store(server.url):
+                pass
+            assert await store.exists("k0") is False
+            forget_connections(store)
+            with blocking.open_store(server.url) as other:
+                for call in calls(kind):
+                    with pytest.raises(LimitExceeded, match="--max-connections"):
+                        await call(store)
+                refused = other.stats().server
+            assert refused is not None and refused.connections_refused == 4
+            assert await store.exists("k0") is False
+
+        run_with_store(kind, server.url, body)
+
+
+def forget_connections(store: AsyncStore) -> None:
+    """Close the idle connections, and wait until the server has noticed: its next connection finds room."""
+    for link in list(calls_of(store)._idle):
+        link.stream.socket.shutdown(socket.SHUT_WR)
+        link.stream.socket.setblocking(True)
+        assert link.stream.socket.recv(1) == b""
+    calls_of(store)._close_idle()
+
+
+@ANY_KIND
+def test_a_wrong_token_is_refused_once_and_never_tried_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("right")
+    monkeypatch.delenv("INFINISTORE_TOKEN", raising=False)
+    with running_server_process("--token-file", str(token_file)) as server:
+        with pytest.raises(AuthenticationFailed):
+            run_with_store(kind, server.url, nothing, token="wrong")
+        with blocking.open_store(server.url, token="right") as direct:
+
+            async def body(store: AsyncStore) -> None:
+                before = direct.stats().server
+                calls_of(store).options = Options(token="changed")
+                calls_of(store)._close_idle()
+                for call in calls(kind):
+                    with pytest.raises(AuthenticationFailed):
+                        await call(store)
+                after = direct.stats().server
+                assert before is not None and after is not None
+                assert after.connections_total == before.connections_total + 3
+
+            run_with_store(kind, server.url, body, token="right")
+
+
+@ANY_KIND
+def test_a_server_of_another_version_is_told_apart_and_not_tried_again(
+    kind: str, proxy: Proxy, direct: BlockingStore
+) -> None:
+    another = Fault(Action.REPLACE, Direction.REPLY, 4, b"\x02")
+    proxy.arm(another)
+    with pytest.raises(VersionMismatch, match=r"version 2 .* install the same release"):
+        run_with_store(kind, proxy.url, nothing)
+    assert proxy.accepted == 1
+
+    async def body(store: AsyncStore) -> None:
+        proxy.refuse()
+        proxy.accept_again()
+        proxy.arm(another)
+        with pytest.raises(VersionMismatch):
+            await store.get("k0")
+        assert proxy.accepted == 3
+        await store.exists("k0")
+
+    run_with_store(kind, proxy.url, body)
+
+
+@ANY_KIND
+@pytest.mark.usefixtures("quick_breaker")
+def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later(
+    kind: str, server: ServerProcess
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def body(store: AsyncStore) -> None:
+        calls_of(store)._close_idle()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(StoreUnavailable, match="Too many open files"):
+                await store.delete(["k0"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await works_again(store)
+
+    run_with_store(kind, server.url, body)
+
+
+def test_the_deadline_in_a_header_is_never_zero_which_would_mean_for_ever() -> None:
+    link: Link[object] = Link(object(), Options(), ("tcp", ""), lambda: 100.0)
+    for left_s, expected_us in ((-5.0, 1), (0.0, 1), (1e-9, 1), (1.5, 1_500_000)):
+        link.deadline = 100.0 + left_s
+        assert link._remaining_us() == expected_us
+
+
+@ANY_KIND
+def test_a_deadline_may_be_as_long_as_a_lifetime(kind: str, server: ServerProcess) -> None:
+    async def body(store: AsyncStore) -> None:
+        await store.put("k0", b"x")
+        assert await store.get("k0") == b"x"
+
+    run_with_store(kind, server.url, body, deadline_s=1e9)
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, float("nan"), float("inf"), 1.1e9, 1e300])
+def test_a_deadline_that_no_clock_can_keep_is_refused(deadline_s: float) -> None:
+    with (
+        pytest.raises(ConfigError, match="deadline_s"),
+        blocking.open_store("tcp://127.0.0.1:1", deadline_s=deadline_s),
+    ):
+        pass
+
+
+@ANY_KIND
+def test_a_tiny_deadline_is_a_deadline(kind: str, server: ServerProcess) -> None:
+    with within_deadline(), pytest.raises(DeadlineExceeded):
+        run_with_store(kind, server.url, nothing, deadline_s=1e-9)

@@ -1,0 +1,111 @@
+"""What streams do where the network is neither good nor gone."""
+
+import asyncio
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from infinistore.errors import StoreUnavailable
+from infinistore.transports.asyncio_sockets import AsyncioSocketStream
+from infinistore.transports.blocking_sockets import BlockingSocketStream
+from infinistore.transports.spin import Spinner
+
+KIB, MIB = 1024, 1024 * 1024
+
+
+class Tireless(socket.socket):
+    """Always has bytes, and takes all of them at once."""
+
+    calls = 0
+
+    def recv_into(self, buffer: Any, *_: Any) -> int:
+        self.calls += 1
+        return len(buffer)
+
+    def sendmsg(self, views: Any, *_: Any) -> int:
+        self.calls += 1
+        return sum(map(len, views))
+
+
+@pytest.fixture
+def tireless() -> Iterator[Tireless]:
+    with Tireless(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        yield sock
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_peer_that_is_always_ready_does_not_keep_asyncio_from_its_deadline(tireless: Tireless, sends: bool) -> None:
+    view = memoryview(bytearray(MIB))
+
+    async def transfer() -> None:
+        stream = AsyncioSocketStream(tireless, Spinner(0))
+        async with asyncio.timeout(0):
+            while tireless.calls < 1000:
+                if sends:
+                    await stream.send_all([view])
+                else:
+                    await stream.receive_into([view])
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(transfer())
+    assert tireless.calls < 100
+
+
+def test_a_connection_that_the_network_gave_up_is_broken_not_late() -> None:
+    """The system's ETIMEDOUT is a `TimeoutError` to Python, but no deadline of ours."""
+
+    class GivenUp(socket.socket):
+        def recv_into(self, *_: Any) -> int:
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+        def sendmsg(self, *_: Any) -> int:
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with GivenUp(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        stream = BlockingSocketStream(sock)
+        stream.deadline = time.monotonic() + 60
+        with pytest.raises(StoreUnavailable, match="Connection timed out"):
+            stream.receive_into([memoryview(bytearray(1))])
+        with pytest.raises(StoreUnavailable, match="Connection timed out"):
+            stream.send_all([memoryview(bytearray(1))])
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_a_reader_that_takes_a_little_now_and_then_does_not_stretch_the_deadline_of_a_send(family: int) -> None:
+    """The kernel's own timeout begins anew with each piece that it puts into a Unix socket."""
+    ours, theirs = _pair(family)
+    over = threading.Event()
+
+    def read_slowly() -> None:
+        with suppress(OSError):
+            while not over.wait(0.03):
+                theirs.recv(64 * KIB)
+
+    thread = threading.Thread(target=read_slowly)
+    thread.start()
+    try:
+        stream = BlockingSocketStream(ours)
+        started = time.monotonic()
+        stream.deadline = started + 0.2
+        with pytest.raises(TimeoutError):
+            stream.send_all([memoryview(bytes(64 * MIB))])
+        assert time.monotonic() - started < 1.5
+    finally:
+        over.set()
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
+def _pair(family: int) -> tuple[socket.socket, socket.socket]:
+    if family == socket.AF_UNIX:
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
