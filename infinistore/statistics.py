@@ -105,6 +105,10 @@ class ServerDetails:
     prefixes: list[PrefixStatistics]
     state: str
     """"serving" or "draining"."""
+    max_connections: int | None = None
+    """How many connections the server takes; None: not told."""
+    max_pinned_bytes: int | None = None
+    """How much one connection may lease and reserve together; None: not told."""
 
 
 LATENCY_BOUNDS_S = (

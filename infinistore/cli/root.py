@@ -22,6 +22,7 @@ COMPLETION_VARIABLE: Final = "_INFINISTORE_COMPLETE"
 # name: (heading, module). The order is that of the help.
 COMMANDS: Final = {
     "serve": ("Server", "infinistore.cli.serve"),
+    "monitor": ("Server", "infinistore.cli.monitor"),
     "stat": ("Server", "infinistore.cli.stat"),
     "evict": ("Server", "infinistore.cli.evict"),
     "purge": ("Server", "infinistore.cli.purge"),

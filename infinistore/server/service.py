@@ -197,7 +197,9 @@ class Server:
     async def details(self) -> ServerDetails:
         """What takes a few milliseconds to gather; others have their turn meanwhile."""
         state = "draining" if self.draining else "serving"
-        return await details.gather(self.core, list(self._sessions), self._service.recorder, state)
+        found = await details.gather(self.core, list(self._sessions), self._service.recorder, state)
+        max_pinned_bytes = int(self.core.limits.max_pinned_ratio * self.core.pool.capacity_bytes)
+        return attrs.evolve(found, max_connections=self.config.max_connections, max_pinned_bytes=max_pinned_bytes)
 
     async def _statistics_tree(self, with_details: bool) -> Tree:
         found = await self.details() if with_details else None

@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "server": GROUND | ENGINE,
     "client": GROUND | ENGINE,
     "demo": GROUND | PUBLIC,
+    "monitor": GROUND | PUBLIC,
     # allocators: `prepare_process` must be the first thing that a server's process does.
-    "cli": GROUND | PUBLIC | {"demo", "allocators"},
+    "cli": GROUND | PUBLIC | {"demo", "monitor", "allocators"},
 }
 
 
@@ -57,7 +58,7 @@ def test_a_folder_imports_only_what_lies_below_it(layer: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("layer", ["cli", "demo"])
+@pytest.mark.parametrize("layer", ["cli", "demo", "monitor"])
 def test_commands_see_of_the_store_only_what_is_public(layer: str) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)} imports infinistore.{name}"

@@ -1,0 +1,126 @@
+"""What an operator should look at: found in the newest sample and in what changed over the last few.
+
+Each alarm says what is the matter, with its numbers, and where it helps what to do. They are found over several
+samples, so that one does not flicker from second to second.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import attrs
+
+from infinistore.monitor import figures
+from infinistore.monitor.rates import Rates, Sample, rates
+from infinistore.statistics import ServerDetails, Stats
+
+__all__ = ["Alarm", "alarms"]
+
+_NEARLY_FULL: Final = 0.9
+_NEAR_LIMIT: Final = 0.8
+
+Severity = Literal["error", "warning", "notice"]
+
+
+@attrs.frozen
+class Alarm:
+    """One thing to look at. `kind` is for programs, `text` for people."""
+
+    kind: str
+    severity: Severity
+    text: str
+
+
+def alarms(oldest: Sample, now: Sample) -> tuple[Alarm, ...]:
+    """Return what is worth looking at, the worst first. `oldest` and `now` are samples of one run of a server."""
+    recent = rates(oldest, now)
+    found = [
+        *_state_alarms(now.stats),
+        *_damage_alarms(oldest.stats, now.stats),
+        *_error_alarms(oldest, now, recent),
+        *_connection_alarms(oldest.stats, now.stats),
+        *_room_alarms(now.stats, recent),
+        *_pin_alarms(now.stats),
+    ]
+    order: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
+    return tuple(sorted(found, key=lambda alarm: order[alarm.severity]))
+
+
+def _state_alarms(now: Stats) -> Iterator[Alarm]:
+    if now.details is not None and now.details.state == "draining":
+        yield Alarm("draining", "warning", "the server is draining: it accepts nobody and stops when requests are done")
+
+
+def _damage_alarms(before: Stats, now: Stats) -> Iterator[Alarm]:
+    drops = now.store.checksum_drops
+    if drops:
+        fresh = drops > before.store.checksum_drops
+        blocks = "block was" if drops == 1 else "blocks were"
+        text = f"{figures.count(drops)} {blocks} dropped since the start: the bytes did not match the checksum"
+        yield Alarm("checksum_drops", "error" if fresh else "warning", text)
+
+
+def _error_alarms(oldest: Sample, now: Sample, recent: Rates | None) -> Iterator[Alarm]:
+    if recent is None or not recent.errors:
+        return
+    failed = _failures(now.stats.details) - _failures(oldest.stats.details)
+    named = ", ".join(f"{name} {figures.rate(times / recent.elapsed_s)}" for name, times in failed.most_common(3))
+    share = recent.errors / recent.requests if recent.requests else 1.0
+    of_all = f" ({figures.percent(min(1.0, share))} of requests)"
+    text = f"{figures.rate(recent.errors)} errors a second{of_all}" + (f": {named}" if named else "")
+    yield Alarm("errors", "error" if share >= 0.5 else "warning", text)
+
+
+def _failures(details: ServerDetails | None) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for one in details.operations if details is not None else ():
+        if one.outcome != "ok":
+            counted[one.outcome] += one.count
+    return counted
+
+
+def _connection_alarms(before: Stats, now: Stats) -> Iterator[Alarm]:
+    if now.server is None:
+        return
+    most = now.details.max_connections if now.details is not None else None
+    refused = now.server.connections_refused - (before.server.connections_refused if before.server is not None else 0)
+    if refused > 0:
+        text = f"{figures.count(refused)} connections were refused just now: close some, or raise --max-connections"
+        yield Alarm("connections_refused", "error", text)
+    elif most and now.server.connections_open >= _NEAR_LIMIT * most:
+        text = f"{figures.count(now.server.connections_open)} of {figures.count(most)} connections are open"
+        yield Alarm("connections", "warning", f"{text}; --max-connections is the limit")
+
+
+def _room_alarms(now: Stats, recent: Rates | None) -> Iterator[Alarm]:
+    store = now.store
+    evicted = {} if recent is None else recent.evicted
+    free = max(0, store.capacity_bytes - store.used_bytes)
+    if evicted.get("fragmentation", 0):
+        text = f"evicts {figures.rate(evicted['fragmentation'])} blocks/s because free room is scattered"
+        largest = figures.size(store.allocator.largest_free_extent_bytes)
+        yield Alarm("fragmentation", "warning", f"{text}: {figures.size(free)} free, the largest piece {largest}")
+    used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
+    making_room = evicted.get("on_demand", 0) + evicted.get("periodic", 0)
+    if making_room and not store.growable_bytes:
+        # A cache that evicts is at work, and no fault; one that is nearly full as well makes its writers wait.
+        text = f"the pool is {figures.percent(used)} full and evicts {figures.rate(making_room)} blocks/s"
+        yield Alarm("evicting", "warning" if used >= _NEARLY_FULL else "notice", text)
+    elif used >= _NEARLY_FULL:
+        growing = f"; it may grow by {figures.size(store.growable_bytes)}" if store.growable_bytes else ""
+        yield Alarm("nearly_full", "notice", f"the pool is {figures.percent(used)} full{growing}")
+    if store.quarantined_bytes:
+        text = f"{figures.size(store.quarantined_bytes)} wait for {store.quarantined_clients} clients that were lost"
+        yield Alarm("quarantine", "notice", text)
+
+
+def _pin_alarms(now: Stats) -> Iterator[Alarm]:
+    limit = now.details.max_pinned_bytes if now.details is not None else None
+    near = (
+        [one for one in now.details.clients if limit and one.pinned_bytes >= _NEAR_LIMIT * limit] if now.details else []
+    )
+    if limit and near:
+        most = max(near, key=lambda one: one.pinned_bytes)
+        others = f" (and {len(near) - 1} more)" if len(near) > 1 else ""
+        text = f"{most.name}{others} pins {figures.size(most.pinned_bytes)} of the {figures.size(limit)} that one may"
+        yield Alarm("pinned", "warning", text)

@@ -1,0 +1,115 @@
+"""What the keys do: pure, one state and a key in, the next state out."""
+
+import enum
+from typing import Final, TypeVar
+
+import attrs
+
+from infinistore.monitor import keys
+
+__all__ = ["HELP", "ClientOrder", "Controls", "PrefixOrder"]
+
+_INTERVALS_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_LONGEST_FILTER: Final = 60
+
+HELP: Final = (
+    ("q, Ctrl-C", "quit"),
+    ("s", "sort clients by: traffic, requests, pinned bytes, errors, name"),
+    ("S", "sort prefixes by: bytes, keys, name"),
+    ("r", "reverse both orders"),
+    ("/", "show only clients and prefixes with a text in their name"),
+    ("p, space", "pause the screen; samples are still taken"),
+    ("+ -", "sample less often, more often"),
+    ("?, h", "this help; any key leaves it"),
+)
+
+
+class ClientOrder(enum.Enum):
+    """By what clients are sorted; all but the name from the largest down."""
+
+    TRAFFIC = "traffic"
+    REQUESTS = "requests"
+    PINNED = "pinned"
+    ERRORS = "errors"
+    NAME = "name"
+
+
+class PrefixOrder(enum.Enum):
+    """By what prefixes are sorted; all but the name from the largest down."""
+
+    BYTES = "bytes"
+    KEYS = "keys"
+    NAME = "name"
+
+
+@attrs.frozen
+class Controls:
+    """What the person at the keyboard has chosen."""
+
+    interval_s: float = 1.0
+    client_order: ClientOrder = ClientOrder.TRAFFIC
+    prefix_order: PrefixOrder = PrefixOrder.BYTES
+    reversed: bool = False
+    filter: str = ""
+    typing: str | None = None
+    """A filter that is being typed; None: none is."""
+    paused: bool = False
+    help: bool = False
+    quit: bool = False
+    has_keyboard: bool = True
+
+    def press(self, key: str) -> "Controls":
+        """Return the state after a key; an unknown key changes nothing."""
+        if self.typing is not None:
+            return self._type(self.typing, key)
+        if key in ("q", "Q"):
+            return attrs.evolve(self, quit=True)
+        if self.help:
+            return attrs.evolve(self, help=False)
+        return self._choose(key)
+
+    def _type(self, typed: str, key: str) -> "Controls":
+        if key == keys.ENTER:
+            return attrs.evolve(self, filter=typed, typing=None)
+        if key == keys.ESCAPE:
+            return attrs.evolve(self, typing=None)
+        if key == keys.BACKSPACE:
+            return attrs.evolve(self, typing=typed[:-1])
+        return attrs.evolve(self, typing=(typed + key)[:_LONGEST_FILTER])
+
+    def _choose(self, key: str) -> "Controls":
+        match key:
+            case "?" | "h":
+                return attrs.evolve(self, help=True)
+            case "s":
+                return attrs.evolve(self, client_order=_following(self.client_order))
+            case "S":
+                return attrs.evolve(self, prefix_order=_following(self.prefix_order))
+            case "r":
+                return attrs.evolve(self, reversed=not self.reversed)
+            case "p" | " ":
+                return attrs.evolve(self, paused=not self.paused)
+            case "/":
+                return attrs.evolve(self, typing=self.filter)
+            case keys.ESCAPE:
+                return attrs.evolve(self, filter="")
+            case "+" | "=":
+                longer = (step for step in _INTERVALS_S if step > self.interval_s)
+                return attrs.evolve(self, interval_s=next(longer, self.interval_s))
+            case "-" | "_":
+                shorter = (step for step in reversed(_INTERVALS_S) if step < self.interval_s)
+                return attrs.evolve(self, interval_s=next(shorter, self.interval_s))
+        return self
+
+    def shows(self, name: str) -> bool:
+        """Whether the filter, or what is typed of one, lets this name through. Upper and lower case are the same."""
+        wanted = self.filter if self.typing is None else self.typing
+        return wanted.lower() in name.lower()
+
+
+_Order = TypeVar("_Order", bound=enum.Enum)
+
+
+def _following(order: _Order) -> _Order:
+    members = list(type(order))
+    return members[(members.index(order) + 1) % len(members)]

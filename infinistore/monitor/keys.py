@@ -1,0 +1,53 @@
+"""Bytes that a terminal sends, turned into the names of keys.
+
+A key is a printable character, or one of the names "enter", "escape", "backspace". What else a keyboard can send
+(arrows, function keys) arrives whole and is left out, so that its parts are never taken for keys.
+"""
+
+import codecs
+from collections.abc import Iterator
+from typing import Final
+
+__all__ = ["BACKSPACE", "ENTER", "ESCAPE", "KeyParser"]
+
+ENTER: Final = "enter"
+ESCAPE: Final = "escape"
+BACKSPACE: Final = "backspace"
+
+_NAMED: Final = {"\r": ENTER, "\n": ENTER, "\x7f": BACKSPACE, "\x08": BACKSPACE}
+_LONGEST_SEQUENCE: Final = 64
+
+
+class KeyParser:
+    """Takes bytes as they come, in pieces of any length.
+
+    A lone escape is the escape key; one that is followed by something in the same piece begins a sequence. That is how
+    a terminal sends them, and needs no clock to tell them apart.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._sequence = ""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Yield the keys in `data`."""
+        for character in self._decoder.decode(data):
+            if self._sequence:
+                self._sequence += character
+                if self._ends_sequence(character):
+                    self._sequence = ""
+            elif character == "\x1b":
+                self._sequence = character
+            elif character in _NAMED:
+                yield _NAMED[character]
+            elif character.isprintable():
+                yield character
+        if self._sequence == "\x1b":
+            self._sequence = ""
+            yield ESCAPE
+
+    def _ends_sequence(self, character: str) -> bool:
+        """Whether this is the last character of an escape sequence (ECMA-48): ESC x, ESC O x, or ESC [ ... @-~."""
+        if len(self._sequence) == 2:
+            return character not in "[O"
+        return self._sequence[1] == "O" or "@" <= character <= "~" or len(self._sequence) >= _LONGEST_SEQUENCE

@@ -1,0 +1,143 @@
+"""Samples of a server in, what a screen shows out. Pure: the caller says what time it is.
+
+`Model` remembers as much as a screen can show and no more: the samples of the last moments for latencies and
+warnings, and one `Point` of history for each sample. A server that was started anew begins a new series; the history
+stays, with a gap. No rate is ever negative.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+import attrs
+
+from infinistore.monitor.alarms import Alarm, alarms
+from infinistore.monitor.rates import (
+    ClientRow,
+    OperationRow,
+    Rates,
+    Sample,
+    client_rows,
+    elapsed_s,
+    is_restart,
+    operation_rows,
+    rates,
+)
+from infinistore.statistics import Stats
+
+__all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Lost", "Model", "Point", "Snapshot"]
+
+HISTORY_POINTS: Final = 512
+"""How much history is kept: more than the widest screen shows."""
+WINDOW_SAMPLES: Final = 10
+"""Latencies and warnings look back over as many samples."""
+
+
+@attrs.frozen
+class Point:
+    """One sample's part of the history; None where nothing is known. `span_s` is the time that it stands for."""
+
+    span_s: float
+    received_bytes: float | None = None
+    sent_bytes: float | None = None
+    hit_rate: float | None = None
+
+
+@attrs.frozen
+class Lost:
+    """The server does not answer."""
+
+    since: datetime
+    reason: str
+    attempts: int
+
+
+@attrs.frozen
+class Snapshot:
+    """What is known at one moment: everything that a screen shows. The figures of a lost server are its last ones."""
+
+    url: str
+    at: datetime | None = None
+    """When `stats` were taken; None: there are none yet."""
+    stats: Stats | None = None
+    rates: Rates | None = None
+    """Since the sample before; None after the first one, and after the first one of a server that was restarted."""
+    history: Sequence[Point] = ()
+    operations: Sequence[OperationRow] = ()
+    latency_span_s: float | None = None
+    """The time over which latencies were counted; None: since the server's start."""
+    clients: Sequence[ClientRow] = ()
+    alarms: Sequence[Alarm] = ()
+    lost: Lost | None = None
+    restarts: int = 0
+    restarted_at: datetime | None = None
+
+
+class Model:
+    """Watches one server. Feed it with `observe` and `lose`; `snapshot` tells what to show."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the run of the server that is on now
+        self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
+        self._at: datetime | None = None
+        self._seen_s: float | None = None
+        self._lost: Lost | None = None
+        self._restarts = 0
+        self._restarted_at: datetime | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether there was ever a sample."""
+        return bool(self._samples)
+
+    def observe(self, stats: Stats, *, now_s: float, at: datetime) -> None:
+        """Take in what the server said. `now_s` never goes back; `at` is the same moment as people tell it."""
+        sample = Sample(now_s, stats)
+        if self._samples and is_restart(self._samples[-1].stats, stats):
+            self._samples.clear()
+            self._restarts += 1
+            self._restarted_at = at
+        if self._samples:
+            self._add_point(rates(self._samples[-1], sample), now_s)
+        elif self._seen_s is not None:
+            self._add_point(None, now_s)
+        self._samples.append(sample)
+        self._at, self._seen_s, self._lost = at, now_s, None
+
+    def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
+        """Take in that the server did not answer, and why."""
+        since, attempts = (at, 1) if self._lost is None else (self._lost.since, self._lost.attempts + 1)
+        self._lost = Lost(since, reason, attempts)
+        if self._seen_s is not None:
+            self._add_point(None, now_s)
+        self._seen_s = now_s
+
+    def _add_point(self, found: Rates | None, now_s: float) -> None:
+        span_s = found.elapsed_s if found is not None else max(0.0, now_s - (self._seen_s or now_s))
+        self._history.append(
+            Point(span_s) if found is None else Point(span_s, found.received_bytes, found.sent_bytes, found.hit_rate)
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Return what is known now."""
+        if not self._samples:
+            return Snapshot(self._url, history=tuple(self._history), lost=self._lost)
+        now, oldest = self._samples[-1], self._samples[0]
+        before = self._samples[-2] if len(self._samples) > 1 else None
+        first = oldest if before is not None else None
+        return Snapshot(
+            url=self._url,
+            at=self._at,
+            stats=now.stats,
+            rates=rates(before, now) if before is not None else None,
+            history=tuple(self._history),
+            operations=operation_rows(first, before, now),
+            latency_span_s=elapsed_s(oldest, now) if before is not None else None,
+            clients=client_rows(first, before, now),
+            alarms=alarms(oldest, now),
+            lost=self._lost,
+            restarts=self._restarts,
+            restarted_at=self._restarted_at,
+        )
