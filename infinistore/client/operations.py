@@ -156,6 +156,8 @@ class RemoteOperations:
         put = Put(Keys(keys), sizes, checksums=self._verify, replace=replace)
         request = self._connection.request(put, payload, payload_bytes=payload_bytes, deadline_us=self._remaining_us())
         reply = _expect(PutReply, (yield from request))
+        if reply.skipped and max(reply.skipped) >= len(keys):
+            raise ProtocolError(f"the server skipped block {max(reply.skipped)} of {len(keys)}")
         return [keys[index] for index in reply.skipped]
 
     def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
@@ -237,6 +239,8 @@ class RemoteOperations:
             for part in self._key_parts(keys):
                 request = MatchPrefix(part, hold_us=math.ceil(hold_s * 1e6))
                 reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
+                if reply.matched > len(part):
+                    raise ProtocolError(f"the server matched {reply.matched} of {len(part)} keys")
                 matched += reply.matched
                 if reply.hold:
                     holds.append(reply.hold)
@@ -271,8 +275,10 @@ class RemoteOperations:
         while len(found) < limit:
             request = ListKeys(prefix, found[-1] if found else after, limit - len(found))
             reply = _expect(KeysReply, (yield from self._ask(request)))
+            if len(reply.keys) > request.limit:
+                raise ProtocolError(f"the server sent {len(reply.keys)} keys where {request.limit} were asked for")
             found += reply.keys
-            if len(reply.keys) < reply.limit:
+            if not reply.keys or len(reply.keys) < reply.limit:
                 break
         return found
 

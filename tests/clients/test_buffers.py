@@ -40,7 +40,7 @@ NUMPY_DTYPES = [
         memoryview(b"abc"),
         memoryview(b"xabcx")[1:4],
         array.array("B", b"abc"),
-        (ctypes.c_char * 3)(*b"abc"),
+        (ctypes.c_ubyte * 3)(*b"abc"),
         np.frombuffer(b"abc", np.uint8),
         torch.tensor([97, 98, 99], dtype=torch.uint8),
     ],
