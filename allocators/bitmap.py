@@ -6,10 +6,12 @@ an extent starts.
 Where blocks go decides how full the pool can be, because the store evicts in order of use and not in order of place:
 
 - Blocks of one unit are interchangeable. They take the next free units after those placed last; a batch is one search.
-- Larger blocks take the holes that fit best: the shortest ones that are long enough. Measured against next fit, first
-  fit, and small and large blocks at opposite ends, this left the least room unusable (docs/allocators.md).
-- A batch of small blocks goes into one hole if there is one. A batch of large ones does not ask for that: moving it as
-  one span gains nothing, and it would use up the holes that the largest blocks need.
+- Larger blocks take the holes that fit best: the shortest ones that are long enough. Measured against next fit and
+  first fit, this leaves the least room unusable (docs/allocators.md).
+- A batch of small blocks goes into one hole if there is one near. A batch of large ones does not ask for that: moving
+  it as one span gains nothing, and it would use up the holes that the largest blocks need.
+- Where most blocks are large and less than a quarter of the pool is free, small ones take the shortest holes too, and
+  leave the long ones to blocks that need them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,7 +74,7 @@ class BitmapAllocator(Allocator):
         if equal and size <= unit_bytes:
             if count > self._map.free_units:
                 return None
-            starts = self._place_single_units(count)
+            starts = self._fill_crumbs(count) if self._is_crowded() else self._place_single_units(count)
         else:
             placed = self._place_runs([-(-size // unit_bytes) for size in sizes])
             if placed is None:
@@ -82,6 +84,17 @@ class BitmapAllocator(Allocator):
         self._extents += count
         self._next = starts[-1] + 1
         return self._extents_at(starts, [size] * count if equal else sizes)
+
+    def _is_crowded(self) -> bool:
+        """Say whether most of the pool holds blocks of several units, and room is short."""
+        free, units = self._map.free_units, self._map.units
+        return 4 * free < units and self._extents * 4 < units - free
+
+    def _fill_crumbs(self, count: int) -> list[int]:
+        starts = self._map.best_fits(1, count)
+        assert starts is not None  # that many units are free
+        self._map.take_each(starts)
+        return starts
 
     def _place_single_units(self, count: int) -> list[int]:
         taken = self._map.taken
@@ -109,7 +122,7 @@ class BitmapAllocator(Allocator):
         total = sum(units)
         if total > self._map.free_units:
             return None
-        if total < len(units) * _SMALL_BLOCK_BYTES // self.unit_bytes:
+        if not self._is_crowded() and total < len(units) * _SMALL_BLOCK_BYTES // self.unit_bytes:
             first = self._one_hole(total)
             if first is not None:
                 return self._take_neighbours(first, units)

@@ -1,6 +1,6 @@
 """What placing blocks costs, and how full a pool stays: every allocation strategy in one run.
 
-    python bench/allocators.py [--quick] [--json] [--plot PICTURE.png] [--reads SHARE ...]
+    python bench/allocators.py [--quick] [--json] [--plot PICTURE.png] [--reads SHARE ...] [--policies]
 
 Three parts:
 
@@ -12,7 +12,8 @@ Three parts:
 - Ten pools full of mixed values (chunks of three models, single layers, short tails) through a pool that is always
   full, where the least recently used blocks are evicted, one by one, and no more than it takes: the share of the pool
   that holds stored bytes, after ten volumes. `--reads` is the share of operations that read a batch, any of those that
-  are stored, and so make it the most recent: the more of them, the less does age say about place.
+  are stored, and so make it the most recent: the more of them, the less does age say about place. `--policies` adds
+  plain rules of placement to compare with, and takes minutes.
 
 No memory is touched except by the memcpy.
 """
@@ -30,7 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infinistore.allocators import Allocator, Extent, create_allocator, prepare_process
+from infinistore.allocators import Extent, create_allocator, prepare_process
+from infinistore.allocators.runs import UnitMap
 from infinistore.errors import ConfigError
 
 KIB = 1024
@@ -171,7 +173,7 @@ def refusals(holes: Holes, name: str, occupancy: float) -> Iterator[dict[str, An
 class Trace:
     """A store that is always full, reduced to its extents and their order of use."""
 
-    def __init__(self, allocator: Allocator, reads: float, seed: int) -> None:
+    def __init__(self, allocator: Any, reads: float, seed: int) -> None:
         self._allocator = allocator
         self._reads = reads
         self._random = random.Random(seed)
@@ -246,7 +248,51 @@ def traces(strategies: list[str], reads: list[float], *, quick: bool) -> Iterato
             }
 
 
-def new_allocator(name: str, unit_bytes: int = UNIT_BYTES, pool_bytes: int = POOL_BYTES) -> Allocator:
+class Policy:
+    """One rule for every block: where the bitmap strategy's own choice stands. Slow and plain; for the trace only."""
+
+    def __init__(self, rule: str) -> None:
+        self._rule = rule
+        self._map = UnitMap()
+        self._map.add_arena(POOL_BYTES // TRACE_UNIT_BYTES)
+        self._next = 0
+
+    def allocate(self, sizes: list[int]) -> list[Extent] | None:
+        units = -(-sizes[0] // TRACE_UNIT_BYTES)
+        if self._rule == "one piece first, then best fit":
+            whole = self._take(units * len(sizes))
+            if whole is not None:
+                return [(0, (whole + index * units) * TRACE_UNIT_BYTES, size) for index, size in enumerate(sizes)]
+        if not self._map.has_room(units, len(sizes)):
+            return None
+        starts = [self._take(units) or 0 for _ in sizes]
+        return [(0, start * TRACE_UNIT_BYTES, size) for start, size in zip(starts, sizes, strict=True)]
+
+    def _take(self, units: int) -> int | None:
+        holes = list(self._map.holes(units))
+        if not holes:
+            return None
+        if self._rule == "next fit":
+            first, _ = min(holes, key=lambda hole: (hole[1] <= self._next, hole[0]))
+        elif self._rule == "first fit":
+            first, _ = min(holes)
+        else:
+            first, _ = min(holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
+        self._map.take_run(first, units)
+        self._next = first + units
+        return first
+
+    def free(self, extents: list[Extent]) -> None:
+        for _, offset, length in extents:
+            self._map.give_back_run(offset // TRACE_UNIT_BYTES, -(-length // TRACE_UNIT_BYTES))
+
+
+POLICIES = ("next fit", "first fit", "best fit", "one piece first, then best fit")
+
+
+def new_allocator(name: str, unit_bytes: int = UNIT_BYTES, pool_bytes: int = POOL_BYTES) -> Any:
+    if name in POLICIES:
+        return Policy(name)
     allocator = create_allocator(name, unit_bytes)
     allocator.add_arena(0, pool_bytes)
     return allocator
@@ -332,12 +378,15 @@ def main() -> None:
         "--plot", type=Path, metavar="PNG", help="draw the third part (pip install 'infinistore[plot]')"
     )
     parser.add_argument("--reads", type=float, nargs="*", default=[0.0, 0.3], help="shares of reads in the third part")
+    parser.add_argument(
+        "--policies", action="store_true", help="compare with plain rules of placement in the third part"
+    )
     options = parser.parse_args()
     console = Console(stderr=options.json)
     strategies = usable_strategies(console)
     rounds, calls = (5, 20) if options.quick else (20, 50)
     speed = list(batches(strategies, rounds=rounds, calls=calls))
-    stored = list(traces(strategies, options.reads, quick=options.quick))
+    stored = list(traces([*strategies, *(POLICIES if options.policies else ())], options.reads, quick=options.quick))
     if options.plot:
         plot(stored, options.plot)
     if options.json:

@@ -53,6 +53,19 @@ def test_a_large_block_takes_the_shortest_hole_that_fits() -> None:
     assert allocator.allocate([32 * MIB]) == [(0, 10 * MIB, 32 * MIB)]
 
 
+def test_in_a_full_pool_of_large_blocks_small_ones_leave_the_long_holes_alone() -> None:
+    allocator = create_allocator("bitmap", UNIT)
+    allocator.add_arena(0, 1000 * UNIT)
+    large = allocator.allocate([100 * UNIT] * 8)
+    small = allocator.allocate([UNIT] * 200)
+    assert large is not None
+    assert small is not None
+    crumbs = sorted(small)[10::20]
+    allocator.free([large[3], *crumbs])
+    assert allocator.allocate([UNIT] * 10) == crumbs
+    assert allocator.allocate([100 * UNIT]) == [large[3]]
+
+
 def test_a_mixed_batch_that_fits_in_one_hole_only_as_a_whole_is_placed_there() -> None:
     """Placing its largest block where it fits best would leave no room for the others."""
     allocator = create_allocator("bitmap", UNIT)
