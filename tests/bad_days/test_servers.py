@@ -1,0 +1,149 @@
+"""Real servers that are killed, stopped and started again, while every kind of client goes on with one store."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from infinistore import blocking
+from infinistore.aio import AsyncStore
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from tests.bad_days.clients import KINDS, run_with_store
+from tests.bad_days.operations import OLD, OPERATIONS, outcome, works_again
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+pytestmark = pytest.mark.usefixtures("quick_breaker")
+GENEROUS_S = 2.0
+MORE_THAN_SOCKETS_HOLD = 12 * 1024 * 1024
+UNKNOWN = "it is not known whether the request was carried out"
+
+
+@pytest.fixture
+def mortal() -> Iterator[ServerProcess]:
+    """A server that may be killed."""
+    with running_server_process() as started:
+        yield started
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_server_is_unavailable_and_found_again_when_it_is_back(kind: str, mortal: ServerProcess) -> None:
+    async def body(store: AsyncStore) -> None:
+        await store.put_many(OLD)
+        assert await store.get("k0") == OLD["k0"]
+        mortal.kill()
+        for operation in OPERATIONS:
+            if operation.name == "release_hold":  # a hold of nobody is none
+                continue
+            result, error = await outcome(operation.call(store, ""))
+            assert isinstance(error, StoreUnavailable), f"{operation}: {result!r}, {error!r}"
+        mortal.start()
+        await works_again(store)
+        assert await store.get_many(list(OLD)) == [None] * len(OLD)  # another server, at the same place
+        await store.put_many(OLD)
+        assert await store.get("k1") == OLD["k1"]
+        # Nothing was asked of the idle connection in the meantime: it is found to be dead before it is used.
+        mortal.restart()
+        await store.put("k0", b"new")
+        assert await store.get("k0") == b"new"
+
+    run_with_store(kind, mortal.url, body)
+
+
+def test_a_dead_server_is_left_alone_until_a_probe_is_due(
+    mortal: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 1000.0)
+    with blocking.open_store(mortal.url) as store:
+        connects = 0
+        connect = store._connect  # type: ignore[attr-defined]
+
+        def counted(deadline: float) -> object:
+            nonlocal connects
+            connects += 1
+            return connect(deadline)
+
+        monkeypatch.setattr(store, "_connect", counted)
+        mortal.kill()
+        for _ in range(100):
+            with pytest.raises(StoreUnavailable):
+                store.exists("k0")
+        assert connects == 5
+        with pytest.raises(StoreUnavailable, match=r"cannot connect .* refused.*\(not tried again for another \d+"):
+            store.exists("k0")
+
+
+@pytest.fixture(scope="module")
+def stopped() -> Iterator[ServerProcess]:
+    """A server that is stopped now and then."""
+    with running_server_process() as started:
+        yield started
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_server_costs_the_deadline_in_send_and_receive_and_goes_on_afterwards(
+    kind: str, stopped: ServerProcess
+) -> None:
+    large = bytes(MORE_THAN_SOCKETS_HOLD)
+
+    async def body(store: AsyncStore) -> None:
+        await store.put("k0", b"old")
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            for call in (store.get("k0"), store.exists("k0"), store.put("k0", large)):
+                started = time.monotonic()
+                with pytest.raises(DeadlineExceeded, match=r"no (answer from|connection to) tcp://"):
+                    await call
+                assert time.monotonic() - started < 0.3 + GENEROUS_S
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        await works_again(store)
+        assert await store.get("k0") == b"old"
+
+    run_with_store(kind, stopped.url, body, deadline_s=0.3)
+
+
+def test_a_put_into_a_stopped_server_ends_with_the_deadline_when_the_buffers_are_full(stopped: ServerProcess) -> None:
+    """On a connection that is there: nothing but the send has to wait."""
+    with blocking.open_store(stopped.url, deadline_s=0.3) as store:
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=UNKNOWN):
+                store.put("k0", bytes(MORE_THAN_SOCKETS_HOLD))
+            assert time.monotonic() - started < 0.3 + GENEROUS_S
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+
+
+def test_threads_that_share_a_store_all_live_through_a_restart(mortal: ServerProcess) -> None:
+    """Each call returns a value that was put, says that it is missing, or raises one typed error; all go on after."""
+    values = {f"key {number}": bytes([number]) * 10_000 for number in range(4)}
+    wrong: list[object] = []
+    back = threading.Event()
+
+    with blocking.open_store(mortal.url) as store:
+
+        def use(key: str) -> None:
+            good = 0
+            while good < 20:
+                was_back = back.is_set()
+                try:
+                    store.put(key, values[key])
+                    value = store.get_many([key])[0]
+                except StoreUnavailable:
+                    continue
+                if value not in (None, values[key]):
+                    wrong.append(value)
+                good += was_back
+
+        threads = [threading.Thread(target=use, args=(key,)) for key in values]
+        for thread in threads:
+            thread.start()
+        mortal.restart()
+        back.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert [store.get(key) for key in values] == [*values.values()]
