@@ -49,9 +49,9 @@ def command(
     elif as_json:
         print_json(document(trio.run(app.take_two, source, interval)))
     elif once or not _is_live_terminal():
-        if not once:
-            note("standard output is no terminal that can be drawn on; printing one screen, as with --once")
         _print_screen(source, interval, _glyphs(only_ascii=only_ascii))
+        if not once:
+            note("standard output is no terminal that can be drawn on; this was one screen, as with --once")
     else:
         _watch(source, interval, _glyphs(only_ascii=only_ascii))
 

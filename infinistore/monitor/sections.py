@@ -4,6 +4,7 @@ Numbers stand in columns of fixed width, so that nothing moves when they change.
 the place where it would stand.
 """
 
+import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -13,7 +14,7 @@ from rich.text import Text
 from infinistore.monitor import figures
 from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
-from infinistore.monitor.lines import Column, Glyphs, Part, fit, join, line, memory_map, sparkline, table
+from infinistore.monitor.lines import Column, Glyphs, Part, fit, join, line, memory_map, sparkline, table, visible
 from infinistore.monitor.model import Snapshot
 from infinistore.monitor.rates import ClientRow, OperationRow
 from infinistore.statistics import ArenaStatistics, PrefixStatistics
@@ -58,7 +59,7 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
     if snapshot.lost is not None:
         times = "once" if snapshot.lost.attempts == 1 else f"{figures.count(snapshot.lost.attempts)} times"
         figures_of = f"; figures are of {snapshot.at:%H:%M:%S}" if snapshot.at is not None else ""
-        text = f"no answer (tried {times}{figures_of}): {snapshot.lost.reason}"
+        text = f"{snapshot.lost.reason} (tried {times}{figures_of})"
         found.append(Alarm("lost", "error", text))
     elif snapshot.restarted_at and snapshot.at and snapshot.at - snapshot.restarted_at < _RESTART_SHOWN:
         text = f"the server was restarted; seen at {snapshot.restarted_at:%H:%M:%S}. What it held is gone"
@@ -69,6 +70,13 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
 def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Exactly `height` lines of what to look at, the worst first."""
     found = shown_alarms(snapshot)
+    if snapshot.lost is not None and height > 1:  # why it is gone matters more than anything else: in full
+        wrapped = textwrap.wrap(visible(found[0].text, glyphs), max(1, width - 2))
+        made = [
+            line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
+            for index, text in enumerate(wrapped)
+        ]
+        return (made + [Text(end="")] * height)[:height]
     if not found:
         calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
         found = [Alarm("none", "notice", calm)]
@@ -231,10 +239,9 @@ def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]
     if snapshot.stats is not None:
         store = snapshot.stats.store
         second += [(f" {figures.size(store.pinned_bytes):>8}", "")]
-        for name, number in (("leases", store.leases), ("holds", store.holds)):
+        for name, number in (("leases", store.leases), ("holds", store.holds), ("writes", store.reservations)):
             second += [(f"  {name}", "dim"), (f"{figures.count(number):>6}", "")]
-        second += [("  reserved", "dim"), (f" {figures.size(store.reserved_bytes):>8}", "")]
-        second += [(" by", "dim"), (f"{figures.count(store.reservations):>6}", ""), (" writes", "dim")]
+        second += [(" of", "dim"), (f" {figures.size(store.reserved_bytes):>8}", "")]
     return [line(first, width, glyphs), line(second, width, glyphs)]
 
 
@@ -249,7 +256,7 @@ def client_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
         key=lambda row: _client_key(row, controls.client_order),
         reverse=controls.reversed,
     )
-    title = f"clients by {controls.client_order.value}{_filter_note(controls)}"
+    title = _title("clients", controls.client_order, controls)
     columns = (
         Column(title, 0, right=False), Column("conns", 5, rank=2), Column("over", 4, right=False, rank=4),
         Column("requests/s", 10, rank=1), Column("in", 10), Column("out", 10), Column("pinned", 8, rank=3),
@@ -305,7 +312,7 @@ def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
         for one in rows
     ]
     columns = (
-        Column(f"prefixes by {controls.prefix_order.value}{_filter_note(controls)}", 0, right=False),
+        Column(_title("prefixes", controls.prefix_order, controls), 0, right=False),
         Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1),
     )  # fmt: skip
     return table(columns, cells, width, height, glyphs)
@@ -316,9 +323,11 @@ def _prefix_key(one: PrefixStatistics, order: PrefixOrder) -> tuple[int, str]:
     return -largest, one.prefix
 
 
-def _filter_note(controls: Controls) -> str:
+def _title(what: str, order: ClientOrder | PrefixOrder, controls: Controls) -> str:
     wanted = controls.filter if controls.typing is None else controls.typing
-    return f', only "{wanted}"' if wanted else ""
+    backwards = ", reversed" if controls.reversed else ""
+    only = f', only "{wanted}"' if wanted else ""
+    return f"{what} by {order.value}{backwards}{only}"
 
 
 def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
@@ -340,5 +349,7 @@ def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
         ("q", "quit"), ("?", "help"), ("s", "sort"), ("/", "filter"),
         ("p", "go on" if controls.paused else "pause"), ("+ -", "interval"),
     ):  # fmt: skip
+        if sum(len(text) for text, _ in parts) + len(key) + 1 + len(meaning) > width:
+            break  # half a word would be no help
         parts += [(f"{key} ", "bold"), (f"{meaning}   ", "dim")]
     return line(parts, width, glyphs)

@@ -91,6 +91,8 @@ def _heights(height: int, kinds: int) -> _Heights:
 
 def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     heights = _heights(height, len(snapshot.operations))
+    if snapshot.lost is not None and heights.arenas > 1:  # the reason is long, and the map is old
+        heights.status, heights.arenas = heights.status + 1, heights.arenas - 1
     gap = [_EMPTY] if heights.gaps else []
     lines = [
         header_line(snapshot, controls, width, glyphs),

@@ -1,0 +1,283 @@
+"""From samples to rates, history, percentiles and warnings, whatever the samples are."""
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore.core.statistics import EvictionStatistics
+from infinistore.monitor.alarms import Alarm
+from infinistore.monitor.document import document
+from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
+from infinistore.monitor.quantiles import Quantile, quantile
+from infinistore.monitor.rates import is_restart
+from infinistore.sizes import GIB
+from infinistore.statistics import LATENCY_BOUNDS_S, Stats
+
+from .made import (
+    BUCKETS,
+    NOON,
+    loaded_stats,
+    make_client,
+    make_details,
+    make_operation,
+    make_stats,
+    states,
+    watched,
+    worried_stats,
+)
+
+counts = st.integers(0, 2**40)
+histograms = st.lists(st.integers(0, 10_000), min_size=BUCKETS, max_size=BUCKETS)
+STORE_COUNTERS = ("hits", "misses", "puts", "put_bytes", "hit_bytes", "deleted", "checksum_drops")
+SERVER_COUNTERS = ("requests", "errors", "received_bytes", "sent_bytes", "connections_total", "connections_refused")
+
+operations = st.builds(
+    make_operation,
+    st.sampled_from(["put", "get", "exists"]),
+    outcome=st.sampled_from(["ok", "OutOfMemory"]),
+    transport=st.sampled_from(["tcp", "unix"]),
+    payload_bytes=counts,
+    latency_counts=histograms,
+)
+clients = st.builds(
+    make_client,
+    st.sampled_from(["a", "b", ""]),
+    connected_s=st.floats(0, 1e6),
+    requests=counts,
+    received_bytes=counts,
+    sent_bytes=counts,
+    pinned_bytes=counts,
+)
+details = st.none() | st.builds(
+    make_details, operations=st.lists(operations, max_size=4), clients=st.lists(clients, max_size=4)
+)
+stats = st.builds(
+    make_stats,
+    store=st.fixed_dictionaries(
+        dict.fromkeys((*STORE_COUNTERS, "capacity_bytes", "used_bytes", "growable_bytes"), counts)
+        | {"evicted": st.builds(EvictionStatistics, counts, counts, counts, counts)}
+    ),
+    server=st.fixed_dictionaries(
+        dict.fromkeys(SERVER_COUNTERS, counts)
+        | {"uptime_s": st.floats(0, 1e9), "instance": st.sampled_from(["a", "a", "a", "b"])}
+    ),
+    details=details,
+)
+steps = st.lists(st.tuples(st.floats(0, 100), st.none() | stats), max_size=12)
+
+
+def numbers_by_second(snapshot: Snapshot) -> Iterator[float]:
+    """Every number of a snapshot that is a rate or a part of a whole."""
+    if snapshot.rates is not None:
+        rates = snapshot.rates
+        yield from (rates.received_bytes, rates.sent_bytes, rates.requests, rates.errors, rates.puts, rates.deleted)
+        yield from (rates.elapsed_s, rates.hit_rate or 0.0, *rates.evicted.values())
+    for point in snapshot.history:
+        yield from (point.span_s, point.received_bytes or 0.0, point.sent_bytes or 0.0, point.hit_rate or 0.0)
+    for operation in snapshot.operations:
+        yield from (operation.per_s or 0.0, operation.bytes_per_s or 0.0, operation.errors_per_s or 0.0)
+    for client in snapshot.clients:
+        yield from (client.requests_per_s or 0.0, client.recent_bytes_per_s, client.recent_requests_per_s)
+        yield from (client.received_bytes_per_s or 0.0, client.sent_bytes_per_s or 0.0)
+
+
+def snapshots(model: Model, taken: list[tuple[float, Stats | None]]) -> Iterator[Snapshot]:
+    now_s = 0.0
+    for pause_s, sample in taken:
+        now_s += pause_s
+        if sample is None:
+            model.lose("gone", now_s=now_s, at=NOON + timedelta(seconds=now_s))
+        else:
+            model.observe(sample, now_s=now_s, at=NOON + timedelta(seconds=now_s))
+        yield model.snapshot()
+
+
+@given(steps)
+def test_no_rate_is_ever_negative_whatever_the_server_says(taken: list[tuple[float, Stats | None]]) -> None:
+    for snapshot in snapshots(Model("tcp://x"), taken):
+        assert all(number >= 0 for number in numbers_by_second(snapshot))
+        assert snapshot.rates is None or snapshot.rates.hit_rate is None or snapshot.rates.hit_rate <= 1
+
+
+@given(steps)
+def test_every_state_can_be_said_in_json(taken: list[tuple[float, Stats | None]]) -> None:
+    for snapshot in snapshots(Model("tcp://x"), taken):
+        assert json.loads(json.dumps(document(snapshot), allow_nan=False))["restarts"] == snapshot.restarts
+
+
+@given(stats, st.sampled_from(SERVER_COUNTERS + STORE_COUNTERS), st.integers(1, 2**30))
+def test_a_counter_that_went_back_means_a_restart(sample: Stats, counter: str, more: int) -> None:
+    part = "server" if counter in SERVER_COUNTERS else "store"
+    grown = attrs.evolve(getattr(sample, part), **{counter: getattr(getattr(sample, part), counter) + more})
+    later = attrs.evolve(sample, **{part: grown})
+    assert not is_restart(sample, later)
+    assert is_restart(later, sample)
+
+
+@pytest.mark.parametrize("change", [{"instance": "b"}, {"uptime_s": 99.0}])
+def test_another_instance_and_a_shorter_uptime_mean_a_restart(change: dict[str, Any]) -> None:
+    assert is_restart(make_stats(), make_stats(server=change))
+    assert not is_restart(make_stats(), make_stats(server={"uptime_s": 101.0}))
+
+
+def test_a_restart_keeps_the_history_and_leaves_a_gap() -> None:
+    snapshot = states()["restarted"]
+    assert (snapshot.restarts, snapshot.restarted_at, snapshot.lost) == (1, NOON + timedelta(seconds=6), None)
+    assert [point.received_bytes is None for point in snapshot.history] == [False] * 4 + [True, True]
+    assert snapshot.rates is None
+
+
+def test_a_lost_server_keeps_its_figures_and_says_since_when() -> None:
+    snapshot = states()["lost"]
+    assert snapshot.lost is not None
+    assert (snapshot.lost.since, snapshot.lost.attempts) == (NOON + timedelta(seconds=5), 3)
+    assert snapshot.stats == loaded_stats(4)
+
+
+def test_a_server_that_answers_again_without_a_restart_has_rates_over_the_gap() -> None:
+    model = watched(loaded_stats(0))
+    model.lose("late", now_s=1.0, at=NOON)
+    model.observe(loaded_stats(10), now_s=10.0, at=NOON)
+    rates = model.snapshot().rates
+    assert rates is not None
+    assert (rates.elapsed_s, rates.requests) == (10.0, 1500.0)
+
+
+@given(st.integers(HISTORY_POINTS, HISTORY_POINTS + 50))
+def test_the_history_is_bounded(samples: int) -> None:
+    model = Model("tcp://x")
+    for number in range(samples):
+        model.lose("gone", now_s=float(number), at=NOON)
+    assert len(model.snapshot().history) == min(samples - 1, HISTORY_POINTS)
+
+
+def test_the_first_sample_has_no_rates_and_the_latencies_since_the_start() -> None:
+    snapshot = states()["first"]
+    assert (snapshot.rates, snapshot.latency_span_s) == (None, None)
+    put = next(row for row in snapshot.operations if row.kind == "put")
+    assert put.per_s is None and put.p50 is not None
+
+
+@given(histograms, st.floats(0, 1))
+def test_a_percentile_lies_in_the_bucket_that_holds_its_rank(histogram: list[int], part: float) -> None:
+    found = quantile(histogram, part)
+    if not sum(histogram):
+        assert found is None
+        return
+    assert found is not None
+    rank = part * sum(histogram)
+    index = next(i for i in range(BUCKETS) if histogram[i] and sum(histogram[: i + 1]) >= rank)
+    if index == 0:
+        assert found == Quantile(LATENCY_BOUNDS_S[0], "<")
+    elif index == BUCKETS - 1:
+        assert found == Quantile(LATENCY_BOUNDS_S[-1], ">")
+    else:
+        assert found.bound == ""
+        assert LATENCY_BOUNDS_S[index - 1] <= found.value_s <= LATENCY_BOUNDS_S[index]
+
+
+@given(histograms.filter(any))
+def test_a_higher_percentile_is_never_less(histogram: list[int]) -> None:
+    found = [quantile(histogram, part) for part in (0.5, 0.9, 0.99)]
+    values = [one.value_s for one in found if one is not None]
+    assert values == sorted(values)
+
+
+def test_latencies_are_of_the_requests_between_the_samples_only() -> None:
+    slow, quick = [0] * BUCKETS, [0] * BUCKETS
+    slow[-2], quick[2] = 1000, 10
+    both = [a + b for a, b in zip(slow, quick, strict=True)]
+    samples = [
+        make_stats(
+            server={"uptime_s": 100.0 + second},
+            details=make_details(operations=[make_operation(latency_counts=counts)]),
+        )
+        for second, counts in enumerate((slow, both))
+    ]
+    (row,) = watched(*samples).snapshot().operations
+    assert row.per_s == 10
+    assert row.p99 is not None and row.p99.value_s <= LATENCY_BOUNDS_S[2]
+
+
+def test_kinds_are_added_up_over_transports_and_outcomes_and_failures_are_counted() -> None:
+    one = [1, *[0] * (BUCKETS - 1)]
+    found = [make_operation("get", transport=transport, outcome=outcome, latency_counts=one)
+             for transport in ("tcp", "unix") for outcome in ("ok", "KeyNotFound")]  # fmt: skip
+    first = make_stats(details=make_details())
+    second = make_stats(server={"uptime_s": 102.0}, details=make_details(operations=found))
+    (row,) = watched(first, second).snapshot().operations
+    assert (row.total, row.per_s, row.errors_per_s) == (4, 2.0, 1.0)
+
+
+def test_the_connections_of_one_client_are_one_row_and_a_closed_one_makes_no_negative_rate() -> None:
+    def sample(uptime_s: float, *connections: tuple[float, int]) -> Stats:
+        """Each connection is (opened at, bytes received so far)."""
+        open_now = [make_client(connected_s=uptime_s - opened, received_bytes=moved) for opened, moved in connections]
+        return make_stats(server={"uptime_s": uptime_s}, details=make_details(clients=open_now))
+
+    before = sample(100.0, (10.0, 5000), (20.0, 1000))
+    now = sample(101.0, (20.01, 1300), (100.5, 40))  # one has closed, another is new
+    (row,) = watched(before, now).snapshot().clients
+    assert (row.connections, row.received_bytes_per_s) == (2, 340.0)
+
+
+def test_without_a_server_the_bytes_are_those_of_the_store() -> None:
+    first, second = (
+        Stats("embedded", "", make_stats(store={"put_bytes": moved, "hit_bytes": 2 * moved}).store)
+        for moved in (0, 1000)
+    )
+    rates = watched(first, second).snapshot().rates
+    assert rates is not None
+    assert (rates.received_bytes, rates.sent_bytes) == (1000.0, 2000.0)
+
+
+def kinds(alarms: "tuple[Alarm, ...] | Any") -> set[str]:
+    return {alarm.kind for alarm in alarms}
+
+
+def test_every_worry_has_its_warning_and_the_worst_comes_first() -> None:
+    alarms = watched(*map(worried_stats, range(3))).snapshot().alarms
+    assert kinds(alarms) == {
+        *("checksum_drops", "connections", "draining", "errors", "evicting", "fragmentation", "pinned", "quarantine"),
+    }
+    assert [alarm.severity for alarm in alarms] == sorted(
+        (alarm.severity for alarm in alarms), key=["error", "warning", "notice"].index
+    )
+    text = {alarm.kind: alarm.text for alarm in alarms}
+    assert "OutOfMemory 40" in text["errors"]
+    assert "1,000 of 1,024 connections" in text["connections"]
+    assert text["pinned"].startswith("greedy pins 1.90 GiB")
+
+
+def test_a_calm_server_has_no_warning() -> None:
+    snapshot = states()["loaded"]
+    assert snapshot.alarms == ()
+
+
+def test_refused_connections_are_an_error() -> None:
+    samples = [make_stats(server={"uptime_s": 100.0 + n, "connections_refused": 5 * n}) for n in range(2)]
+    assert kinds(watched(*samples).snapshot().alarms) == {"connections_refused"}
+
+
+def test_a_pool_that_is_nearly_full_is_a_notice_until_it_evicts() -> None:
+    def sample(second: int, evicted: int) -> Stats:
+        full = {"used_bytes": 4 * GIB * 97 // 100, "evicted": EvictionStatistics(evicted, 0, 0, 0)}
+        return make_stats(store=full, server={"uptime_s": 100.0 + second})
+
+    (calm,) = watched(sample(0, 0), sample(1, 0)).snapshot().alarms
+    (busy,) = watched(sample(0, 0), sample(1, 50)).snapshot().alarms
+    assert (calm.kind, calm.severity) == ("nearly_full", "notice")
+    assert (busy.kind, busy.severity) == ("evicting", "warning")
+
+
+def test_a_checksum_drop_is_an_error_when_it_is_new_and_stays_a_warning() -> None:
+    samples = [make_stats(store={"checksum_drops": drops}) for drops in (0, 1)]
+    (fresh,) = watched(*samples).snapshot().alarms
+    (old,) = watched(samples[1], attrs.evolve(samples[1])).snapshot().alarms
+    assert (fresh.severity, old.severity) == ("error", "warning")
