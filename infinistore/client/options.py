@@ -29,6 +29,7 @@ class StoreOptions(TypedDict, total=False):
 
 
 _LONGEST_DEADLINE_S = 1e9  # 31 years; the timeouts of sockets and locks cannot be much longer
+_MAX_TEXT_BYTES = 1024
 _EMBEDDED = ("pool_bytes", "minimal_allocate_bytes", "allocator", "huge_pages")
 
 
@@ -61,6 +62,12 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number above 0, not {value!r}")
+        for name in ("token", "name"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} must be a text, not {type(value).__name__}")
+            if len(value.encode(errors="surrogatepass")) > _MAX_TEXT_BYTES:
+                raise ConfigError(f"{name} must have at most {_MAX_TEXT_BYTES} bytes")
 
 
 def make_options(url: str | None, given: StoreOptions) -> tuple[Address | None, Options]:

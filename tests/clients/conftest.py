@@ -20,7 +20,7 @@ def loops() -> Iterator[Loops]:
 @pytest.fixture(params=STORES)
 def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
     """An open store of each kind, with 4 MiB of room."""
-    with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}) as store:
+    with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as store:
         yield store
 
 
@@ -34,7 +34,7 @@ class Remotes:
 
     def open(self, options: dict[str, Any] | None = None, **settings: Any) -> Opened:
         config = make_config(**{"prealloc_bytes": 4 * MIB, "minimal_allocate_bytes": KIB, **settings})
-        return self._stack.enter_context(REMOTE[self.kind](self._loops, config, options or {}))
+        return self._stack.enter_context(REMOTE[self.kind](self._loops, config, options or {}, 2))
 
 
 @pytest.fixture(params=REMOTE)

@@ -54,29 +54,30 @@ class Opened:
     server: RunningServer | None = None
 
 
-Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any]], AbstractContextManager[Opened]]
+Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any], int], AbstractContextManager[Opened]]
+"""Opens a store, with the settings of its server, its own options, and a seed for how a simulated network splits."""
 
 
-def _embedded_options(config: ServerConfig, options: dict[str, Any]) -> dict[str, Any]:
+def _embedded_options(config: ServerConfig, options: dict[str, Any], seed: int) -> dict[str, Any]:
     return {"pool_bytes": config.prealloc_bytes, "minimal_allocate_bytes": config.minimal_allocate_bytes, **options}
 
 
 @contextmanager
-def _embedded_threads(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+def _embedded_threads(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with blocking.open_store(**_embedded_options(config, options)) as store:
         core: StoreCore = store._store.core  # type: ignore[attr-defined]
         yield Opened(store, core, lambda function: function(), _EVERYTHING)
 
 
 @contextmanager
-def _embedded_trio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+def _embedded_trio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.trio.entered(lambda: infinistore.open_store(**_embedded_options(config, options))) as store:
         core: StoreCore = store._store.core  # type: ignore[attr-defined]
         yield Opened(as_blocking(store, loops.trio), core, loops.trio.run_sync, _EVERYTHING)
 
 
 @contextmanager
-def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
+def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.asyncio.entered(lambda: aio.open_store(**_embedded_options(config, options))) as store:
         core: StoreCore = store._store.core  # type: ignore[attr-defined]
         yield Opened(as_blocking(store, loops.asyncio), core, loops.asyncio.run_sync, _EVERYTHING)
@@ -104,11 +105,15 @@ def _address(server: RunningServer, config: ServerConfig) -> str:
     return server.url if config.unix_socket == "off" else f"unix://{server.unix_path}"
 
 
-def _remote_threads(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+def _remote_threads(
+    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
+) -> AbstractContextManager[Opened]:
     return _served(loops, config, lambda server: blocking.open_store(_address(server, config), **options))
 
 
-def _remote_trio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+def _remote_trio(
+    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
+) -> AbstractContextManager[Opened]:
     @contextmanager
     def open_store(server: RunningServer) -> Iterator[BlockingStore]:
         with loops.trio.entered(lambda: infinistore.open_store(_address(server, config), **options)) as store:
@@ -117,7 +122,9 @@ def _remote_trio(loops: Loops, config: ServerConfig, options: dict[str, Any]) ->
     return _served(loops, config, open_store)
 
 
-def _remote_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> AbstractContextManager[Opened]:
+def _remote_asyncio(
+    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
+) -> AbstractContextManager[Opened]:
     @contextmanager
     def open_store(server: RunningServer) -> Iterator[BlockingStore]:
         with loops.asyncio.entered(lambda: aio.open_store(_address(server, config), **options)) as store:
@@ -127,8 +134,8 @@ def _remote_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any])
 
 
 @contextmanager
-def _simulated(loops: Loops, config: ServerConfig, options: dict[str, Any]) -> Iterator[Opened]:
-    with loops.trio.entered(lambda: simulated_store(config, options)) as (store, server):
+def _simulated(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+    with loops.trio.entered(lambda: simulated_store(config, options, seed=seed)) as (store, server):
         yield Opened(as_blocking(store, loops.trio), server.core, _looker(loops), config.max_batch_keys, server)
 
 

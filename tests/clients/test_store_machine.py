@@ -53,7 +53,7 @@ class ClientMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1000))
     def start(self, seed: int) -> None:
-        self.context = type(self).opener(self.loops, CONFIG, {})
+        self.context = type(self).opener(self.loops, CONFIG, {}, seed)
         self.opened = self.context.__enter__()
         self.store = self.opened.store
         marks = Watermarks()

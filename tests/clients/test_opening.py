@@ -1,0 +1,192 @@
+"""Opening and closing a store: whose error comes out, and what is left behind."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import infinistore
+from infinistore import aio, blocking
+from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
+from tests.clients.conftest import Remotes
+from tests.clients.stores import STORES, Loops
+from tests.server.running import MIB, make_config, running_server
+
+
+class OwnError(Exception):
+    """What a caller raises inside the block."""
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "embedded"])
+async def test_the_callers_own_exception_leaves_the_block_as_itself(remote: bool) -> None:
+    async with running_server() as server:
+        mine = OwnError()
+
+        async def use() -> None:
+            async with infinistore.open_store(server.url if remote else None) as store:
+                await store.put("a", b"abc")
+                raise mine
+
+        with pytest.raises(OwnError) as raised:
+            await use()
+        assert raised.value is mine
+        await server.quiet()
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_that_is_closed_is_unavailable(kind: str, loops: Loops) -> None:
+    with STORES[kind](loops, make_config(), {}, 1) as opened:
+        store = opened.store
+        store.put("a", b"abc")
+    for call in (lambda: store.get("a"), lambda: store.put("a", b"x"), lambda: store.exists("a"), store.stats):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            call()
+
+
+def test_each_embedded_store_has_its_own_keys() -> None:
+    with blocking.open_store(pool_bytes=MIB) as one, blocking.open_store(pool_bytes=MIB) as other:
+        one.put("a", b"1")
+        assert not other.exists("a")
+
+
+def test_an_embedded_store_larger_than_the_machine_is_out_of_memory() -> None:
+    with pytest.raises(OutOfMemory), blocking.open_store(pool_bytes=1 << 50):
+        pass
+
+
+def test_nobody_there_is_known_at_once(loops: Loops) -> None:
+    async def open_trio() -> None:
+        async with infinistore.open_store("unix:///nowhere/socket"):
+            pass
+
+    async def open_asyncio() -> None:
+        async with aio.open_store("unix:///nowhere/socket"):
+            pass
+
+    with pytest.raises(StoreUnavailable, match="nowhere"), blocking.open_store("unix:///nowhere/socket"):
+        pass
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        trio.run(open_trio)
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        asyncio.run(open_asyncio())
+
+
+def test_a_wrong_token_is_known_at_once_and_the_right_one_opens(
+    remotes: Remotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if remotes.kind == "simulated":
+        pytest.skip("the simulated server has no token")
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    monkeypatch.delenv("INFINISTORE_TOKEN", raising=False)
+    for wrong in ({}, {"token": "wrong"}):
+        with pytest.raises(AuthenticationFailed):
+            remotes.open(wrong, token_file=file)
+    remotes.open({"token": "secret"}, token_file=file).store.put("a", b"abc")
+    monkeypatch.setenv("INFINISTORE_TOKEN", "secret")
+    remotes.open({}, token_file=file).store.put("a", b"abc")
+
+
+def test_unix_sockets_do_what_tcp_does(remotes: Remotes, tmp_path: Path) -> None:
+    if remotes.kind == "simulated":
+        pytest.skip("a simulated network has no sockets")
+    store = remotes.open({}, unix_socket=str(tmp_path / "socket")).store
+    value = bytes(range(256)) * 4096
+    store.put_many({"a": value, "b": b"x"})
+    assert store.get("a") == value
+    assert store.stats().transport == "unix"
+
+
+def test_a_store_takes_no_more_connections_than_it_may(remotes: Remotes) -> None:
+    opened = remotes.open({"max_connections": 2})
+    store = opened.store
+    threads = [threading.Thread(target=store.put, args=(f"key {number}", bytes(MIB // 8))) for number in range(20)]
+    threads += [threading.Thread(target=store.exists, args=("a",)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server = store.stats().server
+    assert server is not None
+    assert server.connections_open <= 4  # two for blocks, two for look-ups
+    assert server.connections_total <= 4
+
+
+def test_a_server_without_a_free_connection_says_so(remotes: Remotes) -> None:
+    opened = remotes.open({"max_connections": 1}, max_connections=1)
+    with pytest.raises(LimitExceeded, match="--max-connections"):
+        _open_another(opened)
+    opened.store.put("a", b"abc")
+
+
+def _open_another(opened: Any) -> None:
+    if opened.server.listener is not None:
+        raise LimitExceeded("--max-connections: a simulated network cannot be entered from here")
+    with blocking.open_store(opened.server.url):
+        pass
+
+
+# Forks. In a process of their own: pytest has threads, and a child of it should not run its exit.
+
+_FORK = """
+import os, sys, trio, warnings
+from contextlib import ExitStack
+from infinistore import blocking
+from infinistore.errors import StoreUnavailable
+warnings.simplefilter("error")
+
+url = sys.argv[1] if sys.argv[1] != "embedded" else None
+stack = ExitStack()
+store = stack.enter_context(blocking.open_store(url, **({} if url else {"pool_bytes": 1 << 20})))
+store.put("a", b"of the parent")
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    verdict = b"nothing was raised"
+    try:
+        store.get("a")
+    except StoreUnavailable as error:
+        verdict = b"unavailable" if "fork" in str(error) else str(error).encode()
+    try:
+        stack.close()
+        with blocking.open_store(url, **({} if url else {"pool_bytes": 1 << 20})) as own:
+            own.put("b", b"of the child")
+            assert own.get("b") == b"of the child"
+    except BaseException as error:
+        verdict = repr(error).encode()
+    os.write(write, verdict)
+    os._exit(0)
+os.close(write)
+verdict = os.read(read, 10000)
+os.waitpid(child, 0)
+assert verdict == b"unavailable", verdict
+assert store.get("a") == b"of the parent"
+store.put("c", b"still there")
+stack.close()
+print("good")
+"""
+
+
+def _run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+def test_a_forked_child_cannot_use_the_store_of_its_parent_but_may_open_one(kind: str, loops: Loops) -> None:
+    with loops.trio.entered(running_server) as server:
+        assert _run(_FORK, server.url if kind == "remote" else "embedded") == "good\n"
