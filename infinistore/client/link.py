@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 from infinistore.client.operations import RemoteOperations
 from infinistore.client.options import Options
+from infinistore.errors import ProtocolError
 from infinistore.protocol.connection import ClientConnection, Exchange, State
 from infinistore.protocol.messages import Hello, HelloReply
 
@@ -35,10 +36,14 @@ class Link(Generic[_Stream]):
             AuthenticationFailed: the token is missing or wrong.
             VersionMismatch: the server is of another version.
             LimitExceeded: the server has all the connections it takes.
+            ProtocolError: what answers is no server of ours.
         """
         hello = Hello(name=self._options.name, token=self._options.token)
         reply = yield from self._connection.request(hello, deadline_us=self._remaining_us())
         assert isinstance(reply, HelloReply)
+        for name in ("max_body_bytes", "max_batch_keys", "max_batch_bytes", "max_value_bytes"):
+            if not getattr(reply, name):
+                raise ProtocolError(f"the server says that it takes nothing: its {name} is 0")
         self._operations = RemoteOperations(
             self._connection,
             reply,

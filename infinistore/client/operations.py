@@ -201,8 +201,19 @@ class RemoteOperations:
             get = Get(part, numbers(room_for), checksums=self._verify)
             reply = _expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
             _check_get_reply(get, reply)
+            self._check_payload()
             yield from self._read_blocks(part, reply, room(reply.sizes, first))
             first += len(reply.sizes)
+
+    def _check_payload(self) -> None:
+        """Believe no more bytes, before there is memory for them, than the server said that it sends at a time."""
+        hello = self._hello
+        # As long as the payload of a put may be, checksums and all.
+        most = max(hello.max_batch_bytes, hello.max_value_bytes) + 8 * hello.max_batch_keys
+        if self._connection.payload_left > most:
+            raise ProtocolError(
+                f"the server sends {self._connection.payload_left} bytes, more than its limit of {most}"
+            )
 
     def _read_blocks(self, keys: Keys, reply: GetReply, views: list[memoryview]) -> Exchange[None]:
         if not views:
@@ -229,6 +240,8 @@ class RemoteOperations:
             present += reply.present
         if len(present) != len(keys):
             raise ProtocolError(f"the server answered for {len(present)} of {len(keys)} keys")
+        if present.translate(None, b"\0\1"):
+            raise ProtocolError("the server says of a key that it is neither there nor missing")
         return list(map(truth, present))
 
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
