@@ -58,7 +58,7 @@ Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any], int], Abstrac
 """Opens a store, with the settings of its server, its own options, and a seed for how a simulated network splits."""
 
 
-def _embedded_options(config: ServerConfig, options: dict[str, Any], seed: int) -> dict[str, Any]:
+def _embedded_options(config: ServerConfig, options: dict[str, Any]) -> dict[str, Any]:
     return {"pool_bytes": config.prealloc_bytes, "minimal_allocate_bytes": config.minimal_allocate_bytes, **options}
 
 
