@@ -58,6 +58,18 @@ class EmbeddedStore:
         for arena in self.pool.arenas:
             arena.abandon()
 
+    def __enter__(self) -> None:
+        """Take the lock for a call into the core, which is there until it is given back."""
+        self.lock.acquire()
+        try:
+            self.check_usable()
+        except StoreUnavailable:
+            self.lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self._closed:
@@ -68,12 +80,11 @@ class EmbeddedOperations:
     """The operations of an embedded store, for one caller: its pins are its own."""
 
     def __init__(self, store: EmbeddedStore, *, verify: bool) -> None:
-        store.check_usable()
         self._store = store
         self._core = store.core
         self._lock = store.lock
         self._verify = verify
-        with self._lock:
+        with store:
             self._client = self._core.open_client("embedded")
 
     def close(self) -> None:
@@ -85,16 +96,17 @@ class EmbeddedOperations:
         """Put the batch; return the keys that were skipped because they were there."""
         skipped: list[str] = []
         if not replace:
-            with self._lock:
+            with self._store:
                 present = self._core.exists(batch.keys)
             skipped = list(compress(batch.keys, present))
             batch = batch.where(map(not_, present))
         keys = batch.keys
-        with self._lock:
+        with self._store:
             reservation = self._core.reserve(self._client, list(map(len, batch.views)))
+            room = reservation.views
         try:
-            checksums = yield from self._copy_in(batch.views, reservation.views)
-            with self._lock:
+            checksums = yield from self._copy_in(batch.views, room)
+            with self._store:
                 again = self._core.commit(reservation, keys, checksums, replace=replace)
         finally:
             with self._lock:
@@ -141,13 +153,14 @@ class EmbeddedOperations:
         self, keys: Sequence[str], room: Callable[[Lease], list[_Buffer | None]]
     ) -> Exchange[list[_Buffer | None]]:
         """Copy leased blocks into the buffers that `room` finds for them, and check them there."""
-        with self._lock:
+        with self._store:
             lease = self._core.lease(self._client, keys)
+            views = lease.views
         try:
             buffers = room(lease)
             bad: list[str] = []
             copied = 0
-            for key, buffer, view, checksum in zip(keys, buffers, lease.views, lease.checksums, strict=True):
+            for key, buffer, view, checksum in zip(keys, buffers, views, lease.checksums, strict=True):
                 if buffer is None or view is None:
                     continue
                 memoryview(buffer)[:] = view
@@ -161,7 +174,7 @@ class EmbeddedOperations:
             with self._lock:
                 self._core.release(lease)
         if bad:
-            with self._lock:
+            with self._store:
                 for key in bad:
                     self._core.verify(key)
             raise ChecksumMismatch(f"{len(bad)} of {len(keys)} blocks are not what was written, first {bad[0][:100]!r}")
@@ -170,13 +183,13 @@ class EmbeddedOperations:
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Ask which keys are there."""
         yield from ()
-        with self._lock:
+        with self._store:
             return list(map(bool, self._core.exists(keys)))
 
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
         """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
         yield from ()
-        with self._lock:
+        with self._store:
             if not hold_s:
                 return self._core.match_prefix(keys), ""
             matched, hold = self._core.hold_prefix(self._client, keys, hold_s)
@@ -189,35 +202,35 @@ class EmbeddedOperations:
             hold_id = int(hold, 16)
         except ValueError:
             return False
-        with self._lock:
+        with self._store:
             return self._core.release_hold(hold_id)
 
     def delete(self, keys: Sequence[str]) -> Exchange[int]:
         """Delete keys; return how many were there."""
         yield from ()
-        with self._lock:
+        with self._store:
             return self._core.delete(keys)
 
     def keys(self, prefix: str, limit: int, after: str) -> Exchange[list[str]]:
         """One page of keys, in code point order."""
         yield from ()
-        with self._lock:
+        with self._store:
             return self._core.keys(prefix, limit, after)
 
     def evict(self, low: float, high: float) -> Exchange[int]:
         """Evict cold blocks; return how many."""
         yield from ()
-        with self._lock:
+        with self._store:
             return self._core.evict(low, high)
 
     def purge(self) -> Exchange[int]:
         """Delete everything; return how many keys there were."""
         yield from ()
-        with self._lock:
+        with self._store:
             return self._core.purge()
 
     def stats(self, details: bool) -> Exchange[Stats]:
         """The statistics of the store; the details are a server's."""
         yield from ()
-        with self._lock:
+        with self._store:
             return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())

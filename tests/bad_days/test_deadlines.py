@@ -335,6 +335,28 @@ def test_every_method_of_a_closed_store_says_so(kind: str, server: ServerProcess
                 call.__await__().send(None)  # outside any loop: it must not wait
 
 
+def test_many_threads_that_close_an_embedded_store_while_they_use_it_get_the_same_error() -> None:
+    errors: list[str] = []
+    for _ in range(100):
+        with blocking.open_store(pool_bytes=1 << 22, minimal_allocate_bytes=1024) as store:
+            store.put("a", b"x" * 300_000)
+
+            def use(store: BlockingStore = store) -> None:
+                try:
+                    while True:
+                        store.put("b", b"y" * 200_000)
+                        assert store.get("a") == b"x" * 300_000
+                except StoreUnavailable as error:
+                    errors.append(str(error))
+
+            threads = [threading.Thread(target=use) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == ["this store is closed; open another one"] * 300
+
+
 def calls(kind: str) -> list[Callable[[AsyncStore], Awaitable[object]]]:
     return [lambda store: store.get("k0"), lambda store: store.exists("k0"), lambda store: store.put("k0", b"x")]
 
