@@ -1,0 +1,181 @@
+"""The asyncio client, cancelled at each of its waits: as `test_cancellation.py` does for Trio.
+
+The loop's waits for a socket are counted, and the call is cancelled in one of them after the other.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from infinistore import aio
+from infinistore.client import AsyncStore
+from infinistore.errors import StoreUnavailable
+from infinistore.transports import asyncio_sockets
+from tests.clients.stores import Loops
+from tests.server.running import MIB, RunningServer, running_server
+
+KEYS = ["a", "b", "c"]
+SIZE = 2 * MIB
+
+
+class CancelAt:
+    """Stands in for a wait of the transport; cancels `task` in the `step`-th of its waits."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self.steps_left = 0
+        self.fired = False
+
+    def around(self, wait: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+        async def counted(sock: Any) -> None:
+            if asyncio.current_task() is self.task:
+                self.steps_left -= 1
+                if self.steps_left == 0:
+                    self.fired = True
+                    assert self.task is not None
+                    asyncio.get_running_loop().call_soon(self.task.cancel)
+            await wait(sock)
+
+        return counted
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> CancelAt:
+    cancel = CancelAt()
+    for name in ("_readable", "_writable"):
+        monkeypatch.setattr(asyncio_sockets, name, cancel.around(getattr(asyncio_sockets, name)))
+    return cancel
+
+
+async def cancel_at_each_wait(
+    waits: CancelAt, call: Callable[[], Awaitable[Any]], after: Callable[[], Awaitable[None]]
+) -> int:
+    cancelled = 0
+    for step in itertools.count(1):
+
+        async def run() -> None:
+            await call()
+
+        task = asyncio.create_task(run())
+        waits.task, waits.steps_left, waits.fired = task, step, False
+        await asyncio.wait([task])
+        waits.task = None
+        if task.cancelled():
+            cancelled += 1
+        else:
+            task.result()
+        await after()
+        if not waits.fired:
+            break
+    return cancelled
+
+
+@pytest.fixture
+def server(loops: Loops) -> Iterator[RunningServer]:
+    with loops.trio.entered(running_server) as running:
+        yield running
+
+
+@asynccontextmanager
+async def opened(server: RunningServer, loops: Loops) -> AsyncGenerator[AsyncStore, None]:
+    """A store; after it nothing is pinned on the server."""
+    async with aio.open_store(server.url, spin_us=0) as store:
+        yield store
+    await asyncio.to_thread(loops.trio.run, server.quiet)
+
+
+def test_a_put_that_is_cancelled_stores_all_of_its_batch_or_nothing(
+    server: RunningServer, loops: Loops, waits: CancelAt
+) -> None:
+    async def main() -> None:
+        size = SIZE // 4
+        async with opened(server, loops) as store:
+            before: dict[str, Any] = {key: bytes(size) for key in KEYS}
+            await store.put_many(before)
+            written: dict[str, Any] = {}
+            version = 0
+
+            async def put() -> None:
+                nonlocal written, version
+                version += 1
+                written = {key: bytes([version % 256]) * size for key in KEYS}
+                await store.put_many(written)
+
+            async def look() -> None:
+                nonlocal before
+                values: dict[str, Any] = dict(zip(KEYS, await store.get_many(KEYS), strict=True))
+                assert values in (before, written)
+                before = values
+
+            assert await cancel_at_each_wait(waits, put, look) >= 1
+
+    asyncio.run(main())
+
+
+def test_a_get_that_is_cancelled_leaves_no_half_read_connection(
+    server: RunningServer, loops: Loops, waits: CancelAt
+) -> None:
+    async def main() -> None:
+        async with opened(server, loops) as store:
+            stored: dict[str, Any] = {key: key.encode() * (SIZE // 4) for key in KEYS}
+            await store.put_many(stored)
+            buffers = {key: bytearray(SIZE // 4) for key in KEYS}
+
+            async def get() -> None:
+                assert await store.get_many([*KEYS, "missing"]) == [*stored.values(), None]
+                assert await store.get_many_into(buffers) == [SIZE // 4] * 3
+
+            async def look() -> None:
+                for buffer in buffers.values():
+                    buffer[:] = bytes(len(buffer))
+                assert await store.get_many(["b"]) == [stored["b"]]
+                assert await store.exists_many(["a", "missing"]) == [True, False]
+                assert not any(map(any, buffers.values()))
+
+            assert await cancel_at_each_wait(waits, get, look) >= 2
+
+    asyncio.run(main())
+
+
+def test_opening_that_is_cancelled_leaves_no_connection(server: RunningServer, loops: Loops, waits: CancelAt) -> None:
+    async def main() -> None:
+        async def open_and_close() -> None:
+            async with aio.open_store(server.url, spin_us=0) as store:
+                await store.put("a", b"abc")
+
+        async def look() -> None:
+            await asyncio.to_thread(loops.trio.run, server.quiet)
+
+        assert await cancel_at_each_wait(waits, open_and_close, look) >= 1
+
+    asyncio.run(main())
+
+
+def test_calls_in_line_leave_it_when_they_are_cancelled(server: RunningServer, loops: Loops) -> None:
+    async def main() -> None:
+        async with aio.open_store(server.url, max_connections=1) as store:
+            await store.put("large", bytes(MIB))
+            for _ in range(5):
+                tasks = [asyncio.create_task(store.get("large")) for _ in range(10)]
+                await asyncio.sleep(0)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            assert await store.get_many(["large"]) == [bytearray(MIB)]
+
+    asyncio.run(main())
+
+
+def test_a_store_may_be_used_in_another_loop_than_that_which_opened_it(server: RunningServer, loops: Loops) -> None:
+    """Also after a loop that used it is over: what was connected there goes on elsewhere."""
+    with loops.asyncio.entered(lambda: aio.open_store(server.url)) as store:
+        asyncio.run(store.put("a", b"abc"))
+        assert bytes(asyncio.run(store.get("a"))) == b"abc"
+        loops.asyncio.run(store.put, "b", b"def")
+        assert bytes(asyncio.run(store.get("b"))) == b"def"
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(store.get("a"))
