@@ -86,7 +86,7 @@ class Column:
     rank: int = 0
 
 
-_SMALLEST_NAME: Final = 14
+_SMALLEST_NAME: Final = 19  # room for the longest heading
 
 
 def table(
@@ -124,7 +124,7 @@ def sparkline(values: Sequence[float | None], width: int, top: float, glyphs: Gl
             return " "
         if value <= 0 or top <= 0:
             return glyphs.bars[0]
-        return glyphs.bars[max(1, min(last, round(value / top * last)))]
+        return glyphs.bars[max(1, min(last, round(min(value, top) / top * last)))]
 
     return "".join(map(bar, values[-width:] if width > 0 else ())).rjust(width)
 

@@ -256,9 +256,9 @@ def client_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
         key=lambda row: _client_key(row, controls.client_order),
         reverse=controls.reversed,
     )
-    title = _title("clients", controls.client_order, controls)
     columns = (
-        Column(title, 0, right=False), Column("conns", 5, rank=2), Column("over", 4, right=False, rank=4),
+        Column(f"client, by {controls.client_order.value}", 0, right=False),
+        Column("conns", 5, rank=2), Column("over", 4, right=False, rank=4),
         Column("requests/s", 10, rank=1), Column("in", 10), Column("out", 10), Column("pinned", 8, rank=3),
         Column("errors", 7, rank=5),
     )  # fmt: skip
@@ -312,7 +312,7 @@ def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
         for one in rows
     ]
     columns = (
-        Column(_title("prefixes", controls.prefix_order, controls), 0, right=False),
+        Column(f"prefix, by {controls.prefix_order.value}", 0, right=False),
         Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1),
     )  # fmt: skip
     return table(columns, cells, width, height, glyphs)
@@ -321,13 +321,6 @@ def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
 def _prefix_key(one: PrefixStatistics, order: PrefixOrder) -> tuple[int, str]:
     largest = {PrefixOrder.BYTES: one.payload_bytes, PrefixOrder.KEYS: one.keys, PrefixOrder.NAME: 0}[order]
     return -largest, one.prefix
-
-
-def _title(what: str, order: ClientOrder | PrefixOrder, controls: Controls) -> str:
-    wanted = controls.filter if controls.typing is None else controls.typing
-    backwards = ", reversed" if controls.reversed else ""
-    only = f', only "{wanted}"' if wanted else ""
-    return f"{what} by {order.value}{backwards}{only}"
 
 
 def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
@@ -345,6 +338,10 @@ def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
     if not controls.has_keyboard:
         return line([("no keys: standard input is no terminal. Ctrl-C quits", "dim")], width, glyphs)
     parts: list[Part] = []
+    if controls.filter:
+        parts.append((f'only "{controls.filter}"   ', "yellow"))
+    if controls.reversed:
+        parts.append(("reversed   ", "yellow"))
     for key, meaning in (
         ("q", "quit"), ("?", "help"), ("s", "sort"), ("/", "filter"),
         ("p", "go on" if controls.paused else "pause"), ("+ -", "interval"),

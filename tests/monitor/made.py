@@ -117,7 +117,7 @@ def loaded_stats(second: int, *, with_details: bool = True, **more: Any) -> Stat
     server = {
         "uptime_s": 100.0 + second,
         "requests": 1500 * done,
-        "received_bytes": (300 + 20 * (second % 5)) * MIB * done,
+        "received_bytes": (300 * done + 20 * (second % 5)) * MIB,
         "sent_bytes": 900 * MIB * done,
         "connections_open": 5,
     }

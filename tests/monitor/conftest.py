@@ -1,0 +1,164 @@
+"""Servers and monitors as people start them: processes of their own, the monitors in pseudo-terminals."""
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .emulator import Emulator
+
+INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
+# The terminal becomes the one that controls the new session, as a terminal window makes it.
+_LAUNCH = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for descriptor in (0, 1, 2):
+    os.dup2(terminal, descriptor)
+os.close(terminal)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What every process sees: no settings of the person who runs the tests."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("INFINISTORE_", "NO_COLOR"))}
+    runtime_folder = tmp_path_factory.mktemp("run")
+    return inherited | {
+        "XDG_RUNTIME_DIR": str(runtime_folder), "TERM": "xterm", "PYTHONUTF8": "1", "COLUMNS": "", "LINES": "",
+    }  # fmt: skip
+
+
+@contextmanager
+def running_server(environment: Mapping[str, str], port: int = 0) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
+    """Start a server; gives it and its port."""
+    flags = ["--service-port", str(port), "--manage-port", "0", "--unix-socket", "off", "--prealloc-size", "16MiB"]
+    with subprocess.Popen(
+        [*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(rb":(\d+)", process.stdout.readline())
+            assert found is not None
+            yield process, int(found[1])
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def url(environment: dict[str, str]) -> Iterator[str]:
+    """The address of a server, one for all tests of a module."""
+    with running_server(environment) as (_, port):
+        yield f"tcp://127.0.0.1:{port}"
+
+
+class Session:
+    """A program in a pseudo-terminal of its own."""
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str], size: tuple[int, int]) -> None:
+        self._ours, self._theirs = pty.openpty()
+        self._set_size(*size)
+        self.before = termios.tcgetattr(self._theirs)
+        self.screen = Emulator(*size)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCH, os.ttyname(self._theirs), *arguments],
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _set_size(self, width: int, height: int) -> None:
+        ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def resize(self, width: int, height: int) -> None:
+        """Change the size of the window; the terminal tells the program."""
+        self.screen.resize(width, height)
+        self._set_size(width, height)
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._ours, keys.encode())
+
+    def wait_until(self, condition: Callable[[Emulator], object]) -> None:
+        """Read what the program writes until the screen is as wanted. pytest's timeout bounds it."""
+        while not condition(self.screen):
+            self.screen.feed(os.read(self._ours, 65536))
+
+    def wait_for(self, text: str) -> None:
+        """Read until the screen shows a text."""
+        self.wait_until(lambda screen: text in screen.text)
+
+    def end(self) -> int:
+        """Read until the program has put the screen back, and return its exit code."""
+        code = self.process.wait()
+        os.set_blocking(self._ours, False)
+        try:
+            while True:
+                self.screen.feed(os.read(self._ours, 65536))
+        except BlockingIOError:
+            return code
+
+    @property
+    def settings(self) -> list[Any]:
+        """The terminal's settings now."""
+        return termios.tcgetattr(self._theirs)
+
+    def is_restored(self) -> bool:
+        """Whether the terminal is as it was before."""
+        return (self.settings, self.screen.alternate, self.screen.cursor_visible) == (self.before, False, True)
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+Start = Callable[..., Session]
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Start]:
+    """What starts a program in a terminal."""
+    sessions: list[Session] = []
+
+    def make(*arguments: str, size: tuple[int, int] = (80, 24), **variables: str) -> Session:
+        sessions.append(Session(list(arguments), environment | variables, size))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.fixture
+def monitor(start: Start, url: str) -> Session:
+    """A monitor of the server in a terminal of 80 x 24, which has drawn its first screen."""
+    session = start(*INFINISTORE, "monitor", url, "--interval", "0.2")
+    session.wait_for("serving")
+    session.wait_for("client, by traffic")
+    return session
+
+
+@pytest.fixture
+def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Run `infinistore ARGUMENTS` without a terminal, to its end."""
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*INFINISTORE, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+
+    return run

@@ -1,0 +1,255 @@
+"""The whole monitor: a real server, a real terminal, keys and signals. Every wait is for something that is shown."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from infinistore import blocking
+
+from .conftest import INFINISTORE, Session, Start, running_server
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_keys_sort_filter_pause_change_the_interval_help_and_quit(monitor: Session, url: str) -> None:
+    with blocking.open_store(url, name="decode-7") as store:
+        store.put("model/tp0/block", b"x" * 1000)
+        monitor.wait_for("decode-7")
+        monitor.wait_for("model/tp0/")
+        monitor.press("s")
+        monitor.wait_for("client, by requests")
+        monitor.press("S")
+        monitor.wait_for("prefix, by keys")
+        monitor.press("/dec")
+        monitor.wait_for("filter: dec_")
+        monitor.press("\r")
+        monitor.wait_for('only "dec"')
+        monitor.wait_until(lambda screen: "model/tp0/" not in screen.text)
+        assert "decode-7" in monitor.screen.text
+        monitor.press("p")
+        monitor.wait_for("PAUSED")
+        monitor.press("p")
+        monitor.wait_until(lambda screen: "PAUSED" not in screen.text)
+        monitor.press("+")
+        monitor.wait_for("every 0.5 s")
+        monitor.press("-")
+        monitor.wait_for("every 0.2 s")
+        monitor.press("?")
+        monitor.wait_for("this help; any key leaves it")
+        monitor.press("x")
+        monitor.wait_for("client, by requests")
+    monitor.press("q")
+    assert monitor.end() == 0
+    assert monitor.is_restored()
+    assert monitor.screen.printed == ""
+
+
+def test_keys_come_one_by_one_and_are_not_echoed_while_it_runs(monitor: Session) -> None:
+    assert monitor.settings != monitor.before
+    assert (monitor.screen.alternate, monitor.screen.cursor_visible) == (True, False)
+    monitor.press("q")
+    assert monitor.end() == 0
+
+
+def test_a_paused_screen_stands_still_and_history_goes_on(monitor: Session) -> None:
+    monitor.press("p")
+    monitor.wait_for("PAUSED")
+    shown = monitor.screen.lines
+    monitor.press("?")
+    monitor.wait_for("this help")
+    monitor.press("x")
+    monitor.wait_for("PAUSED")
+    monitor.wait_for("q quit")
+    assert monitor.screen.lines == shown
+    monitor.press("q")
+    assert monitor.end() == 0
+
+
+def test_the_screen_follows_the_size_of_the_window(monitor: Session) -> None:
+    for width, height in ((100, 40), (40, 12), (20, 10), (10, 3), (200, 60), (80, 24)):
+        monitor.resize(width, height)
+        if width < 20:
+            monitor.wait_for("too small")
+        else:
+            monitor.wait_until(lambda screen: screen.lines[-1].startswith("q quit") and "serving" in screen.text)
+    monitor.press("q")
+    assert monitor.end() == 0
+    assert monitor.is_restored()
+
+
+def test_ctrl_c_leaves_with_130_and_without_a_word(monitor: Session) -> None:
+    monitor.press("\x03")
+    assert monitor.end() == 130
+    assert monitor.is_restored()
+    assert monitor.screen.printed == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_stop_leaves_the_terminal_as_it_was(monitor: Session, number: signal.Signals) -> None:
+    monitor.process.send_signal(number)
+    assert monitor.end() == 128 + number
+    assert monitor.is_restored()
+
+
+def test_an_error_inside_leaves_the_terminal_as_it_was_and_is_one_line(start: Start, url: str) -> None:
+    broken = (
+        "import infinistore.monitor.app as app\n"
+        "from infinistore.cli import main\n"
+        "def screen(*_):\n"
+        "    raise RuntimeError('drawn wrongly')\n"
+        "app.screen = screen\n"
+        f"main(['monitor', {url!r}])\n"
+    )
+    session = start(sys.executable, "-c", broken)
+    assert session.end() == 70
+    assert session.is_restored()
+    assert session.screen.printed.startswith("infinistore: internal error: RuntimeError: drawn wrongly")
+    assert session.screen.printed.count("\n") == 1
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(
+    start: Start, url: str, environment: dict[str, str]
+) -> None:
+    session = start("/bin/bash", "--norc", "--noprofile", "--noediting", "-i", PS1="ready ", HISTFILE="")
+    printed_so_far = 0
+
+    def printed(text: str) -> bool:
+        return text in session.screen.printed[printed_so_far:]
+
+    session.wait_until(lambda _: printed("ready "))
+    usual = session.settings
+    session.press(f"{' '.join(INFINISTORE)} monitor {url} --interval 0.2\n")
+    session.wait_for("client, by traffic")
+    for _ in range(2):
+        printed_so_far = len(session.screen.printed)
+        session.press("\x1a")
+        session.wait_until(lambda _: printed("Stopped") and printed("ready "))
+        assert session.settings == usual
+        assert (session.screen.alternate, session.screen.cursor_visible) == (False, True)
+        session.press("fg\n")
+        session.wait_for("client, by traffic")
+        assert session.settings != usual
+    printed_so_far = len(session.screen.printed)
+    session.press("q")
+    session.wait_until(lambda _: printed("ready "))
+    assert session.settings == usual
+    session.press("exit $?\n")
+    assert session.end() == 0
+
+
+def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
+    start: Start, environment: dict[str, str]
+) -> None:
+    with running_server(environment) as (server, port):
+        session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--interval", "0.2")
+        session.wait_for("serving")
+        server.kill()
+        session.wait_for("NO ANSWER since")
+        session.wait_for("Connection refused")
+    with running_server(environment, port):
+        session.wait_for("the server was restarted")
+        session.wait_for("serving")
+        session.press("q")
+        assert session.end() == 0
+
+
+def test_a_monitor_may_be_started_before_its_server(start: Start, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--wait", "60")
+    with running_server(environment, port):
+        session.wait_for("serving")
+        session.press("q")
+        assert session.end() == 0
+
+
+def test_once_prints_one_screen_and_json_says_the_same_to_programs(run: Run, url: str) -> None:
+    shown = run("monitor", url, "--once", "--interval", "0.1")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for part in ("serving", "pool", "arena 0", "statistics", "client, by traffic", url):
+        assert part in shown.stdout
+    assert "\x1b" not in shown.stdout
+    said = run("monitor", "--url", url, "--once", "--json", "--interval", "0.1")
+    assert (said.returncode, said.stderr) == (0, "")
+    document = json.loads(said.stdout)
+    assert (document["state"], document["url"], document["restarts"]) == ("serving", url, 0)
+    assert document["per_s"]["requests"] > 0
+    assert document["stats"]["store"]["capacity_bytes"] == 16 << 20
+    assert {row["kind"] for row in document["operations"]} >= {"statistics"}
+
+
+def test_json_goes_on_until_nobody_reads_it(environment: dict[str, str], url: str) -> None:
+    with subprocess.Popen(
+        [*INFINISTORE, "monitor", url, "--json", "--interval", "0.1"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        documents = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+    assert [document["per_s"] is None for document in documents] == [True, False, False]
+
+
+def test_without_a_terminal_it_prints_one_screen_and_says_so(run: Run, url: str) -> None:
+    ended = run("monitor", url, "--interval", "0.1")
+    assert ended.returncode == 0
+    assert "client, by traffic" in ended.stdout
+    assert ended.stderr == (
+        "infinistore: standard output is no terminal that can be drawn on; this was one screen, as with --once\n"
+    )
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_one_screen(start: Start, url: str) -> None:
+    session = start(*INFINISTORE, "monitor", url, "--interval", "0.1", TERM="dumb")
+    assert session.end() == 0
+    assert "client, by traffic" in session.screen.printed
+    assert not session.screen.alternate
+
+
+def test_keys_need_standard_input_and_the_screen_says_so(start: Start, url: str) -> None:
+    session = start("/bin/sh", "-c", f"exec {' '.join(INFINISTORE)} monitor {url} </dev/null")
+    session.wait_for("standard input is no terminal")
+    session.press("\x03")
+    assert session.end() == 130
+    assert session.is_restored()
+
+
+def test_what_is_no_infinistore_is_one_line_and_an_exit_code(run: Run) -> None:
+    def chat(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + bytes(200))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = threading.Thread(target=chat, args=(listener,))
+        other.start()
+        ended = run("monitor", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        other.join()
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr.startswith("infinistore: ") and ended.stderr.count("\n") == 1
+
+
+def test_no_server_at_all_is_one_line_and_an_exit_code(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}")
+    assert session.end() == 3
+    assert "cannot connect" in session.screen.printed
+    assert session.screen.printed.count("\n") == 1
+    assert session.is_restored()
+
+
+def test_plain_characters_on_request(run: Run, url: str) -> None:
+    assert run("monitor", url, "--once", "--ascii", "--interval", "0.1").stdout.isascii()

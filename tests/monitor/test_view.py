@@ -1,0 +1,240 @@
+"""The screen, in every state and at many sizes: it fits, it says what matters, and nothing moves."""
+
+import re
+from datetime import timedelta
+from io import StringIO
+from itertools import pairwise
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from infinistore.monitor import figures
+from infinistore.monitor.app import still
+from infinistore.monitor.controls import ClientOrder, Controls
+from infinistore.monitor.lines import ASCII, UNICODE, Glyphs, fit, line, memory_map, sparkline
+from infinistore.monitor.model import Snapshot
+from infinistore.monitor.quantiles import Quantile
+from infinistore.monitor.view import screen
+from infinistore.statistics import ArenaStatistics
+
+from .made import NOON, loaded_stats, make_client, make_details, make_stats, states, watched
+
+SIZES = ((80, 24), (200, 60), (20, 10), (40, 12), (60, 16), (100, 30), (160, 24), (159, 50), (12, 4), (11, 3), (1, 1))
+STATES = states()
+
+
+def shown(
+    snapshot: Snapshot, width: int, height: int, controls: Controls | None = None, glyphs: Glyphs = UNICODE
+) -> list[str]:
+    """The lines as a recording console of that size shows them."""
+    console = Console(width=width, height=height, record=True, file=StringIO(), force_terminal=True)
+    lines = screen(snapshot, controls or Controls(), width, height, glyphs)
+    assert len(lines) == height
+    assert all(one.cell_len <= width for one in lines)
+    for one in lines:
+        console.print(one)
+    recorded = console.export_text().splitlines()
+    assert len(recorded) <= height  # nothing was folded
+    return recorded + [""] * (height - len(recorded))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("controls", [Controls(), Controls(help=True), Controls(typing="x"), Controls(paused=True)])
+def test_every_state_fits_every_size(state: str, size: tuple[int, int], controls: Controls) -> None:
+    shown(STATES[state], *size, controls)
+
+
+@given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(sorted(STATES)))
+def test_any_size_is_filled_exactly(width: int, height: int, state: str) -> None:
+    lines = screen(STATES[state], Controls(), width, height)
+    assert len(lines) == height
+    assert all(one.cell_len <= width for one in lines)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)], ids=["80x24", "200x60"])
+def test_a_loaded_server_shows_all_its_parts(size: tuple[int, int]) -> None:
+    text = "\n".join(shown(STATES["loaded"], *size))
+    for part in (
+        *("tcp://127.0.0.1:22345", "serving", "up 2 min 9 s", "every 1 s", "12:00:29", "nothing to report"),
+        *("75.0 %", "3.00 GiB of 4.00 GiB", "12,345 keys", "largest free"),
+        *("arena 0", "arena 1", "100 %", "50.0 %"),
+        *("put", "get", "match prefix", "p50", "p99", "900", "MiB/s", "90.0 %", "peak"),
+        *("evicted/s", "on demand", "pinned", "20.0 MiB", "holds"),
+        *("client, by traffic", "decode-0", "prefix, by bytes", "qwen2.5-7b/tp0/", "66.7 %"),
+        *("q quit", "? help", "p pause"),
+    ):
+        assert part in text, part
+
+
+def test_columns_are_aligned_and_nothing_moves_from_sample_to_sample() -> None:
+    def columns(snapshot: Snapshot) -> list[list[int]]:
+        """Where the words of each line end that has a label, without those whose first figures change in width."""
+        return [
+            [match.end() for match in re.finditer(r"(GiB|MiB|%|us|ms)\b|/s\b|keys|leases|holds", text)]
+            for text in shown(snapshot, 80, 24)[2:]
+        ]
+
+    first, second = (watched(*map(loaded_stats, range(start, start + 12))).snapshot() for start in (50, 51))
+    for before, after in zip(columns(first), columns(second), strict=True):
+        if len(before) == len(after):
+            assert before == after
+
+
+def test_a_lost_server_says_since_when_and_why() -> None:
+    text = "\n".join(shown(STATES["lost"], 80, 24))
+    assert "NO ANSWER since 12:00:05" in text
+    assert "Connection refused" in text
+    assert "tried 3 times" in text
+    assert "figures are of 12:00:04" in " ".join(text.split())
+    assert "75.0 %" in text  # what was known last
+    small = "\n".join(shown(STATES["lost"], 20, 10))
+    assert "NO ANSWER" in small
+
+
+def test_a_restarted_server_says_so_and_shows_a_gap_in_the_history() -> None:
+    lines = shown(STATES["restarted"], 80, 24)
+    assert "the server was restarted; seen at 12:00:06" in lines[1]
+    flow = next(text for text in lines if text.startswith("in  "))
+    assert re.search(r"in +- +[▁-█]{4}  ", flow)
+
+
+def test_a_restart_is_old_news_after_a_while() -> None:
+    later = attrs.evolve(STATES["restarted"], at=NOON + timedelta(minutes=5))
+    assert "restarted" not in "\n".join(shown(later, 80, 24))
+
+
+def test_warnings_come_before_the_figures_and_are_counted_when_there_is_no_room() -> None:
+    only = shown(STATES["warnings"], 80, 24)[1]
+    assert only.startswith("! 10 blocks were dropped")
+    assert only.endswith("+7 more")
+    tall = shown(STATES["warnings"], 200, 60)
+    assert all(text.startswith("! ") for text in tall[1:4])
+    assert tall[3].endswith("+5 more")
+    assert "draining" in tall[0]
+
+
+def test_what_an_older_server_does_not_tell_is_named() -> None:
+    text = "\n".join(shown(STATES["without details"], 80, 24))
+    for part in ("requests by kind", "clients", "keys by prefix"):
+        assert re.search(rf"{part} +not told by this server \(0\.1\.0\)", text), part
+    assert "in use" in text and "75.0 %" in text
+    assert "MiB/s" in text
+
+
+def test_before_the_first_answer_nothing_is_made_up() -> None:
+    text = "\n".join(shown(STATES["empty"], 80, 24))
+    assert "connecting" in text and "waiting for the first answer" in text
+    assert "0 %" not in text
+
+
+def test_a_small_terminal_gets_what_matters_most() -> None:
+    text = "\n".join(shown(STATES["loaded"], 20, 10))
+    for part in ("serving", "nothing to report", "75.0 %", "in", "out", "hits", "q quit"):
+        assert part in text, part
+    assert shown(STATES["loaded"], 11, 3)[0] == "too small"
+
+
+def test_clients_are_sorted_reversed_and_filtered() -> None:
+    def names(controls: Controls) -> list[str]:
+        return re.findall(
+            r"^((?:decode|prefill)-\d)", "\n".join(shown(STATES["loaded"], 100, 50, controls)), re.MULTILINE
+        )
+
+    assert names(Controls()) == ["decode-0", "decode-1", "decode-2", "prefill-1", "prefill-0"]
+    assert names(Controls(client_order=ClientOrder.NAME)) == sorted(names(Controls()))
+    assert names(Controls(client_order=ClientOrder.NAME, reversed=True)) == sorted(names(Controls()), reverse=True)
+    assert names(Controls(filter="FILL")) == ["prefill-1", "prefill-0"]
+    last = shown(STATES["loaded"], 80, 24, Controls(filter="FILL", reversed=True))[-1]
+    assert last.startswith('only "FILL"   reversed   q quit')
+
+
+def test_a_filter_that_is_typed_stands_in_the_last_line() -> None:
+    assert shown(STATES["loaded"], 80, 24, Controls(typing="dec"))[-1].startswith("filter: dec")
+
+
+def test_names_cannot_move_the_cursor() -> None:
+    nasty = "\x1b[2J\n\r\u202eevil\x9b31m"
+    snapshot = watched(make_stats(details=make_details(clients=[make_client(nasty)], state="\x1b[2J"))).snapshot()
+    for text in screen(snapshot, Controls(filter=nasty), 200, 60):
+        assert text.plain.isprintable()
+    assert "\\x1b[2J" in "\n".join(shown(snapshot, 200, 60))
+
+
+@given(st.text(), st.integers(0, 60), st.sampled_from([ASCII, UNICODE]))
+def test_a_text_is_fitted_to_the_cell(text: str, width: int, glyphs: Glyphs) -> None:
+    assert line([(fit(text, width, glyphs), "")], width, glyphs).cell_len == width
+
+
+def test_plain_characters_are_enough() -> None:
+    nasty = watched(make_stats(details=make_details(clients=[make_client("größe")]))).snapshot()
+    for snapshot in (*STATES.values(), nasty):
+        for size in ((80, 24), (200, 60), (40, 12)):
+            assert "\n".join(shown(snapshot, *size, glyphs=ASCII)).isascii()
+
+
+def test_many_arenas_share_rows_and_one_is_spread_over_them() -> None:
+    def maps(arenas: int) -> list[str]:
+        known = [ArenaStatistics(index, 100, 50, [1.0, 0.0]) for index in range(arenas)]
+        snapshot = watched(make_stats(details=make_details(arenas=known))).snapshot()
+        return [text for text in shown(snapshot, 80, 50) if re.search("[·░▒▓█]", text)]
+
+    assert len(maps(1)) == 4
+    assert len(maps(3)) == 3
+    assert [text[:10].strip() for text in maps(6)] == ["0 to 1", "2 to 3", "4 to 5"]
+    assert all(text.count("█") == text.count("·") for text in maps(6))
+    assert len(maps(256)) == 4
+
+
+def test_one_screen_to_print_has_no_keys_and_no_runs_of_blank_lines() -> None:
+    lines = [text.plain for text in still(STATES["loaded"], 1.0, 120, 60, UNICODE)]
+    assert "q quit" not in "\n".join(lines)
+    assert lines[-1].strip()
+    assert not any(one == other == "" for one, other in pairwise(lines))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (figures.size(0), "0 B"), (figures.size(1023), "1023 B"), (figures.size(1536), "1.50 KiB"),
+        (figures.size(1023.9 * 2**20), "1.00 GiB"), (figures.size(None), "-"),
+        (figures.count(99_999), "99,999"), (figures.count(123_456), "123 k"), (figures.count(1_234_567), "1.23 M"),
+        (figures.rate(0.25), "0.2"), (figures.rate(0), "0"), (figures.rate(1234.4), "1,234"),
+        (figures.percent(0.00001), "0.1 %"), (figures.percent(0.99999), "99.9 %"), (figures.percent(1.0), "100 %"),
+        (figures.duration(42), "42 s"), (figures.duration(312), "5 min 12 s"), (figures.duration(90_000), "1 d 1 h"),
+        (figures.latency(Quantile(87e-6)), "87 us"), (figures.latency(Quantile(1.2e-3)), "1.2 ms"),
+        (figures.latency(Quantile(20e-6, "<")), "<20 us"), (figures.latency(Quantile(10.0, ">")), ">10 s"),
+    ],
+)  # fmt: skip
+def test_numbers_read_well(made: str, expected: str) -> None:
+    assert made == expected
+
+
+@given(st.floats(0, 2**60))
+def test_numbers_are_never_wider_than_their_column(number: float) -> None:
+    assert len(figures.size(number)) <= 8
+    assert len(figures.size_rate(number)) <= 10
+    assert len(figures.count(number)) <= 7
+    assert len(figures.rate(number)) <= 7
+    assert len(figures.percent(min(1.0, number))) <= 6
+    assert len(figures.latency(Quantile(min(10.0, number)))) <= 7
+
+
+@given(st.lists(st.none() | st.floats(0, 1e12)), st.integers(0, 80), st.floats(0, 1e12))
+def test_a_sparkline_has_its_width_and_only_zero_is_lowest(values: list[float | None], width: int, top: float) -> None:
+    bars = sparkline(values, width, top, UNICODE)
+    assert len(bars) == width
+    tail = values[-width:] if width else []
+    for value, bar in zip(tail, bars[width - len(tail) :], strict=True):
+        assert (bar == " ") == (value is None)
+        assert (bar == UNICODE.bars[0]) == (value is not None and (value <= 0 or top <= 0))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1), st.integers(1, 300))
+def test_a_map_shows_full_and_free_as_what_they_are(fill: list[float], cells: int) -> None:
+    assert len(memory_map(fill, cells, UNICODE)) == cells
+    assert set(memory_map([0.0] * len(fill), cells, UNICODE)) == {UNICODE.shades[0]}
+    assert set(memory_map([1.0] * len(fill), cells, UNICODE)) == {UNICODE.shades[-1]}
