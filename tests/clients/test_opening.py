@@ -1,6 +1,7 @@
 """Opening and closing a store: whose error comes out, and what is left behind."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -47,6 +48,32 @@ def test_a_store_that_is_closed_is_unavailable(kind: str, loops: Loops) -> None:
     for call in (lambda: store.get("a"), lambda: store.put("a", b"x"), lambda: store.exists("a"), store.stats):
         with pytest.raises(StoreUnavailable, match="closed"):
             call()
+
+
+@pytest.mark.parametrize("kind", ["embedded-threads", "threads"])
+def test_threads_whose_store_is_closed_under_them_see_only_that_it_is_unavailable(kind: str, loops: Loops) -> None:
+    ends: list[object] = []
+    begun = threading.Barrier(9)
+
+    def work(store: blocking.BlockingStore, number: int) -> None:
+        try:
+            for turn in itertools.count():
+                store.put_many({f"{number}/{i}": bytes([turn % 256]) * 50_000 for i in range(4)})
+                values = {bytes(value) for value in store.get_many([f"{number}/0", f"{number}/1"]) if value}
+                assert values <= {bytes([turn % 256]) * 50_000}
+                if turn == 3:
+                    begun.wait()
+        except BaseException as error:  # noqa: BLE001 - told by the thread of the test
+            ends.append(error)
+
+    with STORES[kind](loops, make_config(prealloc_bytes=32 * MIB), {}, 1) as opened:
+        threads = [threading.Thread(target=work, args=(opened.store, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        begun.wait()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in ends] == [StoreUnavailable] * 8
 
 
 def test_each_embedded_store_has_its_own_keys() -> None:
