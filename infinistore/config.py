@@ -26,6 +26,7 @@ from infinistore.settings import (
     choice,
     declare,
     integer,
+    integer_or_off,
     near,
     number,
     path,
@@ -108,11 +109,18 @@ class ServerConfig:
         "Port for data; 0 picks a free one",
         group=_NETWORK,
     )
-    manage_port: int = declare(
+    manage_host: str = declare(
+        "manage_host",
+        text("HOST"),
+        "127.0.0.1",
+        "Address for management. Beyond loopback it needs --token-file or --insecure",
+        group=_NETWORK,
+    )
+    manage_port: int | None = declare(
         "manage_port",
-        integer(0, 65535, "PORT"),
+        integer_or_off(0, 65535, "PORT"),
         "18080",
-        "Port for management (HTTP); 0 picks a free one",
+        "Port for management (HTTP): metrics, health, purge, evict; 0 picks a free one",
         group=_NETWORK,
     )
     unix_socket: str = declare(
@@ -298,6 +306,14 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
                 "other machines could read and write everything; add --token-file FILE, or --insecure to allow that",
             )
         )
+    if (
+        not is_loopback(config.manage_host)
+        and config.manage_port is not None
+        and config.token_file is None
+        and not config.insecure
+    ):
+        problem = "other machines could delete everything; add --token-file FILE, or --insecure to allow that"
+        found.append((("manage_host",), problem))
     if config.service_port == config.manage_port != 0:
         found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
     for small, large, relation in _ORDER:

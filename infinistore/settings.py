@@ -25,6 +25,7 @@ __all__ = [
     "choice",
     "declare",
     "integer",
+    "integer_or_off",
     "markdown_table",
     "near",
     "number",
@@ -216,6 +217,26 @@ def integer(low: int, high: int, metavar: str = "N") -> Kind:
             raise ValueError(f"must be a whole number between {low} and {high}")
 
     return Kind(metavar, parse, check)
+
+
+def integer_or_off(low: int, high: int, metavar: str = "N") -> Kind:
+    """A whole number from `low` to `high`, or off, which is None."""
+    inner = integer(low, high, metavar)
+
+    def parse(raw: Any) -> int | None:
+        if raw is False or str(raw).strip().lower() == "off":  # YAML reads a bare `off` as false
+            return None
+        try:
+            number: int = inner.parse(raw)
+        except ValueError as error:
+            raise ValueError(f"{error}, or off") from None
+        return number
+
+    def check(value: int | None) -> None:
+        if value is not None:
+            inner.check(value)
+
+    return Kind(f"{metavar}|off", parse, check)
 
 
 def number(low: float, high: float, metavar: str, unit: str = "") -> Kind:

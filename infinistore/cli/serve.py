@@ -3,7 +3,7 @@
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,13 +91,26 @@ def _note_interrupts(interrupts: list[int]) -> None:
 
 def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     """Print the one line that says the server is there; scripts wait for it, so it is flushed."""
-    urls = [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host, port in addresses.tcp]
+    urls = _urls("tcp", addresses.tcp)
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
+    management = _urls("http", addresses.management)
     if as_json:
-        print_json({"listening": urls, "pool_bytes": config.prealloc_bytes, "allocator": config.allocator})
+        print_json(
+            {
+                "listening": urls,
+                "management": management,
+                "pool_bytes": config.prealloc_bytes,
+                "allocator": config.allocator,
+            }
+        )
     else:
         pool = describe_size(config.prealloc_bytes)
-        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool} ({config.allocator})")
+        also = f"; management on {' and '.join(management)}" if management else ""
+        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool} ({config.allocator}){also}")
     with suppress(BrokenPipeError):  # nobody reads the line; that is no reason not to serve
         sys.stdout.flush()
+
+
+def _urls(scheme: str, addresses: Iterable[tuple[str, int]]) -> list[str]:
+    return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host, port in addresses]

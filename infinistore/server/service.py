@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -27,17 +28,27 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
-from infinistore.errors import LimitExceeded, StoreUnavailable
+from infinistore.errors import LimitExceeded, OutOfMemory, StoreUnavailable
 from infinistore.protocol.connection import ServerConnection
 from infinistore.protocol.messages import HelloReply, Tree
 from infinistore.server import details
 from infinistore.server.growth import PoolGrowth
+from infinistore.server.http import serve_http
 from infinistore.server.session import Service, Session, SessionLimits, Traffic
 from infinistore.server.slices import evict_in_slices
-from infinistore.statistics import ServerDetails, ServerStatistics, statistics_to_tree
+from infinistore.statistics import (
+    ClientStatistics,
+    OperationStatistics,
+    ServerDetails,
+    ServerStatistics,
+    statistics_to_tree,
+)
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets import accept, listen_tcp, listen_unix
 from infinistore.transports.spin import Spinner
+
+if TYPE_CHECKING:
+    from infinistore.server.management import Management
 
 __all__ = ["Server", "ServerAddresses", "serve"]
 
@@ -52,6 +63,8 @@ class ServerAddresses:
 
     tcp: tuple[tuple[str, int], ...]
     unix_socket: Path | None
+    management: tuple[tuple[str, int], ...] = ()
+    """Where the management API is; empty if it is off."""
 
     @property
     def port(self) -> int:
@@ -73,25 +86,59 @@ async def serve(
         ConfigError: an address, a port or a path that cannot be used.
         OutOfMemory: the machine has no memory for the pool.
     """
+    refused: OutOfMemory | None = None
     with ExitStack() as resources:
         config = ServerConfig() if config is None else config
         token = read_token(config.token_file) if config.token_file else ""
         # Listen before taking memory: a port in use is known at once. Nobody is served until the pool is there.
-        listeners = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
-        tcp = tuple(sock.getsockname()[:2] for sock in listeners)
-        unix_path = config.socket_path(tcp[0][1])
-        if unix_path is not None:
-            listeners.append(resources.enter_context(listen_unix(unix_path)))
-            resources.callback(unix_path.unlink, missing_ok=True)
+        listeners, managers, addresses = _listen(config, resources)
         pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
         resources.callback(pool.close)
-        pool.add_arena(await trio.to_thread.run_sync(_make_arena, config, 0, config.prealloc_bytes))
-        server = Server(config, pool, ServerAddresses(tcp, unix_path), token)
         async with trio.open_nursery() as nursery:
-            if handle_signals:
-                await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
-            await server.run(listeners, on_listening=lambda: task_status.started(server.addresses))
+            management = _start_management(config, token, managers, nursery)
+            try:
+                pool.add_arena(await trio.to_thread.run_sync(_make_arena, config, 0, config.prealloc_bytes))
+            except OutOfMemory as error:
+                refused = error  # raised outside of the nursery, which would wrap it in a group
+            else:
+                server = Server(config, pool, addresses, token)
+                if management is not None:
+                    management.server = server
+                if handle_signals:
+                    await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
+                await server.run(listeners, on_listening=lambda: task_status.started(server.addresses))
             nursery.cancel_scope.cancel()
+    if refused is not None:
+        raise refused
+
+
+def _listen(
+    config: ServerConfig, resources: ExitStack
+) -> tuple[list[socket.socket], list[socket.socket], ServerAddresses]:
+    """Return the listeners for data, those for management, and where they are; `resources` closes them."""
+    listeners = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
+    tcp = tuple(sock.getsockname()[:2] for sock in listeners)
+    unix_path = config.socket_path(tcp[0][1])
+    if unix_path is not None:
+        listeners.append(resources.enter_context(listen_unix(unix_path)))
+        resources.callback(unix_path.unlink, missing_ok=True)
+    managers: list[socket.socket] = []
+    if config.manage_port is not None:
+        found = listen_tcp(config.manage_host, config.manage_port, host_flag="--manage-host", port_flag="--manage-port")
+        managers = [resources.enter_context(sock) for sock in found]
+    return listeners, managers, ServerAddresses(tcp, unix_path, tuple(sock.getsockname()[:2] for sock in managers))
+
+
+def _start_management(
+    config: ServerConfig, token: str, listeners: list[socket.socket], nursery: trio.Nursery
+) -> "Management | None":
+    if not listeners:
+        return None
+    from infinistore.server.management import Management  # late: an embedding that has none does not pay for it
+
+    management = Management(config, token)
+    nursery.start_soon(serve_http, management.application(), listeners)
+    return management
 
 
 class Server:
@@ -193,6 +240,14 @@ class Server:
             sent_bytes=traffic.sent_bytes,
             spin=self._spinner.statistics(),
         )
+
+    def operations(self) -> list[OperationStatistics]:
+        """What its requests were, and how long they took."""
+        return self._service.recorder.statistics()
+
+    def clients(self) -> list[ClientStatistics]:
+        """The connections that are open; of many those that moved the most bytes."""
+        return details.clients(self._sessions)
 
     async def details(self) -> ServerDetails:
         """What takes a few milliseconds to gather; others have their turn meanwhile."""

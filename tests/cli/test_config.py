@@ -27,7 +27,8 @@ SETTINGS = {setting.key: setting for setting in server_settings()}
 VALUES: dict[str, list[Any]] = {
     "host": ["127.0.0.1", "::1", "localhost"],
     "service_port": [0, 1, "22345"],
-    "manage_port": [2, "65535"],
+    "manage_host": ["127.0.0.2", "localhost"],
+    "manage_port": [2, "65535", "off"],
     "unix_socket": ["auto", "off", "/run/infinistore.sock"],
     "spin_time": [0, "50", 10_000],
     "drain_timeout": [0, "2.5", 86400],

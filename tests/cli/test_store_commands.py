@@ -164,7 +164,7 @@ def test_the_server_says_where_it_listens(running_server: Any) -> None:
     with running_server("--prealloc-size", "1MiB") as own:
         assert own.ready_line.startswith("listening on tcp://127.0.0.1:")
         assert "unix:///" in own.ready_line
-        assert own.ready_line.endswith("with a pool of 1 MiB (bitmap)\n")
+        assert "with a pool of 1 MiB (bitmap); management on http://127.0.0.1:" in own.ready_line
 
 
 def test_the_server_says_where_it_listens_in_json(environment: dict[str, str]) -> None:

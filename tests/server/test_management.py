@@ -1,0 +1,391 @@
+"""The management API of a running server, over real sockets: what it tells, what it does, and who may ask for it."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import schemathesis
+import trio
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from infinistore import open_store
+from infinistore.core import Arena, create_arena
+from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.messages import Keys, Put
+from infinistore.server import ServerAddresses, serve, service
+from infinistore.server.selftest import SELFTEST_PREFIX, check_transports
+from tests.server.http_client import Answer, ask
+from tests.server.running import KIB, POOL_BYTES, RunningServer, make_config, running_server
+
+TOKEN = "a secret \N{SNOWMAN}"
+
+
+async def get(server: RunningServer, path: str) -> Answer:
+    return await ask(server.server.addresses.management[0], "GET", path)
+
+
+async def post(server: RunningServer, path: str, body: bytes = b"", *, headers: dict[str, str] | None = None) -> Answer:
+    return await ask(server.server.addresses.management[0], "POST", path, body=body, headers=headers)
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    return path
+
+
+# What it tells
+
+
+async def test_a_running_server_is_healthy_and_ready() -> None:
+    async with running_server() as server:
+        for path, expected in (("/healthz", {"status": "ok"}), ("/readyz", {"state": "serving"})):
+            answer = await get(server, path)
+            assert (answer.status, answer.json) == (200, expected)
+            assert answer.headers["content-type"] == "application/json"
+
+
+async def test_a_server_is_healthy_but_not_ready_while_its_pool_is_made() -> None:
+    may_go_on = threading.Event()
+    addresses: list[tuple[str, int]] = []
+    waiting = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def slow_arena(index: int, length: int, **options: Any) -> Arena:
+        trio.from_thread.run_sync(waiting.set, trio_token=token)
+        may_go_on.wait()
+        return create_arena(index, length, **options)
+
+    def listening(found: tuple[Any, Any, ServerAddresses]) -> tuple[Any, Any, ServerAddresses]:
+        addresses.extend(found[2].management)
+        return found
+
+    real_listen = service._listen
+    with (
+        mock.patch.object(service, "create_arena", slow_arena),
+        mock.patch.object(service, "_listen", lambda *arguments: listening(real_listen(*arguments))),
+    ):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, make_config())
+            await waiting.wait()
+            try:
+                assert (await ask(addresses[0], "GET", "/healthz")).status == 200
+                answer = await ask(addresses[0], "GET", "/readyz")
+                assert (answer.status, answer.json) == (503, {"state": "starting"})
+                for path in ("/stats", "/metrics", "/kvmap_len", "/selftest", "/clients"):
+                    answer = await ask(addresses[0], "GET", path)
+                    assert (answer.status, "starting" in answer.json["error"]) == (503, True)
+                assert (await ask(addresses[0], "POST", "/purge")).status == 503
+            finally:
+                may_go_on.set()
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:
+    async with running_server() as server:
+        peer = await server.peer()
+        await peer.send_head(Put(Keys(["a"]), numbers([1000]), checksums=False), payload_bytes=1000)
+        while not server.core.statistics().reservations:  # until then, the session would end at once
+            await trio.lowlevel.checkpoint()
+        server.server.drain()
+        await trio.testing.wait_all_tasks_blocked()
+        answer = await get(server, "/readyz")
+        assert (answer.status, answer.json) == (503, {"state": "draining"})
+        assert (await get(server, "/healthz")).status == 200
+        peer.close()
+
+
+async def test_the_paths_of_the_original_answer_as_they_did() -> None:
+    async with running_server() as server, open_store(server.url) as store:
+        await store.put_many([("a", b"1"), ("b", b"2")])
+        assert (await get(server, "/kvmap_len")).json == {"len": 2}
+        assert (await post(server, "/purge")).json == {"status": "ok", "num": 2}
+        assert (await get(server, "/kvmap_len")).json == {"len": 0}
+        answer = await get(server, "/selftest")
+        assert (answer.status, answer.json["status"]) == (200, "ok")
+
+
+async def test_statistics_are_those_of_the_clients() -> None:
+    async with running_server() as server, open_store(server.url, name="me") as store:
+        await store.put("a", bytes(100))
+        plain = (await get(server, "/stats")).json
+        detailed = (await get(server, "/stats?details=true")).json
+        clients = (await get(server, "/clients")).json["clients"]
+        assert (await get(server, "/stats?details=perhaps")).status == 400
+    assert (plain["store"]["keys"], plain["server"]["requests"]) == (1, 1)
+    assert "details" not in plain
+    assert [one["kind"] for one in detailed["details"]["operations"]] == ["put"]
+    assert [(one["name"], one["requests"], one["received_bytes"]) for one in clients] == [("me", 1, 108)]
+
+
+async def test_what_is_not_there_is_said_to_be_not_there() -> None:
+    async with running_server() as server:
+        for path in ("/", "/purge/", "/%00", "/stats/../purge"):
+            answer = await get(server, path)
+            assert (answer.status, answer.json) == (404, {"error": "Not Found"})
+        answer = await get(server, "/purge")
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
+# What it does
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "left"),
+    [
+        ("/evict?min=0.25&max=0.5", b"", 0.25),
+        ("/evict", b'{"min": 0.25, "max": 0.5}', 0.25),
+        ("/evict?min=0&max=0.5", b'{"min": 0.5}', 0.5),
+        ("/evict", b'{"min": 0, "max": 0}', 0),
+        ("/evict", b"", 0.6),
+        ("/evict?max=1", b"", 0.9),
+    ],
+    ids=["query", "body", "both", "everything", "as set", "not full enough"],
+)
+async def test_evict_goes_down_to_its_lower_bound(path: str, body: bytes, left: float) -> None:
+    blocks = POOL_BYTES // KIB
+    async with running_server() as server, open_store(server.url) as store:
+        await store.put_many([(str(i), bytes(KIB)) for i in range(blocks * 9 // 10)])
+        answer = await post(server, path, body)
+        assert answer.json["num"] == blocks * 9 // 10 - int(blocks * left)
+        assert (await store.stats()).store.evicted.manual == answer.json["num"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/evict?min=2", b"", "min must be a number between 0 and 1"),
+        ("/evict?max=nan", b"", "max must be a number"),
+        ("/evict?max=NaN", b"", "max must be a number"),
+        ("/evict?max=true", b"", "max must be a number"),
+        ("/evict", b'{"min": null}', "min must be a number"),
+        ("/evict", b'{"min": 1e999}', "min must be a number"),
+        ("/evict?min=0.9&max=0.1", b"", "min (0.9) must not be above max (0.1)"),
+        ("/evict?low=0.9", b"", "there is no parameter 'low'"),
+        ("/evict", b"min=0.1", "the body is not JSON"),
+        ("/evict", b"\xff\xfe", "the body is not JSON"),
+        ("/evict", b"[" * 60_000, "the body is not JSON"),
+        ("/evict", b"[0.1, 0.2]", "the body must be an object"),
+    ],
+)
+async def test_wrong_bounds_are_refused_in_words(path: str, body: bytes, words: str) -> None:
+    async with running_server() as server, open_store(server.url) as store:
+        await store.put("a", b"1")
+        answer = await post(server, path, body)
+        assert (answer.status, words in answer.json["error"]) == (400, True), answer.json
+        assert await store.exists("a")
+
+
+async def test_a_huge_body_is_refused() -> None:
+    async with running_server() as server:
+        assert (await post(server, "/evict", b" " * (64 * KIB + 1))).status == 413
+        assert (await post(server, "/evict", b" " * (64 * KIB - 2) + b"{}")).status == 200
+
+
+# The self-test
+
+
+async def test_the_self_test_goes_over_every_transport_and_leaves_nothing(tmp_path: Path) -> None:
+    async with running_server(make_config(unix_socket=str(tmp_path / "s"))) as server:
+        answer = await get(server, "/selftest")
+        assert [(one["transport"], one["ok"], one["error"]) for one in answer.json["transports"]] == [
+            ("tcp", True, ""),
+            ("unix", True, ""),
+        ]
+        assert answer.status == 200
+        assert (await get(server, "/kvmap_len")).json == {"len": 0}
+        puts = [one.transport for one in server.server.operations() if one.kind == "put"]
+        assert puts == ["tcp", "unix"]
+
+
+async def test_the_self_test_says_which_transport_failed_and_why(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with running_server(make_config(unix_socket=str(path))) as server:
+        path.unlink()
+        answer = await get(server, "/selftest")
+        tcp, unix = answer.json["transports"]
+        assert (answer.status, answer.json["status"], tcp["ok"], unix["ok"]) == (503, "failed", True, False)
+        assert "StoreUnavailable: cannot connect to" in unix["error"]
+        path.touch()  # the server removes its socket when it stops
+
+
+async def test_the_self_test_shows_a_full_server() -> None:
+    async with running_server(make_config(max_connections=1)) as server:
+        peer = await server.peer()
+        answer = await get(server, "/selftest")
+        assert "LimitExceeded" in answer.json["transports"][0]["error"]
+        peer.close()
+
+
+async def test_the_self_test_of_a_server_with_a_token_shows_it(token_file: Path) -> None:
+    async with running_server(make_config(token_file=token_file)) as server:
+        assert (await get(server, "/selftest")).status == 200
+        (check,) = await check_transports(server.server.addresses.tcp, None, "another")
+        assert (check.ok, check.error.partition(":")[0]) == (False, "AuthenticationFailed")
+
+
+async def test_the_self_test_finds_bytes_that_are_not_what_was_written() -> None:
+    async with running_server() as server:
+        real_commit = server.core.commit
+
+        def damaging(reservation: Any, *arguments: Any, **more: Any) -> list[int]:
+            reservation.views[0][7] ^= 1
+            return real_commit(reservation, *arguments, **more)
+
+        with mock.patch.object(server.core, "commit", damaging):
+            (check,) = (await get(server, "/selftest")).json["transports"]
+        assert check["error"] == "ChecksumMismatch: wrote 4096 bytes, and read other bytes"
+        assert server.core.keys(prefix=SELFTEST_PREFIX) == []
+
+
+async def test_one_self_test_at_a_time() -> None:
+    async with running_server() as server:
+        answers: list[Answer] = []
+
+        async def test() -> None:
+            answers.append(await get(server, "/selftest"))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(test)
+        statuses = [answer.status for answer in answers]
+        assert 200 in statuses
+        assert set(statuses) <= {200, 503}
+
+
+async def test_a_wildcard_address_is_tested_through_loopback() -> None:
+    async with running_server(make_config(host="0.0.0.0", insecure=True)) as server:
+        assert (await get(server, "/selftest")).json["transports"][0]["ok"]
+
+
+# Who may
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Basic a secret", f"Bearer {TOKEN}x".encode().decode("latin-1")]
+)
+async def test_without_the_token_nothing_is_changed(token_file: Path, header: str | None) -> None:
+    async with running_server(make_config(token_file=token_file)) as server:
+        async with open_store(server.url, token=TOKEN) as store:
+            await store.put("a", b"1")
+            given = {} if header is None else {"Authorization": header}
+            for path in ("/purge", "/evict?min=0&max=0"):
+                answer = await post(server, path, headers=given)
+                assert answer.status == 401
+                assert answer.headers["www-authenticate"] == 'Bearer realm="infinistore"'
+                assert "Authorization: Bearer" in answer.json["error"]
+            assert await store.exists("a")
+        assert (await get(server, "/metrics")).status == 200
+
+
+async def test_with_the_token_changes_are_made(token_file: Path) -> None:
+    async with running_server(make_config(token_file=token_file)) as server:
+        async with open_store(server.url, token=TOKEN) as store:
+            await store.put("a", b"1")
+        header = f"Bearer {TOKEN}".encode().decode("latin-1")
+        assert (await post(server, "/purge", headers={"Authorization": header})).json["num"] == 1
+
+
+async def test_a_web_page_changes_nothing() -> None:
+    async with running_server() as server, open_store(server.url) as store:
+        await store.put("a", b"1")
+        assert (await post(server, "/purge", headers={"Origin": "http://evil.example"})).status == 403
+        assert await store.exists("a")
+
+
+async def test_a_management_port_in_use_is_one_line_with_the_flag() -> None:
+    async with running_server() as server:
+        port = server.server.addresses.management[0][1]
+        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"port {port} .*in use.*--manage-port")):
+            async with running_server(make_config(manage_port=port)):
+                pytest.fail("it started")
+
+
+async def test_management_can_be_off() -> None:
+    async with running_server(make_config(manage_port=None)) as server:
+        assert server.server.addresses.management == ()
+
+
+def test_management_beyond_loopback_wants_a_token(token_file: Path) -> None:
+    with pytest.raises(ConfigError, match="manage_host"):
+        make_config(manage_host="0.0.0.0")
+    make_config(manage_host="0.0.0.0", token_file=token_file)
+    make_config(manage_host="0.0.0.0", insecure=True)
+    make_config(manage_host="0.0.0.0", manage_port=None)
+
+
+async def test_a_pool_without_memory_is_one_error_though_management_runs_already() -> None:
+    with pytest.raises(OutOfMemory):
+        await serve(make_config(prealloc_bytes=900 << 40))
+
+
+# The OpenAPI document
+
+
+@contextmanager
+def server_in_a_thread(token_file: Path) -> Iterator[str]:
+    """A server for clients that block: gives the URL of its management API."""
+    started = threading.Event()
+    found: list[Any] = []
+
+    async def main() -> None:
+        async with (
+            running_server(make_config(token_file=token_file)) as server,
+            open_store(server.url, token=TOKEN) as store,
+        ):
+            await store.put("a", b"1")
+            stop = trio.Event()
+            found.extend([server.server.addresses.management[0][1], stop, trio.lowlevel.current_trio_token()])
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield f"http://127.0.0.1:{found[0]}"
+    finally:
+        found[2].run_sync_soon(found[1].set)
+        thread.join()
+
+
+def test_the_api_is_what_its_openapi_document_says(token_file: Path) -> None:
+    examples = settings(
+        max_examples=15,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with server_in_a_thread(token_file) as url:
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        tested = set()
+        for found in schema.get_all_operations():
+            operation = found.ok()  # type: ignore[union-attr]
+
+            @examples
+            @given(case=operation.as_strategy())
+            def check(case: Any) -> None:
+                case.call_and_validate(
+                    headers={"Authorization": b"Bearer " + TOKEN.encode()},
+                    checks=[
+                        checks.not_a_server_error,
+                        openapi_checks.status_code_conformance,
+                        openapi_checks.content_type_conformance,
+                        openapi_checks.response_schema_conformance,
+                        openapi_checks.negative_data_rejection,
+                    ],
+                )
+
+            check()
+            tested.add((operation.method.upper(), operation.path))
+    assert ("POST", "/evict") in tested
