@@ -1,7 +1,8 @@
 """Every kind of client behind one interface, so that a bad day is written once and lived through by all of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import abc
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -10,19 +11,19 @@ import trio
 from infinistore import aio, blocking, open_store
 from infinistore.aio import AsyncStore
 
-__all__ = ["KINDS", "run_with_store"]
+__all__ = ["KINDS", "Awaitable", "run_at_once", "run_with_store"]
 
 _T = TypeVar("_T")
 KINDS = ("trio", "blocking", "asyncio", "uvloop")
 
 
-class _Awaitable:
+class Awaitable:
     """A blocking store whose methods can be awaited; they block, all the same."""
 
     def __init__(self, store: blocking.BlockingStore) -> None:
         self._store = store
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+    def __getattr__(self, name: str) -> Callable[..., abc.Awaitable[Any]]:
         method = getattr(self._store, name)
 
         async def call(*arguments: Any, **named: Any) -> Any:
@@ -31,11 +32,11 @@ class _Awaitable:
         return call
 
 
-def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], Awaitable[_T]], **options: Any) -> _T:
+def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], abc.Awaitable[_T]], **options: Any) -> _T:
     """Open a store of this kind, run `body` with it in the loop that belongs to it, and return what it returns."""
     if kind == "blocking":
         with blocking.open_store(url, **options) as store:
-            return _run_at_once(body(cast(AsyncStore, _Awaitable(store))))
+            return run_at_once(body(cast(AsyncStore, Awaitable(store))))
 
     async def with_trio() -> _T:
         async with open_store(url, **options) as store:
@@ -54,7 +55,7 @@ def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], Awai
         return runner.run(with_asyncio())
 
 
-def _run_at_once(awaitable: Awaitable[_T]) -> _T:
+def run_at_once(awaitable: abc.Awaitable[_T]) -> _T:
     """Run what never waits for a loop."""
     try:
         next(awaitable.__await__())
