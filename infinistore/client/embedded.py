@@ -100,6 +100,8 @@ class EmbeddedOperations:
                 present = self._core.exists(batch.keys)
             skipped = list(compress(batch.keys, present))
             batch = batch.where(map(not_, present))
+        if not batch.keys:  # else an empty reservation would go on with an eviction that is under way
+            return skipped
         keys = batch.keys
         with self._store:
             reservation = self._core.reserve(self._client, list(map(len, batch.views)))

@@ -107,6 +107,15 @@ def test_empty_batches_do_nothing(opened: Opened) -> None:
     assert store.release_hold("") is False
 
 
+def test_a_put_that_stores_nothing_evicts_nothing(opened: Opened) -> None:
+    """Also when the pool is above its high watermark, where any other put would evict."""
+    store = opened.store
+    store.put_many({"a": bytes(2 * MIB), "b": bytes(2 * MIB)})
+    assert store.put_many([]) == []
+    assert store.put_many({"a": b"x", "b": b"x"}, replace=False) == ["a", "b"]
+    assert store.exists_many(["a", "b"]) == [True, True]
+
+
 def test_keys_of_any_text_up_to_one_kibibyte(opened: Opened) -> None:
     store = opened.store
     keys = ["k" * 1024, "ü" * 512, "鍵" * 341, "\n", " ", "\x7f", "😀", "a/b?c=d&e", "\\", "\ufeff"]
