@@ -1,6 +1,5 @@
 """`infinistore serve`, and `infinistore` alone: run a server until it is told to stop."""
 
-import logging
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from infinistore.cli.failures import session_of
+from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
 from infinistore.errors import ConfigError, OutOfMemory
@@ -45,9 +45,7 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
     session_of(context).wants_tracebacks = config.log_level == "debug"
     for warning in misspelt_variables():
         note(warning)
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logging(config.log_level)
     _run(config, as_json=as_json)
 
 

@@ -76,7 +76,7 @@ class PoolGrowth:
             arena = await trio.to_thread.run_sync(self._make_arena, len(pool.arenas), length)
         except (OutOfMemory, OSError) as error:  # no memory, or no descriptor for it
             self._core.stop_growth()
-            _log.warning("the pool cannot grow by %d bytes: %s", length, error)
+            _log.warning("the pool cannot grow", extra={"wanted_bytes": length, "error": str(error)})
         else:
             self._core.add_arena(arena)
-            _log.info("the pool grew by %d to %d bytes", arena.length, pool.capacity_bytes)
+            _log.info("the pool grew", extra={"arena_bytes": arena.length, "capacity_bytes": pool.capacity_bytes})

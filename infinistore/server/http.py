@@ -92,7 +92,7 @@ async def serve_http(
                     stream = await accept(listener)
                 except OSError as error:
                     slots.release()
-                    _log.warning("cannot accept a management connection: %s", error.strerror)
+                    _log.warning("cannot accept a management connection", extra={"error": error.strerror})
                     await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
                 else:
                     connections.start_soon(serve, stream)
@@ -197,7 +197,8 @@ class _Connection:
             await self._application(_scope(request), receive, send)
             assert response.status, "the application gave no response"
         except Exception:  # noqa: BLE001  # whatever it is, the client gets an answer and the server goes on
-            _log.exception("a management request failed: %s", request.target[:200])
+            path = request.target.partition(b"?")[0][:200].decode("latin-1")
+            _log.exception("a management request failed", extra={"path": path})
             raise _RefusedRequest(500, "internal error of the server; its log has more") from None
         return response
 

@@ -269,7 +269,7 @@ class Server:
                 return
             except OSError as error:
                 # Out of descriptors, most likely: what is open goes on, and the next connection waits a moment.
-                _log.warning("cannot accept a connection: %s", error.strerror)
+                _log.warning("cannot accept a connection", extra={"error": error.strerror})
                 await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
                 continue
             self._connections_total += 1
@@ -304,7 +304,7 @@ class Server:
             low, high = config.evict_min_threshold, config.evict_max_threshold
             evicted = await evict_in_slices(self.core, low, high, "periodic")
             if evicted:
-                _log.info("periodic eviction: %d blocks", evicted)
+                _log.info("evicted periodically", extra={"blocks": evicted})
 
 
 async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:
@@ -313,9 +313,9 @@ async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task
         async for number in signals:
             name = signal.Signals(number).name
             if server.draining:
-                _log.info("%s again: not waiting for requests under way", name)
+                _log.info("not waiting for requests under way", extra={"signal": name})
                 everything.cancel()
-            _log.info("%s: draining for at most %g s", name, server.config.drain_timeout_s)
+            _log.info("draining", extra={"signal": name, "at_most_s": server.config.drain_timeout_s})
             server.drain()
 
 

@@ -145,13 +145,15 @@ class Session:
             with self._scope:
                 await self._converse()
         except StoreUnavailable as error:
-            _log.debug("%s: %s", self.name, error)
+            _log.debug("connection lost", extra={"client": self.name, "error": str(error)})
         except InfiniStoreException as error:
-            _log.info("%s: closed: %s: %s", self.name, type(error).__name__, error)
+            # What an invalid request names may be a key, and keys are nobody's business above debug.
+            why = type(error).__name__ if isinstance(error, InvalidRequest) else f"{type(error).__name__}: {error}"
+            _log.info("connection closed", extra={"client": self.name, "transport": self.transport, "error": why})
             self.traffic.errors += 1
             await self._say_goodbye(error)
         except Exception:  # noqa: BLE001  # a fault of ours in one session must not end all the others
-            _log.exception("%s: closed: internal error", self.name)
+            _log.exception("internal error", extra={"client": self.name, "transport": self.transport})
             self.traffic.errors += 1
             await self._say_goodbye(InfiniStoreException("internal error of the server; its log has more"))
         finally:
@@ -163,6 +165,7 @@ class Session:
         await self._greet()
         traffic = self.traffic
         recorder = self._service.recorder
+        logs_requests = _log.isEnabledFor(logging.DEBUG)
         while not self._finishing:
             received = await self._drive(self._connection.receive())
             if received is None:
@@ -179,7 +182,20 @@ class Session:
                 raise
             finally:
                 moved_bytes = received.payload_bytes + traffic.sent_bytes - sent_bytes
-                recorder.record(type(received.message), self.transport, outcome, moved_bytes, recorder.clock() - start)
+                elapsed_s = recorder.clock() - start
+                recorder.record(type(received.message), self.transport, outcome, moved_bytes, elapsed_s)
+                if logs_requests:
+                    self._log_request(received, outcome, moved_bytes, elapsed_s)
+
+    def _log_request(self, received: Received, outcome: str, moved_bytes: int, elapsed_s: float) -> None:
+        fields = {
+            "client": self.name,
+            "request": type(received.message).__name__,
+            "outcome": outcome,
+            "payload_bytes": moved_bytes,
+            "elapsed_us": round(elapsed_s * 1e6),
+        }
+        _log.debug("request", extra=fields)
 
     async def _greet(self) -> None:
         """Exchange hellos. A stranger has little time to say who it is."""
@@ -232,7 +248,7 @@ class Session:
         if self._connection.state is not State.REPLYING:
             raise error
         self.traffic.errors += 1
-        _log.debug("%s: %s: %s", self.name, type(error).__name__, error)
+        _log.debug("request refused", extra={"client": self.name, "error": f"{type(error).__name__}: {error}"})
         await self._reply(ErrorReply(error.code, str(error)[:1000]))
         return outcome_of(error)
 

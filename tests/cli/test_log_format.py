@@ -1,0 +1,82 @@
+"""The server's log: one line for each event, whatever a client puts into its name, and no keys above debug."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore import blocking
+from infinistore.cli.log_format import JsonFormatter, TerminalFormatter
+from infinistore.errors import InfiniStoreException
+
+
+def record(event: str, **fields: Any) -> logging.LogRecord:
+    made = logging.makeLogRecord({"levelno": logging.INFO, "levelname": "INFO", "name": "infinistore.server"})
+    made.msg = event
+    vars(made).update(fields)
+    return made
+
+
+@given(st.text(), st.text())
+def test_a_line_is_one_line_whatever_is_in_it(event: str, client: str) -> None:
+    for formatter in (JsonFormatter(), TerminalFormatter()):
+        line = formatter.format(record(event.replace("%", ""), client=client))
+        assert len(line.splitlines()) == 1
+        assert line.isprintable()
+
+
+@given(st.text(st.characters(exclude_characters="%")), st.text())
+def test_json_has_the_event_and_its_fields(event: str, client: str) -> None:
+    line = json.loads(JsonFormatter().format(record(event, client=client, blocks=7)))
+    assert (line["event"], line["client"], line["blocks"]) == (event, client, 7)
+    assert (line["level"], line["logger"]) == ("info", "infinistore.server")
+    assert line["time"].endswith("+00:00")
+
+
+def test_a_person_reads_the_event_and_then_its_fields() -> None:
+    line = TerminalFormatter().format(record("the pool grew", arena_bytes=5, error="no room", client="a"))
+    assert line[8:] == ' info    the pool grew  arena_bytes=5  error="no room"  client=a'
+
+
+def test_a_traceback_is_a_field_in_json_and_follows_on_a_terminal() -> None:
+    made = record("internal error")
+    try:
+        raise ZeroDivisionError("of the test")
+    except ZeroDivisionError:
+        made.exc_info = sys.exc_info()
+    assert "ZeroDivisionError: of the test" in json.loads(JsonFormatter().format(made))["exception"]
+    assert TerminalFormatter().format(made).endswith("ZeroDivisionError: of the test")
+
+
+def log_of(running_server: Callable[..., Any], level: str) -> list[dict[str, Any]]:
+    """What a server in a process of its own logs of a few requests, one of them refused."""
+    with running_server("--prealloc-size", "1MiB", "--log-level", level) as own:
+        with blocking.open_store(own.url, name="me") as store:
+            store.put("secret-key", b"secret value")
+            with pytest.raises(InfiniStoreException):
+                store.match_prefix(["secret-key"], hold_s=1e6)
+        _, errors = own.stop()
+    assert b"secret value" not in errors
+    return [json.loads(line) for line in errors.splitlines()]
+
+
+def test_the_log_of_a_server_is_json_without_requests_and_keys(running_server: Callable[..., Any]) -> None:
+    lines = log_of(running_server, "info")
+    assert [line["event"] for line in lines] == ["draining"]
+    assert lines[0]["signal"] == "SIGTERM"
+    assert "secret" not in str(lines)
+
+
+def test_debug_shows_every_request(running_server: Callable[..., Any]) -> None:
+    requests = [line for line in log_of(running_server, "debug") if line["event"] == "request"]
+    assert [(line["client"], line["request"], line["outcome"]) for line in requests] == [
+        ("me", "Put", "ok"),
+        ("me", "MatchPrefix", "LimitExceeded"),
+    ]
+    assert requests[0]["payload_bytes"] == 20
+    assert requests[0]["elapsed_us"] >= 0
