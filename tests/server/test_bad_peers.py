@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgpack
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import (
@@ -157,7 +157,6 @@ async def test_a_client_that_leaves_in_the_middle_of_anything_leaves_nothing_beh
         keeper.close()
 
 
-@settings(max_examples=150)
 @given(
     data=st.binary(max_size=300)
     | st.tuples(st.integers(0, 255), st.binary(max_size=200)).map(lambda pair: frame(*pair)),
@@ -196,7 +195,6 @@ requests = st.sampled_from(
 )
 
 
-@settings(max_examples=150)
 @given(
     requests=st.lists(requests, min_size=1, max_size=4),
     changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
