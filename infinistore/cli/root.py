@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "serve": ("Server", "infinistore.cli.serve"),
     "monitor": ("Server", "infinistore.cli.monitor"),
     "stat": ("Server", "infinistore.cli.stat"),
+    "selftest": ("Server", "infinistore.cli.selftest"),
     "evict": ("Server", "infinistore.cli.evict"),
     "purge": ("Server", "infinistore.cli.purge"),
     "bench": ("Server", "infinistore.cli.bench"),

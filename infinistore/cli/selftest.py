@@ -1,0 +1,142 @@
+"""`infinistore selftest`: whether a store does what a store should, over each path that leads to it from here."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import attrs
+import rich_click as click
+
+from infinistore.cli.options import Target, client_options, json_option
+from infinistore.cli.output import print_json, print_table
+from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback
+from infinistore.errors import ChecksumMismatch, InfiniStoreException
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
+
+__all__ = ["command"]
+
+_SIZES_BYTES = (1, 4096, 65_537)
+"""One that is smaller than any unit, one that is a whole number of small ones, and one that is no whole number."""
+
+
+@attrs.frozen
+class _Check:
+    path: str
+    check: str
+    ok: bool
+    elapsed_us: int
+    error: str
+
+
+@click.command("selftest", short_help="Check that a store works.")
+@click.option("--embedded", is_flag=True, help="Check a store in this process. No server is needed.")
+@json_option
+@client_options
+def command(embedded: bool, as_json: bool, target: Target) -> None:
+    """Write, look up, read back, compare and delete a few small blocks, over each path to the store.
+
+    The paths are that of --url and, if the server is on this machine, its Unix socket. Fails with the exit code of the
+    first check that failed; what comes after a failure on the same path is not tried.
+    """
+    checks: list[_Check] = []
+    failures: list[InfiniStoreException] = []
+    for name, opened in _paths(target, embedded=embedded):
+        checks += _check_path(name, opened, failures)
+    if as_json:
+        print_json({"ok": not failures, "checks": [attrs.asdict(check) for check in checks]})
+    else:
+        print_table(
+            ("path", "check", "result", "us", "error"),
+            [
+                (check.path, check.check, "ok" if check.ok else "failed", str(check.elapsed_us), check.error)
+                for check in checks
+            ],
+            numbers=("us",),
+        )
+    if failures:
+        raise failures[0]
+
+
+def _paths(
+    target: Target, *, embedded: bool
+) -> Iterator[tuple[str, Callable[[], "AbstractContextManager[BlockingStore]"]]]:
+    """Yield the name of each path, and what opens it."""
+    if embedded:
+        from infinistore import blocking
+
+        yield "embedded", lambda: blocking.open_store(pool_bytes=1 << 20)
+        return
+    yield target.url, target.open
+    url = urlsplit(target.url)
+    if url.scheme in ("infinistore", "tcp") and is_loopback(url.hostname or ""):
+        path = default_socket_path(url.port or DEFAULT_SERVICE_PORT)
+        if path.is_socket():
+            unix_url = f"unix://{quote(str(path))}" + (f"?{url.query}" if url.query else "")
+            yield unix_url, attrs.evolve(target, url=unix_url).open
+
+
+def _check_path(
+    name: str, opened: "Callable[[], AbstractContextManager[BlockingStore]]", failures: list[InfiniStoreException]
+) -> Iterator[_Check]:
+    """Yield what came of each check, and append the failure that ended them, if any."""
+    start = time.perf_counter()
+    check = "connect"
+
+    def done(error: str = "") -> _Check:
+        nonlocal start
+        begun, start = start, time.perf_counter()
+        return _Check(name, check, not error, round((start - begun) * 1e6), error)
+
+    prefix = f"infinistore-selftest/{secrets.token_hex(16)}/"
+    values = {f"{prefix}{size}": secrets.token_bytes(size) for size in _SIZES_BYTES}
+    try:
+        with opened() as store:
+            yield done()
+            try:
+                for check, run in _checks(store, prefix, values):  # noqa: B007  (`done` reads it)
+                    run()
+                    yield done()
+            except InfiniStoreException:
+                with suppress(InfiniStoreException):
+                    store.delete(values)
+                raise
+    except InfiniStoreException as error:
+        failures.append(error)
+        yield done(f"{type(error).__name__}: {error}")
+
+
+def _checks(store: "BlockingStore", prefix: str, values: dict[str, bytes]) -> list[tuple[str, Callable[[], Any]]]:
+    keys = list(values)
+    some_are_there = [*keys, prefix + "missing"], [True] * len(keys) + [False]
+
+    def get_into() -> None:
+        buffers = {key: bytearray(len(value)) for key, value in values.items()}
+        lengths = store.get_many_into(buffers)
+        _same("lengths", lengths, list(map(len, values.values())))
+        _same("bytes", buffers, values)
+
+    def match() -> None:
+        matched = store.match_prefix(some_are_there[0], hold_s=5)
+        _same("number of keys", int(matched), len(keys))
+        _same("answer", store.release_hold(matched.hold), True)
+
+    return [
+        ("put", lambda: _same("skipped keys", store.put_many(values), [])),
+        ("exists", lambda: _same("answer", store.exists_many(some_are_there[0]), some_are_there[1])),
+        ("get", lambda: _same("bytes", store.get_many(keys), list(values.values()))),
+        ("get into memory", get_into),
+        ("match and hold a prefix", match),
+        ("list keys", lambda: _same("keys", store.keys(prefix), sorted(keys))),
+        ("delete", lambda: _same("count", store.delete(keys), len(keys))),
+        ("is gone", lambda: _same("answer", store.exists_many(keys), [False] * len(keys))),
+    ]
+
+
+def _same(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ChecksumMismatch(f"the {what} that came back: not as expected")
