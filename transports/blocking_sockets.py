@@ -1,8 +1,8 @@
 """TCP and Unix sockets for threads, with a deadline on every call.
 
 The socket stays in blocking mode, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): Python's own timeouts
-make two system calls where this makes one. The timeout is set again only when it is off by more than a few
-milliseconds.
+make two system calls where this makes one. The timeout is set again only when it is too long by more than a few
+milliseconds, or far too short.
 """
 
 import errno
@@ -24,6 +24,10 @@ __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
 _SEND_BYTES = 4 * 1024 * 1024
 _NOW = socket.MSG_DONTWAIT
 _TIMEOUT_SLACK_S = 0.005
+_SHORTER = 8 / 9
+"""The kernel's timer wheel rounds long timeouts up, by as much as an eighth: seconds for 30 s. So what it is given is
+so much shorter, then the little that is left, and so on. Poll is precise, but costs a system call more each time."""
+_LONGEST_POLL_S = 3600.0
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -95,20 +99,20 @@ class BlockingSocketStream:
     def _wait_for_room(self) -> None:
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT)
-        poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
+        poll.poll(min(max(0.0, self.deadline - time.monotonic()), _LONGEST_POLL_S) * 1000)
 
     def _set_timeout(self, option: int) -> None:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        if abs(left_s - self._timeouts[option]) > _TIMEOUT_SLACK_S:
+        if not left_s / 2 <= self._timeouts[option] <= left_s * _SHORTER + _TIMEOUT_SLACK_S:
             self.socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left_s))
-            self._timeouts[option] = left_s
+            self._timeouts[option] = left_s * _SHORTER
 
 
-def _timeval(seconds: float) -> bytes:
-    """Return a time for the kernel, at least a millisecond: 0 would mean for ever."""
-    return _TIMEVAL.pack(*divmod(max(1000, int(seconds * 1e6)), 1_000_000))
+def _timeval(left_s: float) -> bytes:
+    """Return a timeout for the kernel that is over before this time is; at least a millisecond, 0 would be for ever."""
+    return _TIMEVAL.pack(*divmod(max(1000, int(left_s * _SHORTER * 1e6)), 1_000_000))
 
 
 def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
@@ -160,14 +164,16 @@ def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) 
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         raise cannot_connect(path, error) from error
-    try:
-        # A server that accepts nobody lets connect wait, as long as a send may.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline - time.monotonic()))
-        sock.connect(path)
-    except BlockingIOError:
-        sock.close()
-        raise TimeoutError from None
-    except OSError as error:
-        sock.close()
-        raise cannot_connect(path, error) from error
-    return BlockingSocketStream(sock, spin_s)
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            # A server that accepts nobody lets connect wait, as long as a send may.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(left_s))
+            sock.connect(path)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            sock.close()
+            raise cannot_connect(path, error) from error
+        return BlockingSocketStream(sock, spin_s)
+    sock.close()
+    raise TimeoutError

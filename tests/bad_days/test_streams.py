@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -109,3 +110,43 @@ def _pair(family: int) -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         return ours, listener.accept()[0]
+
+
+class Coarse(socket.socket):
+    """A socket whose timeouts the kernel rounds up, as Linux does: to 4 ms, and to an eighth when they are longer.
+
+    Time passes only in it.
+    """
+
+    now = 1000.0
+    waits = 0
+
+    def setsockopt(self, level: int, option: int, value: Any, *rest: Any) -> None:
+        if level == socket.SOL_SOCKET and option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            seconds, micros = struct.unpack("@ll", value)
+            self.timeout_s = seconds + micros / 1e6
+        else:
+            super().setsockopt(level, option, value, *rest)
+
+    def _wait(self, *_: Any) -> int:
+        self.waits += 1
+        self.now += max(0.008, self.timeout_s * 9 / 8)
+        raise BlockingIOError
+
+    recv_into = _wait  # type: ignore[assignment]
+    sendmsg = _wait
+
+
+@pytest.mark.parametrize("deadline_s", [0.001, 0.01, 0.25, 1.0, 30.0, 3600.0, 1e9])
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_kernel_that_rounds_timeouts_up_does_not_stretch_a_deadline(
+    deadline_s: float, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Coarse(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        monkeypatch.setattr(time, "monotonic", lambda: sock.now)
+        stream = BlockingSocketStream(sock, spin_s=0)
+        stream.deadline = sock.now + deadline_s
+        with pytest.raises(TimeoutError):
+            stream.send_all([memoryview(b"x")]) if sends else stream.receive_into([memoryview(bytearray(1))])
+        assert 0 <= sock.now - stream.deadline <= 0.016
+        assert sock.waits <= 15  # it is woken now and then, not all the time
