@@ -67,8 +67,7 @@ class WatchedMonitor:
 
     def quit(self) -> None:
         os.write(self._ours, b"q")
-        while self.process.poll() is None:
-            self.read_for(0.05)
+        self.process.wait()
         os.close(self._ours)
 
 

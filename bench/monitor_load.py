@@ -4,6 +4,7 @@ Threads of this process, each with a client of its own, bounded in what they do 
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,7 +77,10 @@ def load(url: str, *, pace: float = 1.0) -> Iterator[None]:
     def worker(name: str, work: Work, pause_s: float) -> None:
         with contextlib.suppress(StoreUnavailable), blocking.open_store(url, name=name) as store:
             turn = 0
-            while not stop.wait(pause_s * pace) and time.monotonic() < end_s:
+            # It rises and falls, as traffic does: between a half and one and a half of the pause, twice a minute.
+            while (
+                not stop.wait(pause_s * pace * (1 + 0.5 * math.sin(time.monotonic() / 5))) and time.monotonic() < end_s
+            ):
                 with contextlib.suppress(LimitExceeded):
                     work(store, turn)
                 turn += 1

@@ -13,6 +13,7 @@ from typing import Final
 import trio
 from rich.text import Text
 
+from infinistore.errors import StoreUnavailable
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.keys import KeyParser
 from infinistore.monitor.lines import Glyphs
@@ -48,7 +49,8 @@ async def take_two(source: Source, interval_s: float) -> Snapshot:
     """Take two samples and return what they say together.
 
     Raises:
-        InfiniStoreException: there is no server, or it is lost between the two.
+        InfiniStoreException: there is no server.
+        StoreUnavailable: it was lost between the two.
     """
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
     taken = trio.Event()
@@ -61,7 +63,10 @@ async def take_two(source: Source, interval_s: float) -> Snapshot:
         await nursery.start(sample, source, pace, model, sampled)
         await taken.wait()
         nursery.cancel_scope.cancel()
-    return model.snapshot()
+    snapshot = model.snapshot()
+    if snapshot.lost is not None:
+        raise StoreUnavailable(snapshot.lost.reason)
+    return snapshot
 
 
 async def report(source: Source, interval_s: float, write: Callable[[Snapshot], None]) -> None:
@@ -71,11 +76,7 @@ async def report(source: Source, interval_s: float, write: Callable[[Snapshot], 
 
 
 def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Return the screen as it is printed once: without the line of keys, and with one blank line where there are more.
-
-    Raises:
-        ValueError: the size is not positive.
-    """
+    """Return the screen as it is printed once: without the line of keys, and with one blank line where there are more."""
     lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
     kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
     return kept if not kept or kept[-1].plain else kept[:-1]

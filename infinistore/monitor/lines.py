@@ -30,7 +30,8 @@ class Glyphs:
     is_ascii: bool = False
 
 
-UNICODE: Final = Glyphs(bars="▁▂▃▄▅▆▇█", shades="·░▒▓█", ellipsis="…")
+# No bar fills its cell: the lines above each other would run together.
+UNICODE: Final = Glyphs(bars="▁▂▃▄▅▆▇", shades="·░▒▓█", ellipsis="…")
 ASCII: Final = Glyphs(bars="_.-=+*%#", shades=".-+*#", ellipsis="~", is_ascii=True)
 
 

@@ -234,7 +234,7 @@ def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]
         ("periodic", "periodic"),
         ("manual", "manual"),
     ):
-        first += [(f" {name}", "dim"), (f"{figures.rate(evicted.get(cause)):>7}", "")]
+        first += [(f"  {name}", "dim"), (f"{figures.rate(evicted.get(cause)):>7}", "")]
     second: list[Part] = [(f"{'pinned':<{_LABEL}}", "cyan")]
     if snapshot.stats is not None:
         store = snapshot.stats.store

@@ -1,0 +1,62 @@
+"""Makes `monitor.svg`, the picture of the monitor: a real server under a real load, as the screen shows it.
+
+    python docs/images/monitor_picture.py
+
+The load is that of the benchmark, `bench/monitor_load.py`.
+"""
+
+import re
+import sys
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import trio
+from rich.console import Console
+
+from infinistore.monitor.controls import Controls
+from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
+from infinistore.monitor.sampling import Pace, Source, sample
+from infinistore.monitor.view import screen
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "bench"))
+
+from monitor_cost import server  # noqa: E402
+from monitor_load import load  # noqa: E402
+
+WIDTH, HEIGHT = 100, 37
+SAMPLES = 62
+assert SAMPLES < HISTORY_POINTS
+
+
+async def watch(url: str) -> Snapshot:
+    """Look at the server for a minute."""
+    model, pace, enough = Model(url), Pace(1.0), trio.Event()
+
+    def sampled() -> None:
+        if len(model.snapshot().history) >= SAMPLES:
+            enough.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(sample, Source(url, name="monitor"), pace, model, sampled))
+        await enough.wait()
+        nursery.cancel_scope.cancel()
+    return model.snapshot()
+
+
+def main() -> None:
+    """Write the picture beside this file."""
+    with server("256MiB") as (_, url), load(url):
+        snapshot = trio.run(watch, url)
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
+    for one in screen(snapshot, Controls(), WIDTH, HEIGHT):
+        console.print(one)
+    picture = console.export_svg(title="infinistore monitor", unique_id="monitor")
+    # No fonts from elsewhere: a reader's own monospaced font does, and a document should not call other hosts.
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
+    (HERE / "monitor.svg").write_text(picture + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
