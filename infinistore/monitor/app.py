@@ -76,7 +76,7 @@ async def report(source: Source, interval_s: float, write: Callable[[Snapshot], 
 
 
 def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Return the screen as it is printed once: without the line of keys, and with one blank line where there are more."""
+    """Return the screen as it is printed once: without the line of keys, and without runs of blank lines."""
     lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
     kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
     return kept if not kept or kept[-1].plain else kept[:-1]

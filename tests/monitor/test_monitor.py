@@ -10,10 +10,15 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import trio
 
-from infinistore import blocking
+from infinistore import StoreUnavailable, blocking
+from infinistore.monitor import app
+from infinistore.monitor.model import Model
+from infinistore.monitor.sampling import Pace, Source
 
 from .conftest import INFINISTORE, Session, Start, running_server
+from .made import NOON, make_stats
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -184,6 +189,20 @@ def test_once_prints_one_screen_and_json_says_the_same_to_programs(run: Run, url
     assert document["per_s"]["requests"] > 0
     assert document["stats"]["store"]["capacity_bytes"] == 16 << 20
     assert {row["kind"] for row in document["operations"]} >= {"statistics"}
+
+
+async def test_one_screen_of_a_server_that_is_lost_half_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sample(
+        source: Source, pace: Pace, model: Model, on_change: Callable[[], None], *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        model.observe(make_stats(), now_s=0.0, at=NOON)
+        task_status.started()
+        model.lose("the server closed the connection", now_s=1.0, at=NOON)
+        on_change()
+
+    monkeypatch.setattr(app, "sample", sample)
+    with pytest.raises(StoreUnavailable, match="closed the connection"):
+        await app.take_two(Source("tcp://127.0.0.1"), 1.0)
 
 
 def test_json_goes_on_until_nobody_reads_it(environment: dict[str, str], url: str) -> None:
