@@ -86,7 +86,7 @@ def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direc
             pass
         after = Count()
         assert tasks(kind) == tasks_before
-        assert after.threads == before.threads
+        assert after.threads <= before.threads
         assert after.descriptors <= before.descriptors + 2  # one connection more, at both ends of it in the proxy
         assert after.blocks - before.blocks < 500  # less than one object a day
 
@@ -98,7 +98,7 @@ def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direc
     while proxy.connections:
         pass
     at_last = Count()
-    assert at_last.threads == at_first.threads
+    assert at_last.threads <= at_first.threads
     assert at_last.descriptors <= at_first.descriptors
     check_contents(direct)
 
@@ -127,7 +127,8 @@ def test_calls_that_run_into_their_deadline_leave_nothing_behind(
         while proxy.connections > 1:
             pass
         after = Count()
-        assert (tasks(kind), after.threads) == (tasks_before, before.threads)
+        assert tasks(kind) == tasks_before
+        assert after.threads <= before.threads  # Trio's idle threads, of earlier tests, end when they like
         assert after.descriptors <= before.descriptors + 2
         assert after.blocks - before.blocks < 150
 
@@ -151,5 +152,5 @@ def test_stores_that_cannot_be_opened_leave_nothing_behind(kind: str, proxy: Pro
     while proxy.connections:
         pass
     after = Count()
-    assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
+    assert after.descriptors <= before.descriptors and after.threads <= before.threads
     assert after.blocks - before.blocks < 300
