@@ -8,6 +8,7 @@ another process where the store is reached over a socket, a plain copy of memory
 import mmap
 import os
 import secrets
+import signal
 import statistics
 import threading
 import time
@@ -141,16 +142,22 @@ def _run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
     """Call each step again and again in a thread of its own; return how long the calls took, and how long all took."""
     runner = _Runner(len(steps), seconds)
     threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
+    # Ctrl-C waits until all have started: one half-way there could not be waited for, and would put after the end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
+        for thread in threads:
+            thread.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C: the threads end after the call they are in
         runner.stop()
         for thread in threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
         raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if runner.errors:
         raise runner.errors[0]
     return runner.times, runner.elapsed_s
