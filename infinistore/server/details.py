@@ -6,8 +6,9 @@ the most bytes, of the prefixes those that hold the most.
 
 import heapq
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import trio
 
@@ -18,6 +19,7 @@ from infinistore.statistics import ArenaStatistics, ClientStatistics, PrefixStat
 
 __all__ = ["MAX_ARENAS", "MAX_CLIENTS", "MAX_PREFIXES", "MAX_SAMPLE_KEYS", "arena", "clients", "gather", "prefixes"]
 
+_T = TypeVar("_T")
 MAX_ARENAS = 256
 MAX_CLIENTS = 256
 MAX_PREFIXES = 64
@@ -26,8 +28,9 @@ MAX_OPERATIONS = 512
 ARENA_PARTS = 128
 """Into how many parts the fill of an arena is cut, if it has as many units."""
 
-_SLICE_KEYS = 1024
+_SLICE_KEYS = 512
 _MAX_CUTS = 16
+_SEPARATORS = "/:@#|"
 _UP_TO_SEPARATOR = re.compile(r".*[/:@#|]", re.DOTALL)
 _UP_TO_SEPARATOR_BEFORE = re.compile(r".*[/:@#|](?=.)", re.DOTALL)
 
@@ -93,28 +96,40 @@ async def prefixes(core: StoreCore) -> list[PrefixStatistics]:
     scale = len(core) / max(1, len(sample))
     keys: Counter[str] = Counter()
     payload_bytes: Counter[str] = Counter()
-    for first in range(0, len(sample), _SLICE_KEYS):
-        for key, length in sample[first : first + _SLICE_KEYS]:
+    for sampled in _in_slices(sample):
+        for key, length in sampled:
             match = _UP_TO_SEPARATOR.match(key)
             prefix = match[0] if match else ""
             keys[prefix] += 1
             payload_bytes[prefix] += length
         await trio.lowlevel.checkpoint()
-    for _ in range(_MAX_CUTS):
-        shorter = _shortened(list(keys)) if len(keys) > MAX_PREFIXES else {}
-        for prefix, cut in shorter.items():
-            keys[cut] += keys.pop(prefix)
-            payload_bytes[cut] += payload_bytes.pop(prefix)
-        await trio.lowlevel.checkpoint()
+    if len(keys) > MAX_PREFIXES:
+        await _shorten(keys, payload_bytes)
     return [
         PrefixStatistics(prefix, round(keys[prefix] * scale), round(held * scale))
         for prefix, held in payload_bytes.most_common(MAX_PREFIXES)
     ]
 
 
-def _shortened(known: Sequence[str]) -> dict[str, str]:
-    """Return those prefixes that have the most separators, with what they are when cut at the one before the last."""
-    depths = {prefix: sum(map(prefix.count, "/:@#|")) for prefix in known}
-    deepest = max(depths.values())
-    cut = {prefix: _UP_TO_SEPARATOR_BEFORE.match(prefix) for prefix in known if depths[prefix] == deepest}
-    return {prefix: match[0] for prefix, match in cut.items() if match} if deepest > 1 else {}
+async def _shorten(keys: Counter[str], payload_bytes: Counter[str]) -> None:
+    """Cut prefixes at the separator before the last, those with the most separators first, until few are left."""
+    by_depth: defaultdict[int, set[str]] = defaultdict(set)
+    for some in _in_slices(list(keys)):
+        for prefix in some:
+            by_depth[sum(map(prefix.count, _SEPARATORS))].add(prefix)
+        await trio.lowlevel.checkpoint()
+    for depth in range(max(by_depth), 1, -1)[:_MAX_CUTS]:
+        for some in _in_slices(list(by_depth[depth])):
+            for prefix in some:
+                match = _UP_TO_SEPARATOR_BEFORE.match(prefix)
+                assert match is not None, "it has more than one separator"
+                by_depth[depth - 1].add(match[0])
+                keys[match[0]] += keys.pop(prefix)
+                payload_bytes[match[0]] += payload_bytes.pop(prefix)
+            await trio.lowlevel.checkpoint()
+        if len(keys) <= MAX_PREFIXES:
+            return
+
+
+def _in_slices(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    return (items[first : first + _SLICE_KEYS] for first in range(0, len(items), _SLICE_KEYS))

@@ -21,6 +21,7 @@ from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics, Server
 __all__ = ["METRICS", "METRICS_MEDIA_TYPE", "Described", "Snapshot", "StatisticsCollector", "markdown_table", "render"]
 
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
+_SLICE_SERIES = 8
 
 
 class Snapshot(NamedTuple):
@@ -46,18 +47,18 @@ class Described:
     labels: tuple[str, ...]
     read: Callable[[Snapshot], _Samples]
 
-    def family(self, snapshot: Snapshot) -> Metric:
-        """Return the metric with its samples, as prometheus_client has it."""
+    def family(self, samples: _Samples) -> Metric:
+        """Return the metric with these samples, as prometheus_client has it."""
         if self.kind == "histogram":
             histogram = HistogramMetricFamily(self.name, self.help, labels=self.labels)
-            for labels, operation in self.read(snapshot):
+            for labels, operation in samples:
                 bounds = [*map(repr, LATENCY_BOUNDS_S), "+Inf"]
                 buckets = list(zip(bounds, accumulate(operation.latency_counts), strict=True))
                 histogram.add_metric(labels, buckets, operation.latency_sum_s)
             return histogram
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = kind(self.name, self.help, labels=self.labels)
-        for labels, value in self.read(snapshot):
+        for labels, value in samples:
             family.add_metric(labels, value)
         return family
 
@@ -65,28 +66,42 @@ class Described:
 class StatisticsCollector(Collector):
     """Gives a registry of prometheus_client what one snapshot has."""
 
-    def __init__(self, snapshot: Snapshot, metrics: Iterable[Described] | None = None) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._metrics = METRICS if metrics is None else metrics
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric with its samples."""
-        for metric in self._metrics:
-            yield metric.family(self._snapshot)
+        for metric in METRICS:
+            yield metric.family(metric.read(self._snapshot))
 
 
 async def render(
     server: ServerStatistics, store: StoreStatistics, operations: list[OperationStatistics], state: str
 ) -> bytes:
-    """Return a scrape in Prometheus's text format. Others have their turn after each metric."""
+    """Return a scrape in Prometheus's text format: what `generate_latest` makes of a `StatisticsCollector`.
+
+    It takes 10 us for each line, and there can be a thousand, so that others have their turn after every few series.
+    """
     snapshot = Snapshot(server, store, operations, state)
-    parts = []
+    parts: list[bytes] = []
     for metric in METRICS:
-        registry = CollectorRegistry()
-        registry.register(StatisticsCollector(snapshot, [metric]))
-        parts.append(generate_latest(registry))
-        await trio.lowlevel.checkpoint()
+        samples = list(metric.read(snapshot))
+        for first in range(0, len(samples), _SLICE_SERIES):
+            text = generate_latest(_One(metric.family(samples[first : first + _SLICE_SERIES])))
+            parts.append(text if not first else text.split(b"\n", 2)[2])  # HELP and TYPE stand there once
+            await trio.lowlevel.checkpoint()
     return b"".join(parts)
+
+
+class _One(CollectorRegistry):
+    """A registry of one metric, for as long as it takes to write it."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
 
 
 def markdown_table() -> str:

@@ -1,5 +1,6 @@
 """What an operator sees of a server: counts of its requests, its connections, its arenas, and which keys it holds."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from infinistore import blocking, open_store
 from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.errors import LimitExceeded
+from infinistore.errors import InvalidRequest, LimitExceeded
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.messages import Get, Keys, MatchPrefix, Put
 from infinistore.server.details import ARENA_PARTS, MAX_PREFIXES, MAX_SAMPLE_KEYS, prefixes
@@ -182,6 +183,39 @@ async def test_a_large_store_is_estimated_from_its_coldest_and_its_warmest_keys(
     count = 3 * MAX_SAMPLE_KEYS
     found = await found_prefixes(*(f"{'old' if i < count // 2 else 'new'}/{i}" for i in range(count)))
     assert found == {"old/": (count // 2, 5 * count), "new/": (count // 2, 5 * count)}
+
+
+@given(st.lists(st.text("ab/:", min_size=1, max_size=12), unique=True, max_size=200))
+async def test_prefixes_are_those_of_the_keys_and_count_each_once(keys: list[str]) -> None:
+    found = await found_prefixes(*keys)
+    assert all(any(key.startswith(prefix) for key in keys) for prefix in found)
+    assert all(not prefix or prefix[-1] in "/:" for prefix in found)
+    total = sum(count for count, _ in found.values())
+    assert total == len(keys) if len(found) < MAX_PREFIXES else total <= len(keys)
+
+
+async def test_keys_made_of_separators_do_not_take_for_ever() -> None:
+    found = await found_prefixes(*("/" * i + str(i) for i in range(1, 1000)))
+    assert len(found) == MAX_PREFIXES
+
+
+async def test_the_log_names_no_keys_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infinistore.server")
+    size = 20 * 1024 * KIB  # more than the server would drop to keep the connection
+    async with running_server() as server:
+        peer = await server.peer()
+        twice = Put(Keys(["secret", "secret"]), numbers([size, size]), checksums=False)
+        await peer.send_head(twice, payload_bytes=2 * size)
+        with pytest.raises(InvalidRequest, match="secret"):
+            await peer.reply_to_half(twice)
+        peer.close()
+        await server.quiet()
+    (line,) = caplog.records
+    assert (line.getMessage(), vars(line)["error"], vars(line)["client"]) == (
+        "connection closed",
+        "InvalidRequest",
+        "peer",
+    )
 
 
 def test_a_sample_has_every_key_once_when_it_can() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore import open_store
 from infinistore.errors import ValueTooLarge
+from infinistore.protocol.messages import REPLIES
 from infinistore.server.management import _OPERATIONS
-from infinistore.server.metrics import METRICS, markdown_table
+from infinistore.server.metrics import METRICS, Snapshot, StatisticsCollector, markdown_table, render
+from infinistore.server.recorder import OK, Recorder
 from infinistore.statistics import LATENCY_BOUNDS_S
 from tests.server.http_client import ask
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
@@ -178,3 +181,16 @@ def test_every_warning_of_the_log_is_explained() -> None:
 def test_every_path_of_the_management_api_is_documented() -> None:
     page = (PROJECT / "docs" / "operations.md").read_text()
     assert [one for one in _OPERATIONS if f"`{one.method} {one.path}`" not in page] == []
+
+
+async def test_a_scrape_in_slices_is_what_the_library_makes_of_the_same_snapshot() -> None:
+    recorder = Recorder(clock=lambda: 0.0)
+    for kind in REPLIES:
+        for transport in ("tcp", "unix"):
+            recorder.record(kind, transport, OK, 7, 0.003)
+            recorder.record(kind, transport, "OutOfMemory", 7, 30.0)
+    async with running_server() as running:
+        server, store = running.server.statistics(), running.core.statistics()
+    registry = CollectorRegistry()
+    registry.register(StatisticsCollector(Snapshot(server, store, recorder.statistics(), "draining")))
+    assert await render(server, store, recorder.statistics(), "draining") == generate_latest(registry)
