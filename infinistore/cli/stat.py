@@ -14,15 +14,23 @@ __all__ = ["command"]
 
 
 @click.command("stat", short_help="Show statistics.")
+@click.option(
+    "--details", is_flag=True,
+    help="With --json: also a server's operations, connections, arenas, and its keys by prefix.",
+)  # fmt: skip
 @json_option
 @client_options
-def command(as_json: bool, target: Target) -> None:
+def command(details: bool, as_json: bool, target: Target) -> None:
     """Show the store's statistics, and which path the bytes of this client would take.
 
     With --json the names are those of the table; sizes are in bytes and times in the unit that the name ends in.
     """
+    if details and not as_json:
+        raise click.UsageError("--details are lists: add --json, or see `infinistore monitor`")
     with target.open() as store:
-        statistics = attrs.asdict(store.stats())
+        statistics = attrs.asdict(store.stats(details))
+    if not details:
+        del statistics["details"]
     if as_json:
         print_json(statistics)
     else:

@@ -117,6 +117,10 @@ def test_purge_and_evict_say_how_much(running_server: Any, command: Run) -> None
 
 def test_stat_names_the_transport_and_counts(store: Run) -> None:
     statistics = json.loads(_ok(store("stat", "--json")))
+    assert "details" not in statistics
+    detailed = json.loads(_ok(store("stat", "--json", "--details")))
+    assert detailed["details"]["state"] == "serving"
+    assert store("stat", "--details").returncode == 2
     assert statistics["transport"] in ("tcp", "unix", "shm")
     assert statistics["store"]["capacity_bytes"] == 64 << 20
     table = _ok(store("stat")).decode()
