@@ -342,11 +342,11 @@ class Proxy:
         for end in (pipe.source, pipe.target):
             with suppress(KeyError):
                 self._selector.unregister(end)
-            with self._lock:
-                del self._pipes[end]
             if reset:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             end.close()
+            with self._lock:  # only now: who sees no connection any more counts no descriptor of it either
+                del self._pipes[end]
 
 
 @contextmanager

@@ -337,7 +337,7 @@ def test_every_method_of_a_closed_store_says_so(kind: str, server: ServerProcess
 
 def test_many_threads_that_close_an_embedded_store_while_they_use_it_get_the_same_error() -> None:
     errors: list[str] = []
-    for _ in range(100):
+    for _ in range(40):
         with blocking.open_store(pool_bytes=1 << 22, minimal_allocate_bytes=1024) as store:
             store.put("a", b"x" * 300_000)
 
@@ -354,7 +354,7 @@ def test_many_threads_that_close_an_embedded_store_while_they_use_it_get_the_sam
                 thread.start()
         for thread in threads:
             thread.join()
-    assert errors == ["this store is closed; open another one"] * 300
+    assert errors == ["this store is closed; open another one"] * 120
 
 
 def calls(kind: str) -> list[Callable[[AsyncStore], Awaitable[object]]]:
