@@ -131,6 +131,13 @@ class ServerConfig:
         "only this user can enter: $XDG_RUNTIME_DIR/infinistore/PORT.sock, or /tmp/infinistore-UID/PORT.sock",
         group=_NETWORK,
     )
+    shm_writes: str = declare(
+        "shm_writes",
+        choice("on", "off"),
+        "on",
+        "Whether clients on this machine write to the pool by themselves; off makes them send what they put",
+        group=_NETWORK,
+    )
     drain_timeout_s: float = declare(
         "drain_timeout",
         number(0, 86400, "SECONDS", "seconds"),

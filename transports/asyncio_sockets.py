@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
 from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, look_up
-from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
+from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare, receive_with_descriptors
 from infinistore.transports.spin import Spinner
 
 __all__ = ["AsyncioSocketStream", "connect_tcp", "connect_unix"]
@@ -83,6 +83,20 @@ class AsyncioSocketStream:
         """A quick peer must not keep the loop from its other tasks, nor this one from its deadline."""
         self._credit = _YIELD_AFTER_BYTES
         await asyncio.sleep(0)
+
+    async def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
+        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+        while True:
+            try:
+                return receive_with_descriptors(self.socket, views, descriptors)
+            except BlockingIOError:
+                await _readable(self.socket)
+            except OSError as error:
+                raise broken(error) from error
 
     def is_stale(self) -> bool:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""

@@ -5,14 +5,14 @@ where it belongs, or back.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import trio
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Exchange, Receive, Send
+from infinistore.protocol.connection import Exchange, Receive, ReceiveDescriptors, Send, SendDescriptors
 
-__all__ = ["Stream", "drive"]
+__all__ = ["DescriptorStream", "Stream", "drive"]
 
 _T = TypeVar("_T")
 
@@ -23,6 +23,9 @@ class Stream(Protocol):
     Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may
     have sent any part of its bytes: after that, all that can be done with the stream is to close it.
     """
+
+    passes_descriptors: bool
+    """Whether it is a `DescriptorStream`."""
 
     async def send_all(self, views: Sequence[memoryview]) -> None:
         """Send all of these views, in order.
@@ -49,6 +52,24 @@ class Stream(Protocol):
         """Close the stream, at once. May be called twice. Whoever waits on it gets `StoreUnavailable`."""
 
 
+class DescriptorStream(Stream, Protocol):
+    """A stream whose peer is on this host and can be handed descriptors: a Unix socket."""
+
+    async def send_descriptors(self, views: Sequence[memoryview], descriptors: Sequence[int]) -> None:
+        """As `send_all`, with descriptors beside the first byte.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+    async def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
+        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+
 async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
     """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange."""
     try:
@@ -60,6 +81,10 @@ async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
                     count = await stream.receive_into(effect.views)
                 elif isinstance(effect, Send):
                     await stream.send_all(effect.views)
+                elif isinstance(effect, SendDescriptors):
+                    await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors)
+                elif isinstance(effect, ReceiveDescriptors):
+                    count = await cast(DescriptorStream, stream).receive_descriptors(effect.views, effect.descriptors)
                 else:
                     await trio.lowlevel.checkpoint()
             except StoreUnavailable as error:

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from infinistore.protocol.span import Span
 from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, SocketAddress, look_up
-from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare
+from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare, receive_with_descriptors
 from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner
 
 __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
@@ -88,6 +88,22 @@ class BlockingSocketStream:
             raise broken(error) from error
         self._spinner.served(self)
         return count
+
+    def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
+        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+            TimeoutError: the deadline has passed.
+        """
+        while True:
+            self._set_timeout(socket.SO_RCVTIMEO)
+            try:
+                return receive_with_descriptors(self.socket, views, descriptors)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise broken(error) from error
 
     def is_stale(self) -> bool:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""

@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import stat
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from infinistore.protocol.span import Span
 from infinistore.transports.spin import Spinner
 
 __all__ = [
+    "MAX_DESCRIPTORS",
     "SocketStream",
     "accept",
     "broken",
@@ -30,12 +32,15 @@ __all__ = [
     "listen_unix",
     "looks_stale",
     "prepare",
+    "receive_with_descriptors",
 ]
 
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 _SPIN_COST_BYTES = 512 * 1024
 _BACKLOG = 1024
+MAX_DESCRIPTORS = 253
+"""The most descriptors in one message (SCM_MAX_FD of Linux)."""
 
 
 class SocketStream:
@@ -45,6 +50,7 @@ class SocketStream:
         self.socket = sock
         self._spinner = spinner
         self._credit = _YIELD_AFTER_BYTES
+        self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
 
@@ -97,6 +103,28 @@ class SocketStream:
             return self._spinner.spin(self, receive)
         except OSError as error:
             raise broken(error) from error
+
+    async def send_descriptors(self, views: Sequence[memoryview], descriptors: Sequence[int]) -> None:
+        """Send all of these views, with descriptors beside the first byte."""
+        sent = 0
+        while not sent:
+            try:
+                sent = socket.send_fds(self.socket, [views[0]], list(descriptors))
+            except BlockingIOError:
+                await self._wait(trio.lowlevel.wait_writable)
+            except OSError as error:
+                raise broken(error) from error
+        await self.send_all([views[0][sent:], *views[1:]])
+
+    async def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
+        """Wait for at least one byte, and take what descriptors come with it; 0 is the end of the stream."""
+        while True:
+            try:
+                return receive_with_descriptors(self.socket, views, descriptors)
+            except BlockingIOError:
+                await self._wait(trio.lowlevel.wait_readable)
+            except OSError as error:
+                raise broken(error) from error
 
     async def send_eof(self) -> None:
         """Shut the sending side down."""
@@ -311,6 +339,24 @@ def prepare(sock: socket.socket) -> None:
         # A header and its payload leave in one call: Nagle would only hold back the end of it, for 40 ms.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], descriptors: list[int]) -> int:
+    """Receive bytes once, and append to `descriptors` those that come with them.
+
+    Raises:
+        OSError: the socket's error; EMFILE if this process may not have so many descriptors.
+    """
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+    count, messages, flags, _ = sock.recvmsg_into(views, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received = array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            descriptors.extend(received)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, "not all descriptors could be received; raise the limit (ulimit -n)")
+    return count
 
 
 def looks_stale(sock: socket.socket) -> bool:

@@ -2,7 +2,8 @@
 
     infinistore://host:22345        the best path there is
     tcp://host:22345                TCP, whatever else there may be
-    unix:///run/infinistore.sock    a Unix socket on this host
+    unix:///run/infinistore.sock    a Unix socket on this host, without shared memory
+    shm:///run/infinistore.sock     shared memory, by the server's Unix socket; shm://localhost:22345 asks where that is
 
 Options stand behind a question mark: `?token_file=/etc/infinistore.token&deadline_s=5`.
 """
@@ -18,13 +19,13 @@ from infinistore.errors import ConfigError
 __all__ = ["DEFAULT_PORT", "Address", "near", "parse_address", "read_token_file"]
 
 DEFAULT_PORT = 22345
-_SCHEMES = ("infinistore", "tcp", "unix")
-_OPTIONS = ("deadline_s", "token_file", "verify", "max_connections", "spin_us", "name")
+_SCHEMES = ("infinistore", "tcp", "unix", "shm")
+_OPTIONS = ("deadline_s", "token_file", "verify", "max_connections", "spin_us", "inline_bytes", "name")
 
 
 @attrs.frozen
 class Address:
-    """A parsed URL. `host` and `port` are set for TCP, `path` for a Unix socket. `options` are texts, unchecked."""
+    """A parsed URL. Either `path` of a Unix socket is set, or `host` and `port` are. `options` are texts, unchecked."""
 
     scheme: str
     host: str
@@ -33,8 +34,8 @@ class Address:
     options: dict[str, str]
 
     def __str__(self) -> str:
-        if self.scheme == "unix":
-            return f"unix://{self.path}"
+        if self.path:
+            return f"{self.scheme}://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 
@@ -56,9 +57,9 @@ def parse_address(url: str) -> Address:
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL of a store: {error}") from None
     options = _options(url, parts.query)
-    if scheme == "unix":
+    if scheme == "unix" or (scheme == "shm" and not parts.netloc):
         if parts.netloc or not parts.path:
-            raise ConfigError(f"{url!r} names no socket; write unix:///path/to/socket, with three slashes")
+            raise ConfigError(f"{url!r} names no socket; write {scheme}:///path/to/socket, with three slashes")
         return Address(scheme, "", 0, unquote(parts.path), options)
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host; write {scheme}://HOST:{DEFAULT_PORT}")

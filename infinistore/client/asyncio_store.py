@@ -15,7 +15,7 @@ from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Receive, Send
+from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.transports.asyncio_sockets import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.spin import Spinner
 
@@ -110,12 +110,16 @@ class _RemoteAsyncioStore(AsyncStore):
                         result = await stream.receive_into(effect.views)
                     elif isinstance(effect, Send):
                         await stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        result = await stream.receive_descriptors(effect.views, effect.descriptors)
                     elif isinstance(effect, Connect):
-                        result = stream = await self._connect()
+                        result = stream = await self._connect(effect.address)
                     elif isinstance(effect, Use):
                         stream = effect.stream
                     elif isinstance(effect, Sleep):
                         await asyncio.sleep(effect.seconds)
+                    elif isinstance(effect, Pause):
+                        await asyncio.sleep(0)
                 except StoreUnavailable as error:
                     effect = call.throw(error)
                 else:
@@ -125,10 +129,9 @@ class _RemoteAsyncioStore(AsyncStore):
         finally:
             call.close()
 
-    async def _connect(self) -> AsyncioSocketStream:
-        address = self._calls.address
+    async def _connect(self, address: Address) -> AsyncioSocketStream:
         spinner = Spinner(self._calls.options.spin_us * 1e-6)
-        if address.scheme == "unix":
+        if address.path:
             return await connect_unix(address.path, spinner)
         return await connect_tcp(address.host, address.port, spinner)
 

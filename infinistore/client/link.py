@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import RemoteOperations
 from infinistore.client.options import Options
+from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.errors import ProtocolError
 from infinistore.protocol.connection import ClientConnection, Exchange, State
 from infinistore.protocol.messages import Hello, HelloReply
@@ -20,9 +22,8 @@ class Link(Generic[_Stream]):
     `deadline` is when the caller of the moment stops waiting, on `clock`.
     """
 
-    def __init__(self, stream: _Stream, options: Options, path: tuple[str, str], clock: Callable[[], float]) -> None:
+    def __init__(self, stream: _Stream, options: Options, clock: Callable[[], float]) -> None:
         self.stream = stream
-        self._path = path
         self.deadline = 0.0
         self._options = options
         self._clock = clock
@@ -44,14 +45,25 @@ class Link(Generic[_Stream]):
         for name in ("max_body_bytes", "max_batch_keys", "max_batch_bytes", "max_value_bytes"):
             if not getattr(reply, name):
                 raise ProtocolError(f"the server says that it takes nothing: its {name} is 0")
-        self._operations = RemoteOperations(
-            self._connection,
-            reply,
-            verify=self._options.verify == "always",
-            path=self._path,
-            remaining_us=self._remaining_us,
-        )
         return reply
+
+    def open(self, hello: HelloReply, path: tuple[str, str], pool: MappedPool | None) -> None:
+        """Get ready for calls: by shared memory if there is a mapped pool. `path` names the transport, and why."""
+        verify = self._options.verify == "always"
+        if pool is None:
+            self._operations = RemoteOperations(
+                self._connection, hello, verify=verify, path=path, remaining_us=self._remaining_us
+            )
+        else:
+            self._operations = SharedMemoryOperations(
+                self._connection,
+                hello,
+                verify=verify,
+                path=path,
+                remaining_us=self._remaining_us,
+                pool=pool,
+                inline_bytes=self._options.inline_bytes,
+            )
 
     @property
     def operations(self) -> RemoteOperations:
@@ -62,7 +74,7 @@ class Link(Generic[_Stream]):
     @property
     def usable(self) -> bool:
         """Whether another request may follow. Not while one is half-way, nor after it was given up there."""
-        return self._connection.state is State.READY
+        return self._connection.state is State.READY and not self.operations.holding
 
     def _remaining_us(self) -> int:
         # At least 1: 0 would mean that the caller waits for ever.

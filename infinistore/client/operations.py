@@ -28,6 +28,8 @@ from infinistore.protocol.messages import (
     HelloReply,
     Keys,
     KeysReply,
+    Lease,
+    LeaseReply,
     ListKeys,
     MatchPrefix,
     MatchPrefixReply,
@@ -44,7 +46,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.span import Span
 from infinistore.statistics import Stats, statistics_from_tree
 
-__all__ = ["Batch", "Operation", "Operations", "RemoteOperations"]
+__all__ = ["Batch", "Operation", "Operations", "RemoteOperations", "expect", "skipped_keys"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Reply)
@@ -127,6 +129,8 @@ class RemoteOperations:
         self._verify = verify
         self._path = path
         self._remaining_us = remaining_us
+        # Whether the server keeps room or pins for a call that is under way: then the connection must not be kept.
+        self.holding = False
 
     def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
@@ -155,10 +159,8 @@ class RemoteOperations:
             payload, payload_bytes = _hashed_groups(views), payload_bytes + 8 * len(keys)
         put = Put(Keys(keys), sizes, checksums=self._verify, replace=replace)
         request = self._connection.request(put, payload, payload_bytes=payload_bytes, deadline_us=self._remaining_us())
-        reply = _expect(PutReply, (yield from request))
-        if reply.skipped and max(reply.skipped) >= len(keys):
-            raise ProtocolError(f"the server skipped block {max(reply.skipped)} of {len(keys)}")
-        return [keys[index] for index in reply.skipped]
+        reply = expect(PutReply, (yield from request))
+        return skipped_keys(keys, reply)
 
     def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
         """Read the batch into memory of its own; None for what is missing."""
@@ -199,23 +201,28 @@ class RemoteOperations:
             part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
             room_for = () if capacities is None else capacities[first : first + len(part)]
             get = Get(part, numbers(room_for), checksums=self._verify)
-            reply = _expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
-            _check_get_reply(get, reply)
-            self._check_payload()
+            reply = expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
+            self._check_reply(get, reply)
             yield from self._read_blocks(part, reply, room(reply.sizes, first))
             first += len(reply.sizes)
 
-    def _check_payload(self) -> None:
-        """Believe no more bytes, before there is memory for them, than the server said that it sends at a time."""
-        hello = self._hello
-        # As long as the payload of a put may be, checksums and all.
-        most = max(hello.max_batch_bytes, hello.max_value_bytes) + 8 * hello.max_batch_keys
-        if self._connection.payload_left > most:
-            raise ProtocolError(
-                f"the server sends {self._connection.payload_left} bytes, more than its limit of {most}"
-            )
+    def _check_reply(self, request: Get | Lease, reply: GetReply | LeaseReply) -> None:
+        """Raise `ProtocolError` if a reply does not fit what was asked for, the room there is, or the server's
+        limits."""
+        checksums = len(reply.checksums) if not isinstance(request, Get) or request.checksums else len(reply.sizes)
+        if not 0 < len(reply.sizes) <= len(request.keys) or checksums != len(reply.sizes):
+            raise ProtocolError(f"a reply with {len(reply.sizes)} sizes to a request for {len(request.keys)} keys")
+        if request.capacities and any(map(gt, reply.sizes, request.capacities)):
+            for size, capacity in zip(reply.sizes, request.capacities, strict=False):
+                if capacity < size != MISSING:
+                    raise ProtocolError(f"the server sends {size} bytes where there is room for {capacity}")
+        # Believe no more bytes, before there is memory for them, than the server said that it sends at a time.
+        most = max(self._hello.max_batch_bytes, self._hello.max_value_bytes) + 8 * self._hello.max_batch_keys
+        total = sum(size for size in reply.sizes if size != MISSING)
+        if total > most:
+            raise ProtocolError(f"the server sends {total} bytes, more than its limit of {most}")
 
-    def _read_blocks(self, keys: Keys, reply: GetReply, views: list[memoryview]) -> Exchange[None]:
+    def _read_blocks(self, keys: Keys, reply: GetReply | LeaseReply, views: list[memoryview]) -> Exchange[None]:
         if not views:
             return
         if not self._verify:
@@ -224,19 +231,22 @@ class RemoteOperations:
         present = [i for i, size in enumerate(reply.sizes) if size != MISSING]
         checker = _Checker(views, [reply.checksums[i] for i in present])
         yield from self._connection.read_payload(views, checker.progress)
-        if checker.bad:
-            bad = Keys([keys[present[i]] for i in checker.bad])
-            # The server looks at its own bytes, and forgets them if they are bad: the next reader gets a miss.
-            yield from self._connection.request(Verify(bad), deadline_us=self._remaining_us())
-            raise ChecksumMismatch(
-                f"{len(bad)} of {len(views)} blocks are not what was written, first {bad[0][:100]!r}"
-            )
+        yield from self._report([keys[present[i]] for i in checker.bad], len(views))
+
+    def _report(self, bad: list[str], count: int) -> Exchange[None]:
+        """If blocks arrived that are not what was written, have the server look at its own bytes, and raise.
+
+        It forgets those that are bad: the next reader gets a miss.
+        """
+        if bad:
+            yield from self._ask(Verify(Keys(bad)))
+            raise ChecksumMismatch(f"{len(bad)} of {count} blocks are not what was written, first {bad[0][:100]!r}")
 
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Ask which keys are there."""
         present = b""
         for part in self._key_parts(keys):
-            reply = _expect(ExistsReply, (yield from self._ask(Exists(part))))
+            reply = expect(ExistsReply, (yield from self._ask(Exists(part))))
             present += reply.present
         if len(present) != len(keys):
             raise ProtocolError(f"the server answered for {len(present)} of {len(keys)} keys")
@@ -251,7 +261,7 @@ class RemoteOperations:
         try:
             for part in self._key_parts(keys):
                 request = MatchPrefix(part, hold_us=math.ceil(hold_s * 1e6))
-                reply = _expect(MatchPrefixReply, (yield from self._ask(request)))
+                reply = expect(MatchPrefixReply, (yield from self._ask(request)))
                 if reply.matched > len(part):
                     raise ProtocolError(f"the server matched {reply.matched} of {len(part)} keys")
                 matched += reply.matched
@@ -287,7 +297,7 @@ class RemoteOperations:
         found: list[str] = []
         while len(found) < limit:
             request = ListKeys(prefix, found[-1] if found else after, limit - len(found))
-            reply = _expect(KeysReply, (yield from self._ask(request)))
+            reply = expect(KeysReply, (yield from self._ask(request)))
             if len(reply.keys) > request.limit:
                 raise ProtocolError(f"the server sent {len(reply.keys)} keys where {request.limit} were asked for")
             found += reply.keys
@@ -305,7 +315,7 @@ class RemoteOperations:
 
     def stats(self, details: bool) -> Exchange[Stats]:
         """Ask the server for its statistics."""
-        reply = _expect(StatisticsReply, (yield from self._ask(Statistics(details))))
+        reply = expect(StatisticsReply, (yield from self._ask(Statistics(details))))
         tree = statistics_from_tree(reply.statistics)
         return Stats(*self._path, store=tree.store, server=tree.server, details=tree.details)
 
@@ -313,11 +323,18 @@ class RemoteOperations:
         return self._connection.request(request, deadline_us=self._remaining_us())
 
     def _count(self, request: Request) -> Exchange[int]:
-        return _expect(CountReply, (yield from self._ask(request))).count
+        return expect(CountReply, (yield from self._ask(request))).count
 
     def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
         most = self._hello.max_batch_keys
         return [Keys(list(keys[first : first + most])) for first in range(0, len(keys), most)]
+
+
+def skipped_keys(keys: Sequence[str], reply: PutReply) -> list[str]:
+    """Return which keys of a batch were skipped because they were there."""
+    if reply.skipped and max(reply.skipped) >= len(keys):
+        raise ProtocolError(f"the server skipped block {max(reply.skipped)} of {len(keys)}")
+    return [keys[index] for index in reply.skipped]
 
 
 class _Checker:
@@ -337,19 +354,10 @@ class _Checker:
         self._checked = span.complete
 
 
-def _expect(kind: type[_R], reply: Reply) -> _R:
+def expect(kind: type[_R], reply: Reply) -> _R:
     """The connection has checked which reply answers which request; this tells the type checker."""
     assert isinstance(reply, kind)
     return reply
-
-
-def _check_get_reply(get: Get, reply: GetReply) -> None:
-    if not 0 < len(reply.sizes) <= len(get.keys) or (get.checksums and len(reply.checksums) != len(reply.sizes)):
-        raise ProtocolError(f"a reply with {len(reply.sizes)} sizes to a Get of {len(get.keys)} keys")
-    if get.capacities and any(map(gt, reply.sizes, get.capacities)):
-        for size, capacity in zip(reply.sizes, get.capacities, strict=False):
-            if capacity < size != MISSING:
-                raise ProtocolError(f"the server sends {size} bytes where there is room for {capacity}")
 
 
 def _parts(batch: Batch, most_keys: int, most_bytes: int) -> list[Batch]:

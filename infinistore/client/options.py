@@ -21,6 +21,7 @@ class StoreOptions(TypedDict, total=False):
     token: str
     max_connections: int
     spin_us: int
+    inline_bytes: int
     name: str
     pool_bytes: int
     minimal_allocate_bytes: int
@@ -42,6 +43,7 @@ class Options:
     token: str = attrs.field(default="", repr=False)
     max_connections: int = 8
     spin_us: int = 200
+    inline_bytes: int = 64 * 1024
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     pool_bytes: int = 256 * 1024 * 1024
     minimal_allocate_bytes: int = 64 * 1024
@@ -56,8 +58,10 @@ class Options:
             )
         if self.verify not in ("always", "never"):
             raise ConfigError(f"verify must be 'always' or 'never', not {self.verify!r}")
-        if not isinstance(self.spin_us, int) or self.spin_us < 0:
-            raise ConfigError(f"spin_us must be a whole number, 0 or more, not {self.spin_us!r}")
+        for name in ("spin_us", "inline_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be a whole number, 0 or more, not {value!r}")
         for name in ("max_connections", "pool_bytes", "minimal_allocate_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -96,7 +100,14 @@ def make_options(url: str | None, given: StoreOptions) -> tuple[Address | None, 
     return address, _options({**options, **given})
 
 
-_FROM_TEXT: dict[str, Any] = {"deadline_s": float, "max_connections": int, "spin_us": int, "verify": str, "name": str}
+_FROM_TEXT: dict[str, Any] = {
+    "deadline_s": float,
+    "max_connections": int,
+    "spin_us": int,
+    "verify": str,
+    "name": str,
+    "inline_bytes": int,
+}
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -8,6 +8,7 @@ How far it came stays in its `Attempt`, so that the error of a deadline can tell
 import enum
 import random
 import socket
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -17,10 +18,12 @@ from infinistore.client.address import Address
 from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.health import Health
 from infinistore.client.link import Link
+from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
-from infinistore.protocol.connection import Pause, Receive, Send
+from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
+from infinistore.protocol.messages import HelloReply
 
 __all__ = ["Attempt", "Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
 
@@ -64,7 +67,9 @@ _Stream = TypeVar("_Stream", bound=ClientStream)
 
 
 class Connect(NamedTuple):
-    """Connect to the server; resume with the stream, and use that from now on."""
+    """Connect to this address; resume with the stream, and use that from now on."""
+
+    address: Address
 
 
 class Use(NamedTuple):
@@ -79,7 +84,9 @@ class Sleep(NamedTuple):
     seconds: float
 
 
-Call: TypeAlias = Generator[Send | Receive | Pause | Connect | Use | Sleep, Any, _T]
+Call: TypeAlias = Generator[
+    Send | Receive | SendDescriptors | ReceiveDescriptors | Pause | Connect | Use | Sleep, Any, _T
+]
 
 
 class RemoteCalls(Generic[_Stream]):
@@ -93,6 +100,10 @@ class RemoteCalls(Generic[_Stream]):
         self._idle: list[Link[_Stream]] = []
         self._streams: set[_Stream] = set()
         self._closed = ""
+        self._local: Address | None = None  # where the server was found on this host
+        self._unreachable = ("", "")  # the instance of a server whose Unix socket leads nowhere from here, and why
+        self._pool: MappedPool | None = None
+        self._pool_lock = threading.Lock()
         let_go_in_child(self)
 
     def attempt(self, *, idempotent: bool = True) -> Attempt:
@@ -163,12 +174,18 @@ class RemoteCalls(Generic[_Stream]):
         """Close the connections that nobody uses; the others are closed when their calls are done."""
         self._closed = self._closed or "this store is closed; open another one"
         self._close_idle()
+        with self._pool_lock:
+            if self._pool is not None:
+                self._pool.close()
 
     def let_go(self) -> None:
         """In a forked child: close the copies of the descriptors, whoever used them in the parent."""
         self._closed = FORKED
         for stream in self._streams:
             stream.socket.close()
+        self._pool_lock = threading.Lock()  # another thread of the parent may have held it
+        if self._pool is not None:
+            self._pool.let_go()
 
     def _take(self, deadline: float) -> Call[Link[_Stream]]:
         while (link := self._next_idle()) is not None:
@@ -180,16 +197,86 @@ class RemoteCalls(Generic[_Stream]):
         return (yield from self._connect(deadline))
 
     def _connect(self, deadline: float) -> Call[Link[_Stream]]:
-        stream: _Stream = yield Connect()
-        link = Link(stream, self.options, self._path(), self._clock)
+        """Connect by the best path there is: by shared memory if the server is on this host, and the URL leaves it
+        open."""
+        address = self.address
+        if self._local is not None and self._pool is not None:
+            try:
+                return (yield from self._connect_locally(self._local, deadline, self._pool.instance))
+            except StoreUnavailable:  # perhaps it has moved: ask again
+                self._local = None
+        if address.path:
+            if address.scheme == "shm":
+                return (yield from self._connect_locally(address, deadline))
+            return (yield from self._open(address, deadline, ("unix", "the URL asks for a Unix socket")))[0]
+        if address.scheme == "tcp":
+            return (yield from self._open(address, deadline, ("tcp", "the URL asks for TCP")))[0]
+        return (yield from self._ask_the_way(deadline))
+
+    def _ask_the_way(self, deadline: float) -> Call[Link[_Stream]]:
+        """Connect by TCP, and change to the server's Unix socket if that leads to the same server."""
+        link, hello = yield from self._open(self.address, deadline, ("tcp", ""))
+        why_not = "the server has no Unix socket"
+        if hello.instance == self._unreachable[0]:
+            why_not = self._unreachable[1]
+        elif hello.unix_socket:
+            local = Address("shm", "", 0, hello.unix_socket, {})
+            try:
+                found = yield from self._connect_locally(local, deadline, hello.instance)
+            except InfiniStoreException as error:
+                why_not = f"no shared memory: {error}"
+                if isinstance(error, StoreUnavailable):  # a server that has no room for one more may have some later
+                    self._unreachable = (hello.instance, why_not)
+            except BaseException:
+                self._close(link)
+                raise
+            else:
+                self._close(link)
+                self._local = local
+                return found
+        if self.address.scheme == "shm":
+            self._close(link)
+            raise StoreUnavailable(f"{self.address}: {why_not}")
+        link.open(hello, ("tcp", why_not), None)
+        yield Use(link.stream)  # and not the one that was tried last
+        return link
+
+    def _connect_locally(self, address: Address, deadline: float, instance: str | None = None) -> Call[Link[_Stream]]:
+        """Connect by a Unix socket, to use shared memory; `instance` is the server that it must lead to."""
+        link, hello = yield from self._open(address, deadline, ("unix", ""))
+        if instance not in (None, hello.instance):
+            self._close(link)
+            raise StoreUnavailable(f"another server than the one at {self.address} listens on {address.path}")
+        try:
+            pool = self._pool_of(hello.instance)
+        except StoreUnavailable:
+            self._close(link)
+            raise
+        link.open(hello, ("shm", f"the server is on this host, at {address.path}"), pool)
+        return link
+
+    def _pool_of(self, instance: str) -> MappedPool:
+        """Return what is mapped of this run of a server; what was mapped of another one is given up."""
+        with self._pool_lock:
+            self.check_open()
+            if self._pool is None or self._pool.instance != instance:
+                if self._pool is not None:
+                    self._pool.close()
+                self._pool = MappedPool(instance)
+            return self._pool
+
+    def _open(self, address: Address, deadline: float, path: tuple[str, str]) -> Call[tuple[Link[_Stream], HelloReply]]:
+        stream: _Stream = yield Connect(address)
+        link = Link(stream, self.options, self._clock)
         link.deadline = deadline
         self._streams.add(stream)
         try:
-            yield from link.greet()
+            hello = yield from link.greet()
         except BaseException:
             self._close(link)
             raise
-        return link
+        link.open(hello, path, None)
+        return link, hello
 
     def _give_back(self, link: Link[_Stream]) -> None:
         if link.usable:
@@ -208,13 +295,6 @@ class RemoteCalls(Generic[_Stream]):
     def _close_idle(self) -> None:
         while (link := self._next_idle()) is not None:
             self._close(link)
-
-    def _path(self) -> tuple[str, str]:
-        if self.address.scheme == "unix":
-            return "unix", f"the URL names a Unix socket, {self.address.path}"
-        if self.address.scheme == "tcp":
-            return "tcp", f"the URL asks for TCP to {self.address.host}:{self.address.port}"
-        return "tcp", f"the only way to {self.address.host}:{self.address.port} that this release knows"
 
     def check_open(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""

@@ -13,7 +13,7 @@ from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Attempt, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Receive, Send
+from infinistore.protocol.connection import Receive, ReceiveDescriptors, Send
 from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
 
 __all__ = ["open_store"]
@@ -99,8 +99,10 @@ class _RemoteThreadStore(BlockingStore):
                         result = stream.receive_into(effect.views)
                     elif isinstance(effect, Send):
                         stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        result = stream.receive_descriptors(effect.views, effect.descriptors)
                     elif isinstance(effect, Connect):
-                        result = stream = self._connect(attempt.deadline)
+                        result = stream = self._connect(effect.address, attempt.deadline)
                     elif isinstance(effect, Use):
                         stream = effect.stream
                         stream.deadline = attempt.deadline
@@ -117,10 +119,9 @@ class _RemoteThreadStore(BlockingStore):
         finally:
             call.close()
 
-    def _connect(self, deadline: float) -> BlockingSocketStream:
-        address = self._calls.address
+    def _connect(self, address: Address, deadline: float) -> BlockingSocketStream:
         spin_s = self._calls.options.spin_us * 1e-6
-        if address.scheme == "unix":
+        if address.path:
             stream = connect_unix(address.path, deadline, spin_s=spin_s)
         else:
             stream = connect_tcp(address.host, address.port, deadline, spin_s=spin_s)

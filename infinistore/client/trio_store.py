@@ -13,7 +13,7 @@ from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Receive, Send
+from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.transports.sockets import SocketStream, connect_tcp, connect_unix
 
 __all__ = ["open_store"]
@@ -36,6 +36,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         max_connections: how many connections may carry blocks at a time; 8 unless given. Two more carry look-ups.
         spin_us: how long to wait awake for a quick server before sleeping, in microseconds; 200 unless given, 0 never
             does. (The Trio client always sleeps: other tasks have their turn.)
+        inline_bytes: with shared memory, a batch of at most so many bytes goes through the socket all the same: one
+            round trip is quicker than two; 65536 unless given.
         name: what the server's statistics call this client.
         pool_bytes: embedded only: how much memory the store takes; 256 MiB unless given.
         minimal_allocate_bytes: embedded only: blocks take whole multiples of this; 64 KiB unless given.
@@ -123,12 +125,16 @@ class _RemoteTrioStore(AsyncStore):
                         result = await stream.receive_into(effect.views)
                     elif isinstance(effect, Send):
                         result = await stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        result = await stream.receive_descriptors(effect.views, effect.descriptors)
                     elif isinstance(effect, Connect):
-                        result = stream = await _connect(self._calls.address)
+                        result = stream = await _connect(effect.address)
                     elif isinstance(effect, Use):
                         stream = effect.stream
                     elif isinstance(effect, Sleep):
                         await trio.sleep(effect.seconds)
+                    elif isinstance(effect, Pause):
+                        await trio.lowlevel.checkpoint()
                 except StoreUnavailable as error:
                     effect = call.throw(error)
                 else:
@@ -140,6 +146,6 @@ class _RemoteTrioStore(AsyncStore):
 
 
 async def _connect(address: Address) -> SocketStream:
-    if address.scheme == "unix":
+    if address.path:
         return await connect_unix(address.path)
     return await connect_tcp(address.host, address.port)

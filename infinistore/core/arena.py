@@ -23,8 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.errors import OutOfMemory
 
-__all__ = ["Arena", "create_arena"]
+__all__ = ["Arena", "Mapping", "create_arena"]
 
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _PREFAULT_STEP_BYTES = 64 << 20  # so that threads share the work evenly
 _MEMORY_MARGIN_BYTES = 64 << 20  # left for everything else when an arena is made
@@ -60,6 +62,19 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"<Arena {self.index}: {self.length} bytes, {'closed' if self.fd < 0 else f'fd {self.fd}'}>"
+
+    def share(self, *, writable: bool) -> int:
+        """Return the descriptor, made fit to be handed to another process; it stays the arena's to close.
+
+        The file cannot be resized or sealed any more, nor opened again by way of /proc by another user. Without
+        `writable`, nobody can make a writable mapping from now on; this process keeps the one it has.
+        """
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        wanted = seals if writable else seals | _F_SEAL_FUTURE_WRITE
+        if fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & wanted != wanted:
+            os.fchmod(self.fd, 0o400)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, wanted)
+        return self.fd
 
     def close(self) -> None:
         """Close the descriptor and let go of the memory; idempotent.
@@ -150,10 +165,36 @@ def _take_memory(fd: int, length: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-def _map(fd: int, length: int) -> int:
-    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+class Mapping:
+    """Another process's arena, mapped from its descriptor, which may be closed afterwards.
+
+    `memory` is its bytes (format "B"). The mapping lives as long as anybody holds a view of it; a forked child does not
+    have it. OutOfMemory when there is no address space; PermissionError when the arena may not be written.
+    """
+
+    def __init__(self, fd: int, length: int, *, writable: bool) -> None:
+        self.length = length
+        self.writable = writable
+        self._address = _map(fd, length, writable=writable)
+        self._bytes = (ctypes.c_ubyte * length).from_address(self._address)
+        weakref.finalize(self._bytes, _unmap, self._address, length, os.getpid()).atexit = False
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(self._address, length, mmap.MADV_DONTFORK))
+        view = memoryview(self._bytes).cast("B")
+        self.memory = view if writable else view.toreadonly()
+
+    def populate(self, start: int, length: int) -> None:
+        """Make pages present before they are used; 0.5 s per GiB. Does nothing before Linux 5.14, which cannot."""
+        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
+        _libc.madvise(self._address + start, length, advice)
+
+
+def _map(fd: int, length: int, *, writable: bool = True) -> int:
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()
+        if code in (errno.EPERM, errno.EACCES):
+            raise PermissionError(code, f"mapping {length} bytes: {os.strerror(code)}")
         raise OutOfMemory(
             f"mapping {length} bytes failed: {os.strerror(code)}; use a smaller pool, or raise the limit on address"
             " space (ulimit -v)"

@@ -9,6 +9,7 @@ What may happen, and where it leads (both ends; the server hears requests and sp
     HELLO    -- a Hello -->                     REPLYING
     READY    -- a request without payload -->   REPLYING
     READY    -- a Put -->                       PAYLOAD    -- all its payload, kept or discarded -->  REPLYING
+    READY    -- a Release, which has no reply --> READY
     REPLYING -- the reply -->                   READY
     any      -- a fatal error reply -->         CLOSED
 
@@ -29,14 +30,27 @@ from infinistore.protocol.messages import (
     ErrorReply,
     GetReply,
     Hello,
+    LeaseReply,
     Message,
     Put,
+    Release,
     Reply,
     Request,
 )
 from infinistore.protocol.span import Span
 
-__all__ = ["ClientConnection", "Exchange", "Pause", "Receive", "Received", "Send", "ServerConnection", "State"]
+__all__ = [
+    "ClientConnection",
+    "Exchange",
+    "Pause",
+    "Receive",
+    "ReceiveDescriptors",
+    "Received",
+    "Send",
+    "SendDescriptors",
+    "ServerConnection",
+    "State",
+]
 
 _T = TypeVar("_T")
 READ_AHEAD_BYTES = 64 * 1024
@@ -60,11 +74,25 @@ class Receive(NamedTuple):
     views: Sequence[memoryview]
 
 
+class SendDescriptors(NamedTuple):
+    """Send all of these views, in order, and with the first byte these descriptors. Over a Unix socket only."""
+
+    views: Sequence[memoryview]
+    descriptors: Sequence[int]
+
+
+class ReceiveDescriptors(NamedTuple):
+    """As `Receive`, and append to `descriptors` those that come with the bytes."""
+
+    views: Sequence[memoryview]
+    descriptors: list[int]
+
+
 class Pause(NamedTuple):
     """Let others have their turn; nothing is to be moved. Only what works inside one process yields it."""
 
 
-Exchange: TypeAlias = Generator[Send | Receive | Pause, int, _T]
+Exchange: TypeAlias = Generator[Send | Receive | SendDescriptors | ReceiveDescriptors | Pause, int, _T]
 
 
 class State(enum.Enum):
@@ -96,12 +124,14 @@ class _FrameReader:
         self._start = 0
         self._end = 0
 
-    def read_head(self) -> Exchange[tuple[Header, memoryview] | None]:
+    def read_head(self, descriptors: list[int] | None = None) -> Exchange[tuple[Header, memoryview] | None]:
         """Return the next header and body, or `None` if the stream ended between two frames.
+
+        With `descriptors`, those that come beside it are appended there.
 
         The body is good until the next call of any method.
         """
-        if not (yield from self._fill(HEADER_BYTES)):
+        if not (yield from self._fill(HEADER_BYTES, descriptors)):
             return None
         start = self._start
         header = parse_header(
@@ -154,7 +184,7 @@ class _FrameReader:
                 raise StoreUnavailable(f"the connection ended {count} bytes before the end of a frame")
             count -= got
 
-    def _fill(self, length: int) -> Exchange[bool]:
+    def _fill(self, length: int, descriptors: list[int] | None = None) -> Exchange[bool]:
         """Have at least `length` bytes in the buffer; False if the stream ended with none."""
         have = self._end - self._start
         if have >= length:
@@ -163,7 +193,8 @@ class _FrameReader:
             self._buffer[:have] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, have
         while self._end - self._start < length:
-            count = yield Receive([self._buffer[self._end :]])
+            room = [self._buffer[self._end :]]
+            count = yield Receive(room) if descriptors is None else ReceiveDescriptors(room, descriptors)
             if not count:
                 if self._end == self._start:
                     return False
@@ -200,7 +231,7 @@ class ServerConnection:
         self._request_id = header.request_id
         kind = KINDS[header.kind]
         # Refused before it is decoded: whatever is in it, nobody wants it.
-        if kind not in REPLIES:
+        if kind not in REPLIES and kind is not Release:
             raise ProtocolError(f"a client may not send {kind.__name__}")
         if (kind is Hello) != (self.state is State.HELLO):
             raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
@@ -213,9 +244,10 @@ class ServerConnection:
         elif payload_bytes:
             raise ProtocolError(f"{kind.__name__} has no payload, but {payload_bytes} bytes come with it")
         self._reader.max_body_bytes = self._max_body_bytes
-        self._reply_kind = REPLIES[type(message)]
+        self._reply_kind = REPLIES.get(type(message))
         self.payload_left = payload_bytes
-        self.state = State.PAYLOAD if payload_bytes else State.REPLYING
+        if self._reply_kind is not None:
+            self.state = State.PAYLOAD if payload_bytes else State.REPLYING
         return Received(message, header.request_id, payload_bytes, header.deadline_us)
 
     def read_payload(self, views: Sequence[memoryview]) -> Exchange[None]:
@@ -237,13 +269,16 @@ class ServerConnection:
         self.payload_left = 0
         self.state = State.REPLYING
 
-    def reply(self, message: Reply, payload: Sequence[memoryview] = ()) -> Exchange[None]:
-        """Send the reply to the last request, header and payload in one go."""
+    def reply(
+        self, message: Reply, payload: Sequence[memoryview] = (), *, descriptors: Sequence[int] = ()
+    ) -> Exchange[None]:
+        """Send the reply to the last request, header and payload in one go, with descriptors beside it if there are."""
         assert self.state is State.REPLYING
         assert type(message) in (self._reply_kind, ErrorReply)
         head = encode_head(message, request_id=self._request_id, payload_bytes=sum(map(len, payload)))
+        views = [memoryview(head), *payload]
         self._sending = True
-        yield Send([memoryview(head), *payload])
+        yield SendDescriptors(views, descriptors) if descriptors else Send(views)
         self._sending = False
         self._request_id = 0
         self.state = State.READY
@@ -276,10 +311,12 @@ class ClientConnection:
         *,
         payload_bytes: int = 0,
         deadline_us: int = 0,
+        descriptors: list[int] | None = None,
     ) -> Exchange[Reply]:
         """Send a request, and return the reply, whose payload (a `GetReply` has one) is still to be read.
 
         `payload` yields groups of views; each group is asked for just before it is sent, so that it can be hashed then.
+        With `descriptors`, those that come with the reply are appended there; they are the caller's to close.
 
         Raises:
             InfiniStoreException: what the server answered, if that is an error; `state` tells if the connection lives.
@@ -300,7 +337,7 @@ class ClientConnection:
             # A server that refuses a payload says why before it closes.
             raise (yield from self._read_refusal()) or broken from None
         self.state = State.REPLYING
-        return (yield from self._read_reply(message, request_id))
+        return (yield from self._read_reply(message, request_id, descriptors))
 
     def _read_refusal(self) -> Exchange[InfiniStoreException | None]:
         """Return the error that the server has sent before the connection broke, if it has sent one."""
@@ -312,8 +349,15 @@ class ClientConnection:
                 return error_from_code(reply.code, reply.message)
         return None
 
-    def _read_reply(self, request: Request, request_id: int) -> Exchange[Reply]:
-        frame = yield from self._reader.read_head()
+    def notify(self, message: Release) -> Exchange[None]:
+        """Send the one request that has no reply."""
+        assert self.state is State.READY
+        self.state = State.PAYLOAD
+        yield Send([memoryview(encode_head(message, request_id=0))])
+        self.state = State.READY
+
+    def _read_reply(self, request: Request, request_id: int, descriptors: list[int] | None = None) -> Exchange[Reply]:
+        frame = yield from self._reader.read_head(descriptors)
         if frame is None:
             self.state = State.CLOSED
             raise StoreUnavailable("the server closed the connection instead of replying")
@@ -326,7 +370,7 @@ class ClientConnection:
         # A fatal error may be about the connection, or about a request that the server could not read.
         if header.request_id != request_id and not fatal:
             raise ProtocolError(f"a reply to request {header.request_id} where one to {request_id} belongs")
-        expected = _get_payload_bytes(reply) if isinstance(reply, GetReply) else 0
+        expected = _payload_bytes_of(reply)
         if header.payload_bytes != expected:
             raise ProtocolError(f"{kind.__name__} with {header.payload_bytes} bytes of payload instead of {expected}")
         if isinstance(reply, ErrorReply):
@@ -364,9 +408,11 @@ def _put_payload_bytes(put: Put) -> int:
     return sum(put.sizes) + (8 * len(put.keys) if put.checksums else 0)
 
 
-def _get_payload_bytes(reply: GetReply) -> int:
-    """How long the payload of this GetReply must be."""
-    return sum(size for size in reply.sizes if size != MISSING)
+def _payload_bytes_of(reply: Reply) -> int:
+    """How long the payload of this reply must be."""
+    if isinstance(reply, GetReply) or (isinstance(reply, LeaseReply) and not reply.lease):
+        return sum(size for size in reply.sizes if size != MISSING)
+    return 0
 
 
 def _message(error: InfiniStoreException) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "MISSING",
     "NO_CHECKSUM",
     "PROTOCOL_VERSION",
+    "Commit",
     "CountReply",
     "Delete",
     "ErrorReply",
@@ -29,7 +30,11 @@ __all__ = [
     "HelloReply",
     "Keys",
     "KeysReply",
+    "Lease",
+    "LeaseReply",
     "ListKeys",
+    "MapArenas",
+    "MapArenasReply",
     "MatchPrefix",
     "MatchPrefixReply",
     "Message",
@@ -37,9 +42,12 @@ __all__ = [
     "Purge",
     "Put",
     "PutReply",
+    "Release",
     "ReleaseHold",
     "Reply",
     "Request",
+    "Reserve",
+    "ReserveReply",
     "Statistics",
     "StatisticsReply",
     "Tree",
@@ -259,6 +267,92 @@ class VerifyReply:
 
 
 @attrs.frozen
+class MapArenas:
+    """Ask for the descriptors of the arenas from number `first` on. Over a Unix socket only."""
+
+    KIND: ClassVar[int] = 0x10
+    first: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class MapArenasReply:
+    """The lengths of the arenas, in bytes; their descriptors come beside the frame (SCM_RIGHTS), in the same order.
+
+    `writable` tells if they may be mapped for writing.
+    """
+
+    KIND: ClassVar[int] = 0x90
+    lengths: Numbers
+    writable: bool = attrs.field(validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Reserve:
+    """Take room for a batch that the client will write into mapped arenas by itself, and then `Commit`."""
+
+    KIND: ClassVar[int] = 0x11
+    sizes: Numbers
+
+
+@attrs.frozen
+class ReserveReply:
+    """Where the room is. A place is the number of an arena times 2**48, plus the offset in it, in bytes."""
+
+    KIND: ClassVar[int] = 0x91
+    reservation: int = attrs.field(validator=_count)
+    places: Numbers
+
+
+@attrs.frozen
+class Commit:
+    """Name the blocks of a reservation, and make them visible at once. Answered like a Put.
+
+    `checksums` is empty, or has one number for each block.
+    """
+
+    KIND: ClassVar[int] = 0x12
+    reservation: int = attrs.field(validator=_count)
+    keys: Keys
+    checksums: Numbers
+    replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Lease:
+    """Pin a batch where it is, for reading in mapped arenas, until `Release`.
+
+    `capacities` is as in a Get. A batch of at most `inline_bytes` comes as payload instead, and is not pinned.
+    """
+
+    KIND: ClassVar[int] = 0x14
+    keys: Keys
+    capacities: Numbers
+    inline_bytes: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class LeaseReply:
+    """Where the blocks are. `sizes` are as in a GetReply; `places` as in a ReserveReply, 0 for what is not there.
+
+    If `lease` is 0, `places` is empty and the blocks that are there follow as payload.
+    """
+
+    KIND: ClassVar[int] = 0x94
+    lease: int = attrs.field(validator=_count)
+    sizes: Numbers
+    checksums: Numbers
+    places: Numbers
+
+
+@attrs.frozen
+class Release:
+    """End a lease. The one request that has no reply: the client need not wait."""
+
+    KIND: ClassVar[int] = 0x15
+    lease: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
 class CountReply:
     """The answer to every request that is answered by one number."""
 
@@ -280,7 +374,23 @@ class ErrorReply:
 
 
 Request: TypeAlias = (
-    Hello | Put | Get | Exists | MatchPrefix | ReleaseHold | Delete | ListKeys | Purge | Evict | Statistics | Verify
+    Hello
+    | Put
+    | Get
+    | Exists
+    | MatchPrefix
+    | ReleaseHold
+    | Delete
+    | ListKeys
+    | Purge
+    | Evict
+    | Statistics
+    | Verify
+    | MapArenas
+    | Reserve
+    | Commit
+    | Lease
+    | Release
 )
 Reply: TypeAlias = (
     HelloReply
@@ -291,6 +401,9 @@ Reply: TypeAlias = (
     | KeysReply
     | StatisticsReply
     | VerifyReply
+    | MapArenasReply
+    | ReserveReply
+    | LeaseReply
     | CountReply
     | ErrorReply
 )
@@ -309,7 +422,11 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Evict: CountReply,
     Statistics: StatisticsReply,
     Verify: VerifyReply,
+    MapArenas: MapArenasReply,
+    Reserve: ReserveReply,
+    Commit: PutReply,
+    Lease: LeaseReply,
 }
-"""Which reply answers which request, besides `ErrorReply`, which answers any."""
+"""Which reply answers which request, besides `ErrorReply`, which answers any. A `Release` is not answered."""
 
-KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), ErrorReply)}
+KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), Release, ErrorReply)}

@@ -179,6 +179,7 @@ class Server:
             statistics=self._statistics_tree,
             token=token,
             growth=growth,
+            shared_writes=config.shm_writes == "on",
         )
 
     def _hello(self) -> HelloReply:

@@ -7,12 +7,14 @@ answered one after the other, so a slow reader slows nobody but itself; a pipeli
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from operator import gt
 from typing import TypeVar
 
 import attrs
 import trio
 
+from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.clients import Reservation
 from infinistore.core.store import StoreCore
 from infinistore.errors import (
@@ -30,16 +32,23 @@ from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Exchange, Received, ServerConnection, State
 from infinistore.protocol.messages import (
     MISSING,
+    Commit,
     ErrorReply,
     Get,
     GetReply,
     Hello,
     HelloReply,
+    Lease,
+    LeaseReply,
+    MapArenas,
+    MapArenasReply,
     MatchPrefix,
     MatchPrefixReply,
     Put,
     PutReply,
+    Release,
     Reply,
+    Reserve,
     Statistics,
     StatisticsReply,
     Tree,
@@ -47,7 +56,9 @@ from infinistore.protocol.messages import (
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import answer
+from infinistore.server.shared_memory import SharedBatches
 from infinistore.transports.base import Stream, drive
+from infinistore.transports.sockets import MAX_DESCRIPTORS
 
 __all__ = ["Service", "Session", "SessionLimits", "Traffic"]
 
@@ -104,6 +115,8 @@ class Service:
     token: str = attrs.field(default="", repr=False)
     growth: PoolGrowth | None = None
     recorder: Recorder = attrs.field(factory=Recorder)
+    shared_writes: bool = True
+    """Whether clients that map the pool may write to it."""
 
 
 class Session:
@@ -127,6 +140,7 @@ class Session:
         self._scope = trio.CancelScope()
         self._finishing = False
         self._client = service.core.open_client(name)
+        self._batches = SharedBatches(service.core) if stream.passes_descriptors else None
 
     @property
     def pinned_bytes(self) -> int:
@@ -142,6 +156,16 @@ class Session:
     async def run(self) -> None:
         """Serve the stream until the client leaves, breaks the protocol, or `finish` is called."""
         try:
+            await self._until_over()
+            await self._until_quiet()
+        finally:
+            # What goes over the socket goes through this task, which is done. What the client does in mapped memory
+            # ended with its end of the stream; or the server is going, and the memory with it.
+            self._core.close_client(self._client)
+            self._stream.close()
+
+    async def _until_over(self) -> None:
+        try:
             with self._scope:
                 await self._converse()
         except StoreUnavailable as error:
@@ -156,10 +180,20 @@ class Session:
             _log.exception("internal error", extra={"client": self.name, "transport": self.transport})
             self.traffic.errors += 1
             await self._say_goodbye(InfiniStoreException("internal error of the server; its log has more"))
-        finally:
-            # Every byte of this client goes through this task, which is done: nobody writes or reads there any more.
-            self._core.close_client(self._client)
-            self._stream.close()
+
+    async def _until_quiet(self) -> None:
+        """Wait until a client that still holds room or pins in mapped memory cannot touch it any more.
+
+        The end of its side of the stream proves that. Until then, however long it takes, nobody gets its room.
+        """
+        if self._batches is None or not self._client.pinned_bytes:
+            return
+        self._core.quarantine(self._client)
+        with suppress(StoreUnavailable):
+            await self._stream.send_eof()
+            buffer = [memoryview(bytearray(64 * 1024))]
+            while await self._stream.receive_into(buffer):
+                pass
 
     async def _converse(self) -> None:
         await self._greet()
@@ -172,8 +206,8 @@ class Session:
                 return
             start = recorder.clock()
             traffic.requests += 1
+            bytes_before = traffic.received_bytes + traffic.sent_bytes
             traffic.received_bytes += received.payload_bytes
-            sent_bytes = traffic.sent_bytes
             outcome = CANCELLED
             try:
                 outcome = await self._serve(received)
@@ -181,7 +215,7 @@ class Session:
                 outcome = outcome_of(error)
                 raise
             finally:
-                moved_bytes = received.payload_bytes + traffic.sent_bytes - sent_bytes
+                moved_bytes = traffic.received_bytes + traffic.sent_bytes - bytes_before
                 elapsed_s = recorder.clock() - start
                 recorder.record(type(received.message), self.transport, outcome, moved_bytes, elapsed_s)
                 if logs_requests:
@@ -222,6 +256,8 @@ class Session:
                 await self._get(message, received)
             elif isinstance(message, MatchPrefix) and not message.hold_us:
                 await self._match_prefix(message)
+            elif isinstance(message, MapArenas | Reserve | Commit | Lease | Release):
+                await self._share(message, received)
             elif isinstance(message, Statistics):
                 await self._reply(StatisticsReply(await self._service.statistics(message.details)))
             else:
@@ -287,22 +323,70 @@ class Session:
             raise
 
     async def _get(self, get: Get, received: Received) -> None:
-        if get.capacities and len(get.capacities) != len(get.keys):
-            raise ProtocolError(f"a Get of {len(get.keys)} keys and {len(get.capacities)} capacities")
-        lease = self._core.lease(self._client, get.keys, max_bytes=self._limits.max_payload_bytes)
+        lease = self._lease(get)
         try:
-            sizes = lease.lengths
-            if get.capacities and any(map(gt, sizes, get.capacities)):
-                raise _too_small(get, sizes)
-            sizes = [size or MISSING for size in sizes]  # no value is empty: a length of 0 says that there is none
+            sizes = [size or MISSING for size in lease.lengths]  # no value is empty: a length of 0 says there is none
             checksums = lease.checksums if get.checksums else ()
-            views = lease.merged_views
-            payload_bytes = sum(map(len, views))
-            self.traffic.sent_bytes += payload_bytes
-            with trio.move_on_after(self._limits.transfer_s(payload_bytes, received.deadline_us)) as scope:
-                await self._drive(self._connection.reply(GetReply(numbers(sizes), numbers(checksums)), views))
+            await self._send_blocks(GetReply(numbers(sizes), numbers(checksums)), lease.merged_views, received)
         finally:
             self._core.release(lease)
+
+    def _lease(self, request: Get | Lease) -> CoreLease:
+        """Pin what a request asks for, if there is room for all of it at the client's."""
+        if request.capacities and len(request.capacities) != len(request.keys):
+            raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
+        lease = self._core.lease(self._client, request.keys, max_bytes=self._limits.max_payload_bytes)
+        if request.capacities and any(map(gt, lease.lengths, request.capacities)):
+            self._core.release(lease)
+            raise _too_small(request, lease.lengths)
+        return lease
+
+    async def _send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
+        payload_bytes = sum(map(len, views))
+        self.traffic.sent_bytes += payload_bytes
+        with trio.move_on_after(self._limits.transfer_s(payload_bytes, received.deadline_us)) as scope:
+            await self._drive(self._connection.reply(reply, views))
+        if scope.cancelled_caught:
+            raise StoreUnavailable("the client did not take its reply in time")
+
+    async def _share(self, message: MapArenas | Reserve | Commit | Lease | Release, received: Received) -> None:
+        """Answer a client that moves its bytes by itself, in mapped memory."""
+        if self._batches is None:
+            raise ProtocolError("shared memory needs the server's Unix socket")
+        if isinstance(message, Reserve):
+            reservation = await self._reserve(message.sizes, received.deadline_us)
+            await self._reply(self._batches.reserve(reservation))
+        elif isinstance(message, Commit):
+            reply, payload_bytes = self._batches.commit(message)
+            self.traffic.received_bytes += payload_bytes
+            await self._reply(reply)
+        elif isinstance(message, Lease):
+            await self._share_lease(message, received)
+        elif isinstance(message, Release):
+            self._batches.release(message.lease)
+        else:
+            await self._share_arenas(message)
+
+    async def _share_lease(self, message: Lease, received: Received) -> None:
+        assert self._batches is not None
+        lease = self._lease(message)
+        if sum(lease.lengths) > message.inline_bytes:
+            self.traffic.sent_bytes += sum(lease.lengths)
+            return await self._reply(self._batches.lease(lease))
+        try:
+            sizes = numbers(length or MISSING for length in lease.lengths)
+            reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
+            await self._send_blocks(reply, lease.merged_views, received)
+        finally:
+            self._core.release(lease)
+
+    async def _share_arenas(self, message: MapArenas) -> None:
+        writable = self._service.shared_writes
+        arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS]
+        descriptors = [arena.share(writable=writable) for arena in arenas]
+        reply = MapArenasReply(numbers(arena.length for arena in arenas), writable)
+        with trio.move_on_after(self._limits.grace_s) as scope:
+            await self._drive(self._connection.reply(reply, descriptors=descriptors))
         if scope.cancelled_caught:
             raise StoreUnavailable("the client did not take its reply in time")
 
@@ -337,7 +421,7 @@ class Session:
                 pass  # it has gone
 
 
-def _too_small(get: Get, sizes: Sequence[int]) -> BufferTooSmall:
+def _too_small(get: Get | Lease, sizes: Sequence[int]) -> BufferTooSmall:
     key, size, capacity = next(
         found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
     )

@@ -460,7 +460,7 @@ def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later
 
 
 def test_the_deadline_in_a_header_is_never_zero_which_would_mean_for_ever() -> None:
-    link: Link[object] = Link(object(), Options(), ("tcp", ""), lambda: 100.0)
+    link: Link[object] = Link(object(), Options(), lambda: 100.0)
     for left_s, expected_us in ((-5.0, 1), (0.0, 1), (1e-9, 1), (1.5, 1_500_000)):
         link.deadline = 100.0 + left_s
         assert link._remaining_us() == expected_us

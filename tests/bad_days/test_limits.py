@@ -22,8 +22,8 @@ HELLO: dict[str, Any] = {
 
 
 def greet(wire: Wire) -> Link[object]:
-    link: Link[object] = Link(object(), Options(), ("tcp", ""), lambda: 0.0)
-    wire.run(link.greet())
+    link: Link[object] = Link(object(), Options(), lambda: 0.0)
+    link.open(wire.run(link.greet()), ("tcp", ""), None)
     return link
 
 

@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "manage_port": [2, "65535", "off"],
     "unix_socket": ["auto", "off", "/run/infinistore.sock"],
     "spin_time": [0, "50", 10_000],
+    "shm_writes": ["on", "off"],
     "drain_timeout": [0, "2.5", 86400],
     "prealloc_size": [1, "512MiB", 0.5, "2GiB"],
     "minimal_allocate_size": [16, "64", "1MiB"],

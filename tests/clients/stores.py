@@ -4,6 +4,7 @@ A new client or transport is one more line in `STORES`. Asynchronous stores are 
 blocking, so that one test, and one rule machine, does for all.
 """
 
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
@@ -101,14 +102,15 @@ def _served(
         yield Opened(store, server.core, _looker(loops), config.max_batch_keys, server)
 
 
-def _address(server: RunningServer, config: ServerConfig) -> str:
-    return server.url if config.unix_socket == "off" else f"unix://{server.unix_path}"
+def _address(server: RunningServer, config: ServerConfig, options: dict[str, Any]) -> str:
+    scheme = "shm" if "inline_bytes" in options else "unix"
+    return server.url if config.unix_socket == "off" else f"{scheme}://{server.unix_path}"
 
 
 def _remote_threads(
     loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
 ) -> AbstractContextManager[Opened]:
-    return _served(loops, config, lambda server: blocking.open_store(_address(server, config), **options))
+    return _served(loops, config, lambda server: blocking.open_store(_address(server, config, options), **options))
 
 
 def _remote_trio(
@@ -116,7 +118,7 @@ def _remote_trio(
 ) -> AbstractContextManager[Opened]:
     @contextmanager
     def open_store(server: RunningServer) -> Iterator[BlockingStore]:
-        with loops.trio.entered(lambda: infinistore.open_store(_address(server, config), **options)) as store:
+        with loops.trio.entered(lambda: infinistore.open_store(_address(server, config, options), **options)) as store:
             yield as_blocking(store, loops.trio)
 
     return _served(loops, config, open_store)
@@ -127,10 +129,23 @@ def _remote_asyncio(
 ) -> AbstractContextManager[Opened]:
     @contextmanager
     def open_store(server: RunningServer) -> Iterator[BlockingStore]:
-        with loops.asyncio.entered(lambda: aio.open_store(_address(server, config), **options)) as store:
+        with loops.asyncio.entered(lambda: aio.open_store(_address(server, config, options), **options)) as store:
             yield as_blocking(store, loops.asyncio)
 
     return _served(loops, config, open_store)
+
+
+def _shared(opener: Opener) -> Opener:
+    """The same by shared memory, and every block by it, however short."""
+
+    @contextmanager
+    def opened(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = attrs.evolve(config, unix_socket=f"{folder}/store.sock")
+            with opener(loops, config, {"inline_bytes": 0, **options}, seed) as store:
+                yield store
+
+    return opened
 
 
 @contextmanager
@@ -167,5 +182,8 @@ REMOTE: dict[str, Opener] = {
     "trio": _remote_trio,
     "asyncio": _remote_asyncio,
     "simulated": _simulated,
+    "shm-threads": _shared(_remote_threads),
+    "shm-trio": _shared(_remote_trio),
+    "shm-asyncio": _shared(_remote_asyncio),
 }
 STORES: dict[str, Opener] = {**EMBEDDED, **REMOTE}

@@ -4,6 +4,7 @@ The same call runs again and again, and is cancelled at its first await, its sec
 """
 
 import itertools
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -91,12 +92,18 @@ async def situation(kind: str) -> AsyncGenerator[Situation, None]:
         async with simulated_store(config, seed=7) as (store, server):
             yield Situation(store, server.core, server)
             await store.purge()
+    elif kind == "shared memory":
+        with tempfile.TemporaryDirectory() as folder:
+            config = make_config(prealloc_bytes=32 * MIB, unix_socket=f"{folder}/store.sock")
+            url = f"shm://{folder}/store.sock"
+            async with running_server(config) as server, infinistore.open_store(url) as store:
+                yield Situation(store, server.core, server)
     else:
         async with running_server(config) as server, infinistore.open_store(server.url) as store:
             yield Situation(store, server.core, server)
 
 
-SIZES = {"embedded": 3 * MIB, "simulated": 3000, "sockets": 2 * MIB}
+SIZES = {"embedded": 3 * MIB, "simulated": 3000, "sockets": 2 * MIB, "shared memory": 3 * MIB}
 kinds = pytest.mark.parametrize("kind", SIZES)
 
 

@@ -23,6 +23,7 @@ from infinistore.protocol.messages import (
     KINDS,
     MISSING,
     REPLIES,
+    Commit,
     CountReply,
     Delete,
     ErrorReply,
@@ -35,16 +36,23 @@ from infinistore.protocol.messages import (
     HelloReply,
     Keys,
     KeysReply,
+    Lease,
+    LeaseReply,
     ListKeys,
+    MapArenas,
+    MapArenasReply,
     MatchPrefix,
     MatchPrefixReply,
     Message,
     Purge,
     Put,
     PutReply,
+    Release,
     ReleaseHold,
     Reply,
     Request,
+    Reserve,
+    ReserveReply,
     Statistics,
     StatisticsReply,
     Tree,
@@ -84,6 +92,14 @@ EXAMPLES: dict[type[Message], Message] = {
         StatisticsReply(Tree({"keys": 1})),
         Verify(ONE_KEY),
         VerifyReply(b"\1"),
+        MapArenas(),
+        MapArenasReply(numbers([2**20]), writable=True),
+        Reserve(numbers([5])),
+        ReserveReply(1, numbers([2**48])),
+        Commit(1, ONE_KEY, numbers()),
+        Lease(ONE_KEY, numbers()),
+        LeaseReply(1, numbers([5]), numbers([0]), numbers([2**48])),
+        Release(1),
         CountReply(3),
         ErrorReply(OutOfMemory.code, "full"),
     )
@@ -161,16 +177,41 @@ def test_there_is_an_example_of_every_message() -> None:
 @pytest.mark.parametrize("state", [State.HELLO, State.READY])
 def test_a_server_takes_what_the_table_allows_and_refuses_the_rest(state: State, kind: type[Message]) -> None:
     connection = server(state)
-    allowed = kind is Hello if state is State.HELLO else kind in REPLIES and kind is not Hello
+    allowed = kind is Hello if state is State.HELLO else kind in (*REPLIES, Release) and kind is not Hello
     if allowed:
         received = Wire(whole_frame(kind)).run(connection.receive())
         assert received is not None
         assert received.message == EXAMPLES[kind]
-        assert connection.state is (State.PAYLOAD if kind is Put else State.REPLYING)
+        assert connection.state is {Put: State.PAYLOAD, Release: State.READY}.get(kind, State.REPLYING)
     else:
         with pytest.raises(ProtocolError, match=rf"{kind.__name__}"):
             Wire(whole_frame(kind)).run(connection.receive())
         assert connection.state is state
+
+
+def test_a_request_follows_a_release_at_once_at_both_ends() -> None:
+    connection = client(State.READY)
+    asked = Wire(frame(CountReply(3), request_id=2))
+    asked.run(connection.notify(Release(7)))
+    assert asked.run(connection.request(Purge())) == CountReply(3)
+    assert asked.sent == frame(Release(7), request_id=0) + frame(Purge(), request_id=2)
+    hearing, wire = server(State.READY), Wire(bytes(asked.sent))
+    assert [getattr(wire.run(hearing.receive()), "message", None) for _ in range(2)] == [Release(7), Purge()]
+
+
+def test_a_release_that_was_given_up_half_sent_ends_the_connection() -> None:
+    connection = client(State.READY)
+    exchange = connection.notify(Release(7))
+    next(exchange)
+    exchange.close()
+    assert not usable(connection)
+
+
+@pytest.mark.parametrize(("lease", "payload"), [(1, b"abc"), (0, b""), (0, b"abc"), (0, b"123456")])
+def test_a_lease_reply_has_a_payload_only_if_nothing_is_leased(lease: int, payload: bytes) -> None:
+    reply = frame(LeaseReply(lease, numbers([5]), numbers([0]), numbers()), payload, request_id=2)
+    caught = run_until_error(Wire(reply), client(State.READY), Lease(ONE_KEY, numbers()))
+    assert type(caught) is ProtocolError
 
 
 @pytest.mark.parametrize("state", [State.PAYLOAD, State.REPLYING, State.CLOSED])

@@ -22,6 +22,7 @@ from infinistore.protocol.messages import (
     Keys,
     Message,
     Put,
+    Release,
     Reply,
     Request,
 )
@@ -44,7 +45,8 @@ def converse_as_server(wire: Wire) -> None:
                 room = [memoryview(bytearray(length)) for length in lengths]
                 wire.run(connection.read_payload(room))
             hello = isinstance(message, Hello)
-            wire.run(connection.reply(HELLO_REPLY if hello else ErrorReply(1, "")))
+            if not isinstance(message, Release):
+                wire.run(connection.reply(HELLO_REPLY if hello else ErrorReply(1, "")))
             assert connection.state is State.READY
         assert connection.state is State.CLOSED
     except StoreUnavailable:

@@ -65,6 +65,8 @@ class MemoryStream:
     Each call is a checkpoint before it moves anything, so a cancelled receive loses no bytes. `calls` counts them.
     """
 
+    passes_descriptors = False
+
     def __init__(self, outgoing: _Pipe, incoming: _Pipe, chunks: Chunks) -> None:
         self._outgoing = outgoing
         self._incoming = incoming

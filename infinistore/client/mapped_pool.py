@@ -1,0 +1,133 @@
+"""The server's pool, mapped into this process.
+
+The server hands out the descriptors of its arenas over its Unix socket. They are mapped when they are first needed: one
+mapping for reading, which cannot be written, and one for writing. Making a page present costs ten times a copy, so a
+thread makes all of them present in the background.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+
+from infinistore.core.arena import Mapping
+from infinistore.errors import ProtocolError, StoreUnavailable
+
+__all__ = ["MappedPool", "arena_of", "place_of"]
+
+_OFFSET_BITS = 48
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_POPULATE_BYTES = 16 * 1024 * 1024
+
+
+def place_of(arena: int, offset: int) -> int:
+    """Return how the protocol says where a block is."""
+    return arena << _OFFSET_BITS | offset
+
+
+def arena_of(place: int) -> int:
+    """Return in which arena a place is."""
+    return place >> _OFFSET_BITS
+
+
+class MappedPool:
+    """The arenas of one run of a server, for all connections of a store. Any thread may use it."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self._lock = threading.Lock()
+        self._descriptors: list[int] = []
+        self._lengths: list[int] = []
+        self._mappings: dict[tuple[int, bool], Mapping] = {}
+        self._closed = False
+        self._populating: list[threading.Thread] = []
+        self.writable = False
+
+    def __len__(self) -> int:
+        """How many arenas are known."""
+        return len(self._lengths)
+
+    def add(self, first: int, lengths: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
+        """Take over the descriptors of the arenas from number `first` on; those that are known already are closed."""
+        with self._lock:
+            complete = len(lengths) == len(descriptors)
+            for index, (length, descriptor) in enumerate(zip(lengths, descriptors, strict=False), first):
+                if complete and not self._closed and index == len(self._lengths):
+                    self._lengths.append(length)
+                    self._descriptors.append(descriptor)
+                else:
+                    os.close(descriptor)
+            for descriptor in descriptors[len(lengths) :]:
+                os.close(descriptor)
+            self.writable = writable
+        if not complete:
+            raise ProtocolError(f"{len(lengths)} arenas came with {len(descriptors)} descriptors")
+
+    def views(self, places: Sequence[int], sizes: Sequence[int], *, writable: bool) -> list[memoryview]:
+        """Return the bytes of blocks at these places.
+
+        Raises:
+            ProtocolError: a place that is in no arena.
+            StoreUnavailable: the pool was closed meanwhile.
+            OutOfMemory: an arena cannot be mapped.
+        """
+        memory = [self._memory(arena, writable) for arena in range(max(map(arena_of, places), default=-1) + 1)]
+        views: list[memoryview] = []
+        for place, size in zip(places, sizes, strict=True):
+            offset = place & _OFFSET_MASK
+            view = memory[place >> _OFFSET_BITS][offset : offset + size]
+            if len(view) != size:
+                raise ProtocolError(f"the server says that a block is at {offset} in an arena that ends before")
+            views.append(view)
+        return views
+
+    def close(self) -> None:
+        """Give up the descriptors and the mappings; views that are still held stay good."""
+        with self._lock:
+            self._closed = True
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors.clear()
+            self._mappings.clear()
+        for thread in self._populating:
+            thread.join()
+
+    def let_go(self) -> None:
+        """In a forked child: the mappings are not there, and are left alone; the descriptors are closed."""
+        self._lock = threading.Lock()
+        self._populating.clear()
+        self._closed = True
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _memory(self, arena: int, writable: bool) -> memoryview:
+        mapping = self._mappings.get((arena, writable))
+        if mapping is None:
+            mapping = self._map(arena, writable)
+        return mapping.memory
+
+    def _map(self, arena: int, writable: bool) -> Mapping:
+        with self._lock:
+            mapping = self._mappings.get((arena, writable))
+            if mapping is None:
+                if self._closed:
+                    raise StoreUnavailable("the store was closed, or its server restarted")
+                if arena >= len(self._descriptors):
+                    raise ProtocolError(f"the server names arena {arena}, and has told of {len(self._descriptors)}")
+                length = self._lengths[arena]
+                if not 0 < length <= os.fstat(self._descriptors[arena]).st_size:  # touching more would kill us
+                    raise ProtocolError(f"arena {arena} is not as long as the server says: {length} bytes")
+                mapping = Mapping(self._descriptors[arena], length, writable=writable)
+                self._mappings[arena, writable] = mapping
+                thread = threading.Thread(
+                    target=self._populate, args=(mapping,), name="infinistore-populate", daemon=True
+                )
+                self._populating.append(thread)
+                thread.start()
+            return mapping
+
+    def _populate(self, mapping: Mapping) -> None:
+        for start in range(0, mapping.length, _POPULATE_BYTES):
+            if self._closed:
+                return
+            mapping.populate(start, min(_POPULATE_BYTES, mapping.length - start))

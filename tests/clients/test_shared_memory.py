@@ -1,0 +1,475 @@
+"""Clients that map the server's pool: which way they choose, what they leave behind, and what they survive."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import infinistore
+from infinistore import blocking
+from infinistore.client.mapped_pool import MappedPool
+from infinistore.client.remote import RemoteCalls
+from infinistore.client.shared_memory import SharedMemoryOperations
+from infinistore.core.arena import create_arena
+from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
+from infinistore.protocol.connection import ClientConnection, ReceiveDescriptors, Send, State
+from infinistore.protocol.messages import HelloReply
+from tests.bad_days.servers import ServerProcess
+from tests.bad_days.test_fork import in_child
+from tests.clients.test_cancellation import cancel_at_each_await
+from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
+
+VALUE = bytes(range(256)) * 1024  # more than goes inline
+SHARED = ("shm-threads", "shm-trio", "shm-asyncio")
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncGenerator[RunningServer, None]:
+    async with running_server(make_config(unix_socket=str(folder / "store.sock"), **settings)) as server:
+        yield server
+
+
+@contextmanager
+def server_process(folder: Path, *flags: str) -> Iterator[ServerProcess]:
+    """A server that can be killed and comes back at the same port, with a Unix socket."""
+    server = ServerProcess("--unix-socket", str(folder / "store.sock"), *flags)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def best(server: RunningServer | ServerProcess) -> str:
+    """The URL that leaves the way open."""
+    return server.url.replace("tcp://", "infinistore://")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def way(url: str, **options: Any) -> tuple[str, str]:
+    """Which transport a store takes, and why; a block goes there and back."""
+    async with infinistore.open_store(url, **options) as store:
+        await store.put("way", VALUE)
+        assert await store.get("way") == VALUE
+        stats = await store.stats()
+        return stats.transport, stats.transport_reason
+
+
+# Which way
+
+
+async def test_a_server_on_this_host_is_used_by_shared_memory(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        transport, reason = await way(best(server))
+        assert transport == "shm"
+        assert str(server.unix_path) in reason
+        await server.quiet()
+
+
+async def test_a_url_that_names_a_way_gets_that(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        port = server.server.addresses.port
+        assert await way(f"tcp://127.0.0.1:{port}") == ("tcp", "the URL asks for TCP")
+        assert await way(f"unix://{server.unix_path}") == ("unix", "the URL asks for a Unix socket")
+        assert (await way(f"shm://{server.unix_path}"))[0] == "shm"
+        assert (await way(f"shm://127.0.0.1:{port}"))[0] == "shm"
+        await server.quiet()
+
+
+async def test_a_server_without_a_unix_socket_is_used_by_tcp() -> None:
+    async with running_server() as server:
+        assert await way(best(server)) == ("tcp", "the server has no Unix socket")
+        with pytest.raises(StoreUnavailable, match="no Unix socket"):
+            await way(server.url.replace("tcp", "shm"))
+        await server.quiet()
+
+
+async def test_a_socket_file_that_is_gone_means_tcp_for_every_connection(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.unix_path.unlink()
+        async with infinistore.open_store(best(server)) as store:
+            reasons = []
+
+            async def ask() -> None:
+                stats = await store.stats()
+                reasons.append((stats.transport, stats.transport_reason))
+
+            async with trio.open_nursery() as nursery:  # at a time, so that there are several connections
+                nursery.start_soon(ask)
+                nursery.start_soon(ask)
+            assert len(set(reasons)) == 1
+            assert reasons[0][0] == "tcp"
+            assert str(server.unix_path) in reasons[0][1]
+        with pytest.raises(StoreUnavailable, match=r"store\.sock"):
+            await way(server.url.replace("tcp", "shm"))
+        await server.quiet()
+
+
+async def test_the_socket_of_another_server_is_not_used(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.unix_path.unlink()
+        async with serving(tmp_path) as other:
+            transport, reason = await way(best(server))
+            assert (transport, "another server" in reason) == ("tcp", True)
+            with pytest.raises(StoreUnavailable, match="another server"):
+                await way(server.url.replace("tcp", "shm"))
+            await other.quiet()
+            assert not other.core.exists(["way"])[0]
+        await server.quiet()
+
+
+async def test_a_socket_that_another_server_took_over_is_left(tmp_path: Path) -> None:
+    """The store found its server by that socket before; new connections must not go to whoever has it now."""
+    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
+        await store.put("key", VALUE)
+        assert (await store.stats()).transport == "shm"
+        server.unix_path.unlink()
+        async with serving(tmp_path) as other:
+            calls: RemoteCalls[Any] = store._calls  # type: ignore[attr-defined]
+            calls._close_idle()
+            await store.put("key", VALUE)
+            assert (await store.stats()).transport == "tcp"
+            assert not other.core.exists(["key"])[0]
+            assert server.core.exists(["key"])[0]
+
+
+async def test_a_server_with_no_room_for_a_second_connection_is_used_by_tcp(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_connections=1) as server:
+        transport, reason = await way(best(server))
+        assert (transport, "no shared memory" in reason) == ("tcp", True)
+        await server.quiet()
+
+
+def test_a_server_that_was_restarted_is_found_again_with_new_arenas(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(best(server), deadline_s=20) as store:
+        store.put("key", VALUE)
+        before = open_files()
+        for _ in range(3):
+            server.restart()
+            assert store.get_many(["key"]) == [None]
+            store.put("key", VALUE)
+            assert store.get("key") == VALUE
+            assert store.stats().transport == "shm"
+        assert open_files() == before
+
+
+# Puts and gets
+
+
+async def test_without_shared_writes_puts_go_inline_and_gets_do_not(tmp_path: Path) -> None:
+    async with serving(tmp_path, shm_writes="off") as server:
+        async with infinistore.open_store(best(server)) as store:
+            await store.put_many({"a": VALUE, "b": b"short"})
+            assert await store.get_many(["a", "b"]) == [VALUE, bytearray(b"short")]
+            assert (await store.stats()).transport == "shm"
+            pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+            assert set(pool._mappings) == {(0, False)}
+        await server.quiet()
+
+
+async def test_a_batch_of_exactly_inline_bytes_goes_inline(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(best(server), inline_bytes=10) as store:
+        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+        await store.put_many({"a": b"12345", "b": b"67890"})
+        assert await store.get_many(["a", "b"]) == [bytearray(b"12345"), bytearray(b"67890")]
+        assert len(pool) == 0
+        await store.put("c", b"12345678901")
+        assert set(pool._mappings) == {(0, True)}
+        assert await store.get("c") == b"12345678901"
+        assert set(pool._mappings) == {(0, True), (0, False)}
+
+
+async def test_batches_larger_than_the_limits_are_split(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_batch_keys=3, max_batch_bytes=64 * KIB, max_value_bytes=64 * KIB) as server:
+        async with infinistore.open_store(best(server), inline_bytes=0) as store:
+            items = {f"key {i}": os.urandom(20 * KIB) for i in range(20)} | {"large": os.urandom(64 * KIB)}
+            assert await store.put_many(items) == []
+            assert await store.put_many(items, replace=False) == list(items)
+            assert await store.get_many([*items, "gone"]) == [*items.values(), None]
+        await server.quiet()
+
+
+async def test_the_arenas_of_a_pool_that_has_grown_are_asked_for(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"auto_increase": True, "max_pool_bytes": 3 * POOL_BYTES}
+    async with serving(tmp_path, **settings) as server, infinistore.open_store(best(server)) as store:
+        await store.put("first", VALUE)
+        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+        assert len(pool) == 1
+        values = {f"key {i}": bytearray(os.urandom(MIB)) for i in range(6)}  # more than the first arena has
+        await store.put_many(values)
+        assert len(pool) > 1
+        async with infinistore.open_store(best(server)) as other:
+            assert await other.get_many(list(values)) == list(values.values())
+        assert await store.get_many(list(values)) == list(values.values())
+
+
+async def test_a_refused_put_keeps_its_connection(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
+        await store.put("key", VALUE)
+        accepted = server.server.statistics().connections_total
+        for _ in range(3):
+            with pytest.raises(OutOfMemory):
+                await store.put_many({f"key {i}": bytes(MIB) for i in range(5)})
+            assert await store.get("key") == VALUE
+        assert server.server.statistics().connections_total == accepted
+
+
+async def test_two_stores_in_one_process_have_mappings_of_their_own(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as one:
+        async with infinistore.open_store(best(server)) as other:
+            await one.put("a", VALUE)
+            assert await other.get("a") == VALUE
+            await other.put("b", VALUE)
+        assert await one.get("b") == VALUE
+
+
+# What is left behind
+
+
+async def test_all_descriptors_are_closed_with_the_store_and_not_inherited_before(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        before = open_files()
+        async with infinistore.open_store(best(server)) as store:
+            await store.put("key", VALUE)
+            assert await store.get("key") == VALUE
+            pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+            assert pool._descriptors
+            assert not any(map(os.get_inheritable, pool._descriptors))
+        await server.quiet()
+        assert open_files() == before
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned(tmp_path: Path, method: str) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as keeper:
+        await keeper.put("key", VALUE)
+
+        async def call() -> None:
+            async with infinistore.open_store(best(server), inline_bytes=0) as store:
+                await (store.put("new", VALUE) if method == "put" else store.get("key"))
+
+        async def after() -> None:
+            with trio.fail_after(20):
+                while server.server.statistics().connections_open > 1:
+                    await trio.lowlevel.checkpoint()
+            statistics = server.core.statistics()
+            assert (statistics.reservations, statistics.leases, statistics.quarantined_bytes) == (0, 0, 0)
+            assert await keeper.get_many(["new"]) in ([None], [VALUE])
+            assert await keeper.get("key") == VALUE
+
+        before = open_files()
+        assert await cancel_at_each_await(call, after) > 5
+        assert open_files() <= before + 1
+
+
+def test_a_store_that_is_closed_during_a_copy_ends_that_call_with_an_error(tmp_path: Path) -> None:
+    arena = create_arena(0, MIB)
+    pool = MappedPool("instance")
+    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+    (view,) = pool.views([0], [MIB], writable=True)
+    pool.close()
+    view[:3] = b"abc"
+    assert bytes(arena.memory[:3]) == b"abc"
+    with pytest.raises(StoreUnavailable):
+        pool.views([0], [MIB], writable=True)
+    view.release()
+    arena.close()
+
+
+@pytest.mark.parametrize(("place", "size"), [(0, MIB + 1), (MIB, 1), (MIB - 1, 2), (1 << 48, 1), (2**64 - 1, 1)])
+def test_a_place_outside_the_arenas_is_not_touched(place: int, size: int) -> None:
+    arena = create_arena(0, MIB)
+    pool = MappedPool("instance")
+    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+    with pytest.raises(ProtocolError):
+        pool.views([place], [size], writable=False)
+    pool.close()
+    arena.close()
+
+
+def test_an_arena_that_is_shorter_than_the_server_says_is_not_mapped() -> None:
+    arena = create_arena(0, MIB)
+    pool = MappedPool("instance")
+    pool.add(0, [2 * MIB], [os.dup(arena.fd)], writable=True)
+    with pytest.raises(ProtocolError, match="not as long"):
+        pool.views([0], [1], writable=False)
+    pool.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(("lengths", "count"), [(1, 0), (0, 1), (1, 2), (2, 1)])
+def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths: int, count: int) -> None:
+    arena = create_arena(0, MIB)
+    before = open_files()
+    pool = MappedPool("instance")
+    with pytest.raises(ProtocolError):
+        pool.add(0, [MIB] * lengths, [os.dup(arena.fd) for _ in range(count)], writable=True)
+    assert (len(pool), open_files()) == (0, before)
+    arena.close()
+
+
+# Processes
+
+
+def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
+    """The call is dropped after descriptors have come, and before the whole reply has."""
+    arena = create_arena(0, MIB)
+    pool = MappedPool("instance")
+    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+    before = open_files()
+    connection = ClientConnection()
+    connection.state = State.READY
+    hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
+    operations = SharedMemoryOperations(
+        connection, hello, verify=True, path=("shm", ""), remaining_us=lambda: 1, pool=pool, inline_bytes=0
+    )
+    exchange = operations._know_arenas([1 << 48])
+    assert isinstance(next(exchange), Send)
+    effect = exchange.send(0)
+    assert isinstance(effect, ReceiveDescriptors)
+    effect.descriptors.append(os.dup(arena.fd))
+    exchange.close()
+    assert (len(pool), pool.writable, open_files()) == (1, True, before)
+    pool.close()
+    arena.close()
+
+
+def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
+    """A client in a process of its own; `code` has `store`, and says on standard output where it has come."""
+    program = f"import sys\nfrom infinistore import blocking\nwith blocking.open_store({url!r}) as store:\n{code}"
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+HALT = """
+    from infinistore.client.shared_memory import SharedMemoryOperations
+    store.put("mine", bytes(300_000))
+    def halt(self, *_, **__):
+        print("halted", flush=True)
+        sys.stdin.read()
+        yield
+    SharedMemoryOperations._copy = halt
+"""
+
+
+@pytest.mark.parametrize("call", ['store.put("new", bytes(1 << 20))', 'store.get("mine")'], ids=["put", "get"])
+async def test_a_client_that_is_killed_during_its_copy_gives_its_room_back(tmp_path: Path, call: str) -> None:
+    async with serving(tmp_path) as server:
+        client = run_client(best(server), f"{HALT}\n    {call}\n")
+        assert client.stdout is not None
+        line = await trio.to_thread.run_sync(client.stdout.readline)
+        assert line == b"halted\n"
+        statistics = server.core.statistics()
+        assert statistics.reservations + statistics.leases == 1
+        client.send_signal(signal.SIGKILL)
+        await trio.to_thread.run_sync(client.communicate)
+        await server.quiet()
+        assert server.core.statistics().quarantined_bytes == 0
+        assert server.core.keys() == ["mine"]
+
+
+def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later(tmp_path: Path) -> None:
+    code = """
+    import os, resource
+    from infinistore import StoreUnavailable
+    store.exists("key")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        store.put("key", bytes(1 << 20))
+    except StoreUnavailable as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    store.put("key", bytes(1 << 20))
+    assert store.get("key") == bytes(1 << 20)
+    print(store.stats().transport)
+"""
+    with server_process(tmp_path) as server:
+        client = run_client(f"shm://{tmp_path}/store.sock", code)
+        output, _ = client.communicate()
+        assert client.returncode == 0
+        assert re.search(rb"descriptors.*ulimit -n", output)
+        assert output.endswith(b"shm\n")
+        assert server.process is not None
+
+
+def test_mapped_views_stay_readable_when_the_server_is_gone(tmp_path: Path) -> None:
+    code = """
+    store.put("key", bytes(range(256)) * 4096)
+    assert len(store.get("key")) == 1 << 20
+    pool = store._calls._pool
+    (read,), (write,) = (pool.views([0], [16 << 20], writable=w) for w in (False, True))
+    print("mapped", flush=True)
+    sys.stdin.readline()
+    write[:3] = b"abc"
+    assert bytes(read[:3]) == b"abc" and len(bytes(read)) == 16 << 20
+    write[-1] = 1
+    try:
+        store.get("key")
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+    with server_process(tmp_path) as server:
+        client = run_client(best(server) + "?deadline_s=0.2", code)
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"mapped\n"
+        server.kill()
+        output, _ = client.communicate(b"\n")
+        assert (client.returncode, output.strip()) in ((0, b"StoreUnavailable"), (0, b"DeadlineExceeded"))
+
+
+def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(best(server)) as store:
+        store.put("key", VALUE)
+        assert store.get("key") == VALUE
+
+        def check() -> None:
+            for call in (lambda: store.get("key"), lambda: store.put("key", VALUE)):
+                with pytest.raises(StoreUnavailable, match="fork"):
+                    call()
+            with os.scandir("/proc/self/fd") as entries:
+                names = [os.readlink(entry.path) for entry in entries]
+            assert not [name for name in names if "memfd" in name]
+            with blocking.open_store(best(server)) as own:
+                assert own.get("key") == VALUE
+                own.put("child", VALUE)
+
+        in_child(check)
+        assert store.get("child") == VALUE
+        store.put("key", VALUE)
+
+
+def test_many_threads_share_one_mapping(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(best(server), max_connections=4) as store:
+        failures: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                for index in range(10):
+                    value = name.encode() * 100_000 + bytes([index])
+                    store.put(name, value)
+                    assert store.get(name) == value
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(f"thread {index}",)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+        assert len(pool._descriptors) == 1
