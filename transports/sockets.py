@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import stat
+import struct
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -31,10 +32,12 @@ __all__ = [
     "listen_tcp",
     "listen_unix",
     "looks_stale",
+    "peer_user",
     "prepare",
     "receive_with_descriptors",
 ]
 
+_CREDENTIALS = struct.Struct("@iII")  # ucred: process, user, group
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 _SPIN_COST_BYTES = 512 * 1024
@@ -357,6 +360,12 @@ def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], d
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, "not all descriptors could be received; raise the limit (ulimit -n)")
     return count
+
+
+def peer_user(sock: socket.socket) -> int:
+    """Return the user id of the process that listens at the other end of a Unix socket (SO_PEERCRED of unix(7))."""
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 def looks_stale(sock: socket.socket) -> bool:

@@ -6,6 +6,7 @@ How far it came stays in its `Attempt`, so that the error of a deadline can tell
 """
 
 import enum
+import os
 import random
 import socket
 import threading
@@ -24,6 +25,7 @@ from infinistore.client.options import Options
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
 from infinistore.protocol.messages import HelloReply
+from infinistore.transports.sockets import peer_user
 
 __all__ = ["Attempt", "Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
 
@@ -271,6 +273,8 @@ class RemoteCalls(Generic[_Stream]):
         link.deadline = deadline
         self._streams.add(stream)
         try:
+            if address.path and address is not self.address:
+                _check_peer(stream, address)
             hello = yield from link.greet()
         except BaseException:
             self._close(link)
@@ -304,3 +308,12 @@ class RemoteCalls(Generic[_Stream]):
     def _close(self, link: Link[_Stream]) -> None:
         self._streams.discard(link.stream)
         link.stream.close()
+
+
+def _check_peer(stream: ClientStream, address: Address) -> None:
+    """Refuse a socket that the server named, not the caller, if a stranger listens there: the hello has the token."""
+    user = peer_user(stream.socket)
+    if user not in (0, os.geteuid()):
+        raise StoreUnavailable(
+            f"the server at {address.path} runs as another user ({user}); name its socket to trust it"
+        )

@@ -130,6 +130,18 @@ async def test_the_socket_of_another_server_is_not_used(tmp_path: Path) -> None:
         await server.quiet()
 
 
+async def test_a_socket_that_the_server_names_is_not_trusted_if_a_stranger_listens_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinistore.client.remote.peer_user", lambda sock: os.geteuid() + 1)
+    async with serving(tmp_path) as server:
+        async with infinistore.open_store(best(server)) as store:
+            stats = await store.stats()
+            assert (stats.transport, "another user" in stats.transport_reason) == ("tcp", True)
+        async with infinistore.open_store(f"shm://{server.unix_path}") as store:  # named by the caller: trusted
+            assert (await store.stats()).transport == "shm"
+
+
 async def test_a_socket_that_another_server_took_over_is_left(tmp_path: Path) -> None:
     """The store found its server by that socket before; new connections must not go to whoever has it now."""
     async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
