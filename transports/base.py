@@ -4,12 +4,13 @@ A stream moves views of the caller's memory. It buffers nothing, so that a paylo
 where it belongs, or back.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, cast
 
 import trio
 
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.connection import Exchange, Receive, ReceiveDescriptors, Send, SendDescriptors
 
 __all__ = ["DescriptorStream", "Stream", "drive"]
@@ -70,15 +71,22 @@ class DescriptorStream(Stream, Protocol):
         """
 
 
-async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
-    """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange."""
+async def drive(exchange: Exchange[_T], stream: Stream, *, stall_s: float = math.inf) -> _T:
+    """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange.
+
+    Raises:
+        DeadlineExceeded: the peer has begun something, and then sent nothing for `stall_s` seconds.
+    """
     try:
         effect = next(exchange)
         while True:
             try:
                 count = 0
                 if isinstance(effect, Receive):
-                    count = await stream.receive_into(effect.views)
+                    if effect.idle or stall_s == math.inf:
+                        count = await stream.receive_into(effect.views)
+                    else:
+                        count = await _receive_soon(effect.views, stream, stall_s)
                 elif isinstance(effect, Send):
                     await stream.send_all(effect.views)
                 elif isinstance(effect, SendDescriptors):
@@ -96,3 +104,9 @@ async def drive(exchange: Exchange[_T], stream: Stream) -> _T:
         return result
     finally:
         exchange.close()
+
+
+async def _receive_soon(views: Sequence[memoryview], stream: Stream, stall_s: float) -> int:
+    with trio.move_on_after(stall_s):
+        return await stream.receive_into(views)
+    raise DeadlineExceeded(f"a message was begun, and then nothing came for {stall_s:g} s")

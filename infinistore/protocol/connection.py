@@ -69,9 +69,13 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive at least one byte into these views, in order; resume with how many, 0 at the end of the stream."""
+    """Receive at least one byte into these views, in order; resume with how many, 0 at the end of the stream.
+
+    `idle`: between two frames, where a peer may take all the time it wants; elsewhere it has begun something.
+    """
 
     views: Sequence[memoryview]
+    idle: bool = False
 
 
 class SendDescriptors(NamedTuple):
@@ -194,7 +198,8 @@ class _FrameReader:
             self._start, self._end = 0, have
         while self._end - self._start < length:
             room = [self._buffer[self._end :]]
-            count = yield Receive(room) if descriptors is None else ReceiveDescriptors(room, descriptors)
+            idle = self._end == self._start
+            count = yield Receive(room, idle) if descriptors is None else ReceiveDescriptors(room, descriptors)
             if not count:
                 if self._end == self._start:
                     return False

@@ -201,7 +201,7 @@ class Session:
         recorder = self._service.recorder
         logs_requests = _log.isEnabledFor(logging.DEBUG)
         while not self._finishing:
-            received = await self._drive(self._connection.receive())
+            received = await drive(self._connection.receive(), self._stream, stall_s=self._limits.grace_s)
             if received is None:
                 return
             start = recorder.clock()

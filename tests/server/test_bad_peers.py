@@ -422,6 +422,19 @@ async def test_half_a_hello_is_not_waited_for_for_ever(autojump_clock: trio.test
         peer.close()
 
 
+@pytest.mark.parametrize("sent", [1, 31, 32, 63])
+async def test_half_a_head_is_not_waited_for_for_ever(sent: int, autojump_clock: trio.testing.MockClock) -> None:
+    async with simulated_server() as server, watched(server):
+        peer = await server.peer()
+        await trio.sleep(3600)  # between two frames it may be silent
+        await peer.send(encode_head(Exists(Keys(["slow"])), request_id=1)[:sent])
+        start = trio.current_time()
+        assert isinstance(await next_refusal(peer), DeadlineExceeded)
+        assert trio.current_time() - start < 60
+        assert await peer.is_closed()
+        peer.close()
+
+
 @pytest.mark.parametrize("sent", [0, 1, 999_999])
 async def test_a_put_that_stops_gives_its_room_back(sent: int, autojump_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server, watched(server):
