@@ -94,14 +94,21 @@ class EmbeddedOperations:
 
     def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
-        skipped: list[str] = []
-        if not replace:
-            with self._store:
-                present = self._core.exists(batch.keys)
-            skipped = list(compress(batch.keys, present))
-            batch = batch.where(map(not_, present))
-        if not batch.keys:  # else an empty reservation would go on with an eviction that is under way
-            return skipped
+        if replace:
+            return (yield from self._put(batch, replace))
+        with self._store:
+            present = self._core.exists(batch.keys)
+            self._core.touch(list(compress(batch.keys, present)))
+        missing = batch.where(map(not_, present))
+        skipped = list(compress(batch.keys, present))
+        skipped += yield from self._put(missing, replace)
+        with self._store:  # what was there already must not end colder than what follows it
+            self._core.touch(batch.keys)
+        return skipped
+
+    def _put(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+        if not batch.keys:  # an empty reservation would go on with an eviction that is under way
+            return []
         keys = batch.keys
         with self._store:
             reservation = self._core.reserve(self._client, list(map(len, batch.views)))
@@ -113,7 +120,7 @@ class EmbeddedOperations:
         finally:
             with self._lock:
                 self._core.abort(reservation)  # does nothing after a commit
-        return skipped + [keys[index] for index in again]
+        return [keys[index] for index in again]
 
     def _copy_in(self, values: Sequence[memoryview], views: Sequence[memoryview]) -> Exchange[list[int] | None]:
         checksums: list[int] = []

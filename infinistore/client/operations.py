@@ -135,11 +135,19 @@ class RemoteOperations:
     def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
         self._check_sizes(batch)
+        if replace:
+            return (yield from self._put_parts(batch, replace))
+        present = yield from self._exists(batch.keys, touch=True)
+        missing = batch.where(map(not_, present))
+        skipped = list(compress(batch.keys, present))
+        if missing.keys:
+            skipped += yield from self._put_parts(missing, replace)
+            if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
+                yield from self._exists(batch.keys, touch=True)
+        return skipped
+
+    def _put_parts(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         skipped: list[str] = []
-        if not replace:
-            present = yield from self.exists_many(batch.keys)
-            skipped = list(compress(batch.keys, present))
-            batch = batch.where(map(not_, present))
         for part in _parts(batch, self._hello.max_batch_keys, self._hello.max_batch_bytes):
             skipped += yield from self._put_part(part, replace)
         return skipped
@@ -244,12 +252,15 @@ class RemoteOperations:
 
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Ask which keys are there."""
+        return (yield from self._exists(keys, touch=False))
+
+    def _exists(self, keys: Sequence[str], *, touch: bool) -> Exchange[list[bool]]:
         present = b""
-        for part in self._key_parts(keys):
-            reply = expect(ExistsReply, (yield from self._ask(Exists(part))))
-            present += reply.present
-        if len(present) != len(keys):
-            raise ProtocolError(f"the server answered for {len(present)} of {len(keys)} keys")
+        for part in reversed(self._key_parts(keys)):  # the head of a prefix is touched last
+            reply = expect(ExistsReply, (yield from self._ask(Exists(part, touch))))
+            if len(reply.present) != len(part):
+                raise ProtocolError(f"the server answered for {len(reply.present)} of {len(part)} keys")
+            present = reply.present + present
         if present.translate(None, b"\0\1"):
             raise ProtocolError("the server says of a key that it is neither there nor missing")
         return list(map(truth, present))

@@ -149,10 +149,11 @@ class GetReply:
 
 @attrs.frozen
 class Exists:
-    """Ask which keys are there."""
+    """Ask which keys are there; with `touch`, this counts as a use of them."""
 
     KIND: ClassVar[int] = 0x04
     keys: Keys
+    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen

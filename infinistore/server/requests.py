@@ -5,6 +5,7 @@ who looks at a large store holds nobody up.
 """
 
 from collections.abc import Awaitable, Callable
+from itertools import compress
 from typing import Any
 
 import trio
@@ -47,7 +48,10 @@ async def answer(request: Message, core: StoreCore, client: Client) -> Reply:
 
 
 async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
-    return ExistsReply(core.exists(request.keys))
+    present = core.exists(request.keys)
+    if request.touch:
+        core.touch(list(compress(request.keys, present)))
+    return ExistsReply(present)
 
 
 async def _hold_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:

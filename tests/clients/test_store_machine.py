@@ -86,6 +86,7 @@ class ClientMachine(RuleBasedStateMachine):
 
     def put(self, items: list[tuple[str, bytes]], replace: bool, given: Any) -> None:
         skipped = [] if replace else [key for key, _ in items if key in self.model.blocks]
+        self.model.touch(skipped)
         split = parts([item for item in items if item[0] not in skipped], self.opened.batch_keys)
         room = 0
         try:
@@ -115,6 +116,8 @@ class ClientMachine(RuleBasedStateMachine):
             self.model.abort(room)
         elif split:
             self.model.commit(room, split[-1], replace=replace)
+            if skipped:
+                self.model.touch([key for key, _ in items if key in self.model.blocks])
 
     @rule(key=st.sampled_from(KEYS), others=st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
     def put_something_too_large(self, key: str, others: list[str]) -> None:

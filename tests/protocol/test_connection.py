@@ -659,10 +659,10 @@ def test_a_payload_that_is_given_up_half_way_can_be_discarded(
 def test_a_body_around_and_over_the_buffer_arrives(body_bytes: int, sizes: list[int]) -> None:
     joined_bytes = body_bytes - (9 if body_bytes < 2**16 else 11)  # a map of one, its name, the length of the text
     keys = Keys(["x" * 999] * (joined_bytes // 1000) + ["y" * (joined_bytes % 1000)])
-    assert len(frame(Exists(keys))) == head_bytes(body_bytes)
+    assert len(frame(Delete(keys))) == head_bytes(body_bytes)
     connection = server(State.READY)
-    wire = Wire(frame(Exists(keys)) + frame(Purge(), request_id=2), sizes)
-    for expected in (Exists(keys), Purge()):
+    wire = Wire(frame(Delete(keys)) + frame(Purge(), request_id=2), sizes)
+    for expected in (Delete(keys), Purge()):
         received = wire.run(connection.receive())
         assert received is not None
         assert received.message == expected
