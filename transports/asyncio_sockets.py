@@ -51,6 +51,7 @@ class AsyncioSocketStream:
                 self._credit -= sent + _CALL_COST_BYTES
                 if self._credit < 0:
                     await self._let_others_run()
+        self._spinner.moved(self)
 
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream.
@@ -66,7 +67,7 @@ class AsyncioSocketStream:
         if self._credit < 0:  # before anything is received, so that a cancelled call loses no bytes
             await self._let_others_run()
         try:
-            count = self._spinner.spin(self, receive)
+            count = self._spinner.spin(self, views, receive)
             while count is None:
                 try:
                     count = receive()
@@ -75,7 +76,7 @@ class AsyncioSocketStream:
                     self._credit = _YIELD_AFTER_BYTES
         except OSError as error:
             raise broken(error) from error
-        self._spinner.served(self)
+        self._spinner.moved(self)
         self._credit -= count + _CALL_COST_BYTES
         return count
 

@@ -64,6 +64,7 @@ class BlockingSocketStream:
                     self._wait_for_room()
             except OSError as error:
                 raise broken(error) from error
+        self._spinner.moved(self)
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream.
@@ -74,10 +75,7 @@ class BlockingSocketStream:
         """
         sock = self.socket
         try:
-            count = self._spinner.spin(
-                self,
-                lambda: sock.recv_into(views[0], 0, _NOW) if len(views) == 1 else sock.recvmsg_into(views, 0, _NOW)[0],
-            )
+            count = self._spinner.spin(self, views, lambda: sock.recv_into(views[0], 0, _NOW))
             while count is None:
                 self._set_timeout(socket.SO_RCVTIMEO)
                 with suppress(BlockingIOError):
@@ -86,7 +84,7 @@ class BlockingSocketStream:
             if isinstance(error, TimeoutError) and error.errno is None:  # our deadline, not the network's ETIMEDOUT
                 raise
             raise broken(error) from error
-        self._spinner.served(self)
+        self._spinner.moved(self)
         return count
 
     def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:

@@ -71,6 +71,8 @@ class SocketStream:
             span.advance(sent)
             self._spend(sent)
             await self._yield_if_due()
+        if self._spinner is not None:
+            self._spinner.moved(self)
 
     async def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
@@ -86,24 +88,24 @@ class SocketStream:
             try:
                 count = receive()
             except BlockingIOError:
-                count = self._spin(receive)
+                count = self._spin(views, receive)
                 if count is None:
                     await self._wait(trio.lowlevel.wait_readable)
                     continue
             except OSError as error:
                 raise broken(error) from error
             if self._spinner is not None:
-                self._spinner.served(self)
+                self._spinner.moved(self)
             self._spend(count)
             return count
 
-    def _spin(self, receive: Callable[[], int]) -> int | None:
+    def _spin(self, views: Sequence[memoryview], receive: Callable[[], int]) -> int | None:
         if self._spinner is None:
             return None
         # Others have to get their turn soon, or nobody would notice that they are there.
         self._credit -= _SPIN_COST_BYTES
         try:
-            return self._spinner.spin(self, receive)
+            return self._spinner.spin(self, views, receive)
         except OSError as error:
             raise broken(error) from error
 

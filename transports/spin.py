@@ -6,13 +6,14 @@ it does not help, it stops where others wait for the same thread, and what it bu
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 __all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
 
 DEFAULT_SPIN_S = 200e-6
+_LONGEST_BYTES = 64 * 1024
 _RECENT_S = 500e-6
 _ALONE_S = 2e-3
 _TRY_AGAIN_AFTER = 32
@@ -30,8 +31,8 @@ class SpinStatistics:
 class Spinner:
     """Decides when to wait awake, and does it. One for all streams of a thread.
 
-    It spins only for the stream that was the last to have something, only soon after that, and only if no other
-    stream had anything lately. A miss makes it skip the next 32 chances.
+    It spins only for the stream that was the last to move bytes, only soon after that, and only if no other stream has
+    moved any lately. A miss makes it skip the next 32 chances.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,16 +46,22 @@ class Spinner:
         self._hits = 0
         self._burned_s = 0.0
 
-    def served(self, stream: object) -> None:
-        """Note that something has come in on a stream."""
+    def moved(self, stream: object) -> None:
+        """Note that bytes have moved on a stream."""
         now = self._clock()
         if stream is not self._last:
             self._last = stream
             self._alone_since = now
         self._last_at = now
 
-    def spin(self, stream: object, attempt: Callable[[], int]) -> int | None:
-        """Call `attempt` until it does not raise `BlockingIOError`, for a moment; `None` if that was in vain."""
+    def spin(self, stream: object, views: Sequence[memoryview], attempt: Callable[[], int]) -> int | None:
+        """Call `attempt` until it does not raise `BlockingIOError`, for a moment; `None` if that was in vain.
+
+        `views` are what it fills. A long payload is left alone: taking each packet as it comes is slower than sleeping
+        until there are many, for both ends.
+        """
+        if len(views) != 1 or len(views[0]) > _LONGEST_BYTES:
+            return None
         start = self._clock()
         if (
             stream is not self._last

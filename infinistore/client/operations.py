@@ -50,8 +50,9 @@ __all__ = ["Batch", "Operation", "Operations", "RemoteOperations", "expect", "sk
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Reply)
-_HASH_BYTES = 512 * 1024
-"""How much is hashed before it is sent: small enough to be in the cache still when the kernel copies it."""
+_HASH_BYTES = 4 * 1024 * 1024
+"""How much is hashed before it is sent. Less would be in a nearer cache still when the kernel copies it, but many short
+sends put both ends in lockstep: by 512 KiB, a put of 64 x 64 KiB took a fifth longer."""
 
 
 class Batch(NamedTuple):
