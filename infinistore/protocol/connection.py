@@ -59,7 +59,7 @@ MAX_HELLO_BYTES = 16 * 1024
 MAX_REPLY_BODY_BYTES = 64 * 1024 * 1024
 """The longest body of a reply that a client takes."""
 CHUNK_BYTES = 128 * 1024
-"""The most that one `Receive` of a payload asks for: what has just arrived is still in a near cache when it is hashed."""
+"""The most that one `Receive` of a payload asks for: what has arrived is still in a near cache when it is hashed."""
 
 
 class Send(NamedTuple):
