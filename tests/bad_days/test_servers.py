@@ -59,10 +59,10 @@ def test_a_dead_server_is_left_alone_until_a_probe_is_due(
         connects = 0
         connect = store._connect  # type: ignore[attr-defined]
 
-        def counted(deadline: float) -> object:
+        def counted(*arguments: object) -> object:
             nonlocal connects
             connects += 1
-            return connect(deadline)
+            return connect(*arguments)
 
         monkeypatch.setattr(store, "_connect", counted)
         mortal.kill()
