@@ -148,7 +148,7 @@ class ServerConfig:
     spin_us: int = declare(
         "spin_time",
         integer(0, 10_000, "MICROSECONDS"),
-        "200",
+        "400",
         "How long to wait awake for a client that is quick, before sleeping; 0 never does",
         group=_NETWORK,
     )

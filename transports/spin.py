@@ -12,11 +12,11 @@ import attrs
 
 __all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
 
-DEFAULT_SPIN_S = 200e-6
+DEFAULT_SPIN_S = 400e-6
 _LONGEST_BYTES = 64 * 1024
-_RECENT_S = 500e-6
+_RECENT_S = 2e-3
 _ALONE_S = 2e-3
-_TRY_AGAIN_AFTER = 32
+_TRY_AGAIN_AFTER = 8
 
 
 @attrs.frozen
@@ -32,7 +32,7 @@ class Spinner:
     """Decides when to wait awake, and does it. One for all streams of a thread.
 
     It spins only for the stream that was the last to move bytes, only soon after that, and only if no other stream has
-    moved any lately. A miss makes it skip the next 32 chances.
+    moved any lately. A miss makes it skip the next eight chances.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -42,7 +42,7 @@ class Options:
     verify: Literal["always", "never"] = "always"
     token: str = attrs.field(default="", repr=False)
     max_connections: int = 8
-    spin_us: int = 200
+    spin_us: int = 400
     inline_bytes: int = 64 * 1024
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     pool_bytes: int = 256 * 1024 * 1024

@@ -34,7 +34,7 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
             "never" does neither.
         token: what the server wants to see; else the file that the URL names by `token_file`, else `INFINISTORE_TOKEN`.
         max_connections: how many connections may carry blocks at a time; 8 unless given. Two more carry look-ups.
-        spin_us: how long to wait awake for a quick server before sleeping, in microseconds; 200 unless given, 0 never
+        spin_us: how long to wait awake for a quick server before sleeping, in microseconds; 400 unless given, 0 never
             does. (The Trio client always sleeps: other tasks have their turn.)
         inline_bytes: with shared memory, a batch of at most so many bytes goes through the socket all the same: one
             round trip is quicker than two; 65536 unless given.
