@@ -15,12 +15,13 @@ Promises: a batch is touched from last to first, so that the head of a prefix ou
 Leaves to others: pins, room and limits (the store).
 """
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat, takewhile
 from typing import Any, TypeAlias
 
-__all__ = ["NO_CHECKSUM", "Entry", "Index"]
+__all__ = ["NO_CHECKSUM", "Entry", "Index", "first_keys", "leading_within"]
 
 Entry: TypeAlias = tuple[int, int, int, int]
 """A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64 checksum or NO_CHECKSUM)."""
@@ -89,3 +90,22 @@ class Index:
 def _run(iterator: Iterable[Any]) -> None:
     """Exhaust an iterator at C speed."""
     deque(iterator, maxlen=0)
+
+
+def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
+    """Return the first `limit` keys that begin with `prefix` and come after `after`, in code point order."""
+    found: Iterable[str] = filter(after.__lt__, keys) if after else keys
+    if prefix:
+        found = (key for key in found if key.startswith(prefix))
+    return heapq.nsmallest(limit, found)
+
+
+def leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
+    """Return how many leading entries have at most `max_bytes` together, at least one (of a batch that has any)."""
+    total = 0
+    for position, entry in enumerate(entries):
+        if entry is not None:
+            total += entry[2]
+            if total > max_bytes and position:
+                return position
+    return len(entries)

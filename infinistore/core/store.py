@@ -22,10 +22,9 @@ refused, `growth_wanted` is set and `on_growth_wanted` is called once. The serve
 `add_arena`, which clears it (or `stop_growth`, when it cannot). Meanwhile, what does not fit is OutOfMemory.
 """
 
-import heapq
 import random as random_module
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, repeat
 from operator import itemgetter
 from typing import Literal
@@ -35,7 +34,7 @@ import xxhash
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.holds import Holds
-from infinistore.core.index import NO_CHECKSUM, Entry, Index
+from infinistore.core.index import NO_CHECKSUM, Entry, Index, first_keys, leading_within
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
@@ -43,7 +42,7 @@ from infinistore.core.room import EvictionCause, Room
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
 from infinistore.errors import LimitExceeded, UnknownReservation
 
-__all__ = ["StoreCore", "first_keys"]
+__all__ = ["StoreCore"]
 
 _LENGTH = itemgetter(2)
 
@@ -196,7 +195,7 @@ class StoreCore:
         self.limits.check_batch(len(keys))
         entries = self._index.get_many(keys)
         if max_bytes is not None:
-            fitting = _leading_within(entries, max_bytes)
+            fitting = leading_within(entries, max_bytes)
             keys, entries = keys[:fitting], entries[:fitting]
         found: Sequence[str] = keys
         pinned: list[Entry] = entries  # type: ignore[assignment]
@@ -489,22 +488,3 @@ class StoreCore:
 
 def _duplicate(keys: Sequence[str]) -> str:
     return next(key for key, count in Counter(keys).items() if count > 1)
-
-
-def _leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
-    """Return how many leading entries have at most `max_bytes` together, at least one (of a batch that has any)."""
-    total = 0
-    for position, entry in enumerate(entries):
-        if entry is not None:
-            total += entry[2]
-            if total > max_bytes and position:
-                return position
-    return len(entries)
-
-
-def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
-    """Return the first `limit` keys that begin with `prefix` and come after `after`, in code point order."""
-    found: Iterable[str] = filter(after.__lt__, keys) if after else keys
-    if prefix:
-        found = (key for key in found if key.startswith(prefix))
-    return heapq.nsmallest(limit, found)

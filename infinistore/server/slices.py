@@ -5,8 +5,9 @@ A million keys take a second to drop. Between two slices of a few milliseconds t
 
 import trio
 
+from infinistore.core.index import first_keys
 from infinistore.core.room import EvictionCause
-from infinistore.core.store import StoreCore, first_keys
+from infinistore.core.store import StoreCore
 
 __all__ = ["evict_in_slices", "list_keys_in_slices", "purge_in_slices"]
 
