@@ -11,22 +11,11 @@ from collections.abc import Sequence
 
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
+from infinistore.protocol.places import arena_of, offset_of
 
-__all__ = ["MappedPool", "arena_of", "place_of"]
+__all__ = ["MappedPool"]
 
-_OFFSET_BITS = 48
-_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _POPULATE_BYTES = 16 * 1024 * 1024
-
-
-def place_of(arena: int, offset: int) -> int:
-    """Return how the protocol says where a block is."""
-    return arena << _OFFSET_BITS | offset
-
-
-def arena_of(place: int) -> int:
-    """Return in which arena a place is."""
-    return place >> _OFFSET_BITS
 
 
 class MappedPool:
@@ -73,8 +62,8 @@ class MappedPool:
         memory = [self._memory(arena, writable) for arena in range(max(map(arena_of, places), default=-1) + 1)]
         views: list[memoryview] = []
         for place, size in zip(places, sizes, strict=True):
-            offset = place & _OFFSET_MASK
-            view = memory[place >> _OFFSET_BITS][offset : offset + size]
+            offset = offset_of(place)
+            view = memory[arena_of(place)][offset : offset + size]
             if len(view) != size:
                 raise ProtocolError(f"the server says that a block is at {offset} in an arena that ends before")
             views.append(view)

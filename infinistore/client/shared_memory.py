@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from infinistore.client.mapped_pool import MappedPool, arena_of
+from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, expect, skipped_keys
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import numbers
@@ -29,6 +29,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
+from infinistore.protocol.places import arena_of
 
 __all__ = ["SharedMemoryOperations"]
 

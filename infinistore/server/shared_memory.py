@@ -11,10 +11,10 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import LimitExceeded, ProtocolError, UnknownReservation
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.messages import MISSING, Commit, LeaseReply, PutReply, ReserveReply
+from infinistore.protocol.places import place_of
 
 __all__ = ["MOST_OPEN", "SharedBatches"]
 
-_OFFSET_BITS = 48
 MOST_OPEN = 1024
 """How many reservations, and how many leases, one connection may have open: an empty one takes no room in the pool."""
 
@@ -39,9 +39,7 @@ class SharedBatches:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
         number = next(self._ids)
         self._reservations[number] = reservation
-        return ReserveReply(
-            number, numbers([arena << _OFFSET_BITS | offset for arena, offset, _ in reservation.extents])
-        )
+        return ReserveReply(number, numbers([place_of(arena, offset) for arena, offset, _ in reservation.extents]))
 
     def commit(self, commit: Commit) -> tuple[PutReply, int]:
         """Make a batch visible that the client has written; return the reply, and how many bytes it had.
@@ -69,7 +67,7 @@ class SharedBatches:
             raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
         number = next(self._ids)
         self._leases[number] = lease
-        places = [0 if entry is None else entry[0] << _OFFSET_BITS | entry[1] for entry in lease.entries]
+        places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
         sizes = [length or MISSING for length in lease.lengths]
         return LeaseReply(number, numbers(sizes), numbers(lease.checksums), numbers(places))
 
