@@ -150,7 +150,11 @@ class Server:
         self.core = StoreCore(
             pool,
             clock=trio.current_time,
-            limits=CoreLimits(max_value_bytes=config.max_value_bytes, max_batch_keys=config.max_batch_keys),
+            limits=CoreLimits(
+                max_key_bytes=config.max_key_bytes,
+                max_value_bytes=config.max_value_bytes,
+                max_batch_keys=config.max_batch_keys,
+            ),
             random=random.Random(secrets.randbits(128)),
         )
         self._started_at = trio.current_time()

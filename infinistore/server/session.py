@@ -27,7 +27,7 @@ from infinistore.errors import (
     ProtocolError,
     StoreUnavailable,
 )
-from infinistore.keys import check_distinct
+from infinistore.keys import MAX_KEY_BYTES, check_distinct, check_keys
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Exchange, Received, ServerConnection, State
 from infinistore.protocol.messages import (
@@ -290,6 +290,7 @@ class Session:
 
     async def _put(self, put: Put, received: Received) -> None:
         check_distinct(put.keys)
+        self._check_lengths(put.keys)
         reservation = await self._reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(numbers(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
@@ -304,6 +305,12 @@ class Session:
         finally:
             self._core.abort(reservation)  # does nothing after a commit
         await self._reply(PutReply(numbers(skipped)))
+
+    def _check_lengths(self, keys: Sequence[str]) -> None:
+        """Raise `ValueError` if a key is longer than this server stores; the protocol's own limit has been checked."""
+        limit = self._core.limits.max_key_bytes
+        if limit < MAX_KEY_BYTES:
+            check_keys(keys, limit)
 
     async def _reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
         """Take room; where there is none and the pool may grow, wait for that, but not beyond the caller's deadline."""
@@ -344,10 +351,8 @@ class Session:
     async def _send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
         payload_bytes = sum(map(len, views))
         self.traffic.sent_bytes += payload_bytes
-        with trio.move_on_after(self._limits.transfer_s(payload_bytes, received.deadline_us)) as scope:
-            await self._drive(self._connection.reply(reply, views))
-        if scope.cancelled_caught:
-            raise StoreUnavailable("the client did not take its reply in time")
+        within_s = self._limits.transfer_s(payload_bytes, received.deadline_us)
+        await self._send(self._connection.reply(reply, views), within_s)
 
     async def _share(self, message: MapArenas | Reserve | Commit | Lease | Release, received: Received) -> None:
         """Answer a client that moves its bytes by itself, in mapped memory."""
@@ -357,6 +362,7 @@ class Session:
             reservation = await self._reserve(message.sizes, received.deadline_us)
             await self._reply(self._batches.reserve(reservation))
         elif isinstance(message, Commit):
+            self._check_lengths(message.keys)
             reply, payload_bytes = self._batches.commit(message)
             self.traffic.received_bytes += payload_bytes
             await self._reply(reply)
@@ -385,10 +391,7 @@ class Session:
         arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS]
         descriptors = [arena.share(writable=writable) for arena in arenas]
         reply = MapArenasReply(numbers(arena.length for arena in arenas), writable)
-        with trio.move_on_after(self._limits.grace_s) as scope:
-            await self._drive(self._connection.reply(reply, descriptors=descriptors))
-        if scope.cancelled_caught:
-            raise StoreUnavailable("the client did not take its reply in time")
+        await self._send(self._connection.reply(reply, descriptors=descriptors), self._limits.grace_s)
 
     async def _match_prefix(self, match: MatchPrefix) -> None:
         matched = self._core.match_prefix(match.keys, touch=False)
@@ -399,8 +402,11 @@ class Session:
 
     async def _reply(self, reply: Reply) -> None:
         """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""
-        with trio.move_on_after(self._limits.transfer_s(self._limits.max_body_bytes, 0)) as scope:
-            await self._drive(self._connection.reply(reply))
+        await self._send(self._connection.reply(reply), self._limits.transfer_s(self._limits.max_body_bytes, 0))
+
+    async def _send(self, exchange: Exchange[None], within_s: float) -> None:
+        with trio.move_on_after(within_s) as scope:
+            await self._drive(exchange)
         if scope.cancelled_caught:
             raise StoreUnavailable("the client did not take its reply in time")
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, KeyNotFound, LimitExceeded, ValueTooLarge
+from infinistore.errors import (
+    BufferTooSmall,
+    ChecksumMismatch,
+    InvalidRequest,
+    KeyNotFound,
+    LimitExceeded,
+    ValueTooLarge,
+)
 from infinistore.statistics import ServerStatistics
 from tests.clients.conftest import Remotes
 from tests.clients.stores import Opened
@@ -389,3 +396,12 @@ def test_32_threads_on_one_store_get_what_they_put(opened: Opened) -> None:
     assert failures == []
     statistics = opened.look(opened.core.statistics)
     assert (statistics.reservations, statistics.leases, statistics.pinned_bytes) == (0, 0, 0)
+
+
+def test_a_key_over_the_limit_of_its_server_is_refused_and_the_store_goes_on(remotes: Remotes) -> None:
+    store = remotes.open(max_key_bytes=16).store
+    store.put("k" * 16, b"fits")
+    with pytest.raises(InvalidRequest, match="at most 16"):
+        store.put_many({"fits": b"1", "k" * 17: b"does not"})
+    assert store.keys() == ["k" * 16]
+    assert store.get("k" * 16) == b"fits"
