@@ -14,6 +14,7 @@ from typing import TypeVar
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
+from infinistore.client.copying import PAUSE_BYTES, copy_blocks
 from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.operations import Batch
 from infinistore.client.options import Options
@@ -30,7 +31,6 @@ from infinistore.statistics import Stats
 __all__ = ["EmbeddedOperations", "EmbeddedStore"]
 
 _Buffer = TypeVar("_Buffer", bytearray, memoryview)
-_PAUSE_BYTES = 4 * 1024 * 1024
 _MAX_BATCH_KEYS = 1024 * 1024
 
 
@@ -114,26 +114,13 @@ class EmbeddedOperations:
             reservation = self._core.reserve(self._client, list(map(len, batch.views)))
             room = reservation.views
         try:
-            checksums = yield from self._copy_in(batch.views, room)
+            checksums = yield from copy_blocks(batch.views, room, hash_targets=self._verify)
             with self._store:
-                again = self._core.commit(reservation, keys, checksums, replace=replace)
+                again = self._core.commit(reservation, keys, checksums if self._verify else None, replace=replace)
         finally:
             with self._lock:
                 self._core.abort(reservation)  # does nothing after a commit
         return [keys[index] for index in again]
-
-    def _copy_in(self, values: Sequence[memoryview], views: Sequence[memoryview]) -> Exchange[list[int] | None]:
-        checksums: list[int] = []
-        copied = 0
-        for data, view in zip(values, views, strict=True):
-            view[:] = data
-            if self._verify:
-                checksums.append(xxh3_64_intdigest(view))
-            copied += len(data)
-            if copied >= _PAUSE_BYTES:
-                copied = 0
-                yield Pause()
-        return checksums if self._verify else None
 
     def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
         """Read the batch into memory of its own; None for what is missing."""
@@ -176,7 +163,7 @@ class EmbeddedOperations:
                 if self._verify and checksum != NO_CHECKSUM and xxh3_64_intdigest(buffer) != checksum:
                     bad.append(key)
                 copied += len(view)
-                if copied >= _PAUSE_BYTES:
+                if copied >= PAUSE_BYTES:
                     copied = 0
                     yield Pause()
         finally:

@@ -7,13 +7,12 @@ one round trip beats two. A call that is given up between them closes its connec
 import os
 from collections.abc import Callable, Sequence
 
-from xxhash import xxh3_64_intdigest
-
+from infinistore.client.copying import copy_blocks
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, expect, skipped_keys
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import ClientConnection, Exchange, Pause
+from infinistore.protocol.connection import ClientConnection, Exchange
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,
@@ -32,8 +31,6 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.places import arena_of
 
 __all__ = ["SharedMemoryOperations"]
-
-_PAUSE_BYTES = 4 * 1024 * 1024
 
 
 class SharedMemoryOperations(RemoteOperations):
@@ -67,7 +64,7 @@ class SharedMemoryOperations(RemoteOperations):
             raise ProtocolError(f"{len(reserved.places)} places for {len(sizes)} blocks")
         yield from self._know_arenas(reserved.places)
         targets = self.pool.views(reserved.places, sizes, writable=True)
-        checksums = yield from self._copy(batch.views, targets, hash_targets=self._verify)
+        checksums = yield from copy_blocks(batch.views, targets, hash_targets=self._verify)
         commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
         reply = expect(PutReply, (yield from self._ask(commit)))
         self.holding = False
@@ -101,29 +98,13 @@ class SharedMemoryOperations(RemoteOperations):
         places = [reply.places[i] for i in present]
         yield from self._know_arenas(places)
         sources = self.pool.views(places, [reply.sizes[i] for i in present], writable=False)
-        checksums = yield from self._copy(sources, targets, hash_targets=self._verify)
+        checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
         yield from self._connection.notify(Release(reply.lease))
         self.holding = False
         if self._verify:
             expected = [reply.checksums[i] for i in present]
             bad = [i for i, (e, c) in enumerate(zip(expected, checksums, strict=True)) if e not in (NO_CHECKSUM, c)]
             yield from self._report([keys[present[i]] for i in bad], len(present))
-
-    def _copy(
-        self, sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool
-    ) -> Exchange[list[int]]:
-        """Copy block by block; the hash is of what has arrived, while it is in the cache."""
-        checksums: list[int] = []
-        copied = 0
-        for source, target in zip(sources, targets, strict=True):
-            target[:] = source
-            if hash_targets:
-                checksums.append(xxh3_64_intdigest(target))
-            copied += len(source)
-            if copied >= _PAUSE_BYTES:
-                copied = 0
-                yield Pause()
-        return checksums
 
     def _know_arenas(self, places: Sequence[int] = (0,)) -> Exchange[None]:
         """Ask for the arenas that are named and not known yet."""

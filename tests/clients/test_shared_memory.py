@@ -365,13 +365,13 @@ def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
 
 
 HALT = """
-    from infinistore.client.shared_memory import SharedMemoryOperations
+    from infinistore.client import shared_memory
     store.put("mine", bytes(300_000))
-    def halt(self, *_, **__):
+    def halt(*_, **__):
         print("halted", flush=True)
         sys.stdin.read()
         yield
-    SharedMemoryOperations._copy = halt
+    shared_memory.copy_blocks = halt
 """
 
 
