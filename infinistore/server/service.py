@@ -32,9 +32,10 @@ from infinistore.errors import LimitExceeded, OutOfMemory, StoreUnavailable
 from infinistore.protocol.connection import ServerConnection
 from infinistore.protocol.messages import HelloReply, Tree
 from infinistore.server import details
+from infinistore.server.conversation import SessionLimits, Traffic
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.http import serve_http
-from infinistore.server.session import Service, Session, SessionLimits, Traffic
+from infinistore.server.session import Service, Session
 from infinistore.server.slices import evict_in_slices
 from infinistore.statistics import (
     ClientStatistics,

@@ -6,101 +6,51 @@ answered one after the other, so a slow reader slows nobody but itself; a pipeli
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from operator import gt
-from typing import TypeVar
 
 import attrs
 import trio
 
-from infinistore.core.clients import Lease as CoreLease
-from infinistore.core.clients import Reservation
 from infinistore.core.store import StoreCore
 from infinistore.errors import (
     AuthenticationFailed,
-    BufferTooSmall,
     DeadlineExceeded,
     InfiniStoreException,
     InvalidRequest,
-    OutOfMemory,
     ProtocolError,
     StoreUnavailable,
 )
-from infinistore.keys import MAX_KEY_BYTES, check_distinct, check_keys
+from infinistore.keys import check_distinct
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import Exchange, Received, ServerConnection, State
+from infinistore.protocol.connection import Received, State
 from infinistore.protocol.messages import (
     MISSING,
-    Commit,
     ErrorReply,
     Get,
     GetReply,
     Hello,
     HelloReply,
-    Lease,
-    LeaseReply,
-    MapArenas,
-    MapArenasReply,
     MatchPrefix,
     MatchPrefixReply,
     Put,
     PutReply,
-    Release,
-    Reply,
-    Reserve,
     Statistics,
     StatisticsReply,
     Tree,
 )
+from infinistore.server.conversation import Conversation, SessionLimits
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import answer
-from infinistore.server.shared_memory import SharedBatches
+from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
 from infinistore.transports.base import Stream, drive
-from infinistore.transports.sockets import MAX_DESCRIPTORS
 
-__all__ = ["Service", "Session", "SessionLimits", "Traffic"]
+__all__ = ["Service", "Session"]
 
 _log = logging.getLogger("infinistore.server")
-_T = TypeVar("_T")
 _DRAIN_BYTES = 16 * 1024 * 1024
 _LINGER_S = 1.0
-
-
-@attrs.frozen
-class SessionLimits:
-    """What one connection may ask for, and how slow it may be.
-
-    A transfer may take `grace_s` and then as long as its bytes take at `least_bytes_per_s`.
-    """
-
-    max_body_bytes: int
-    max_payload_bytes: int
-    grace_s: float = 10.0
-    least_bytes_per_s: float = 1024 * 1024
-
-    def transfer_s(self, count: int, deadline_us: int) -> float:
-        """How long a transfer of `count` bytes may take, for a caller with `deadline_us` left (0: no deadline)."""
-        longest = self.grace_s + count / self.least_bytes_per_s
-        return min(longest, deadline_us / 1e6) if deadline_us else longest
-
-
-@attrs.define
-class Traffic:
-    """What went over a connection, or over several. Bytes are payload only."""
-
-    requests: int = 0
-    errors: int = 0
-    received_bytes: int = 0
-    sent_bytes: int = 0
-
-    def add(self, other: "Traffic") -> None:
-        """Count what went over another one, too."""
-        self.requests += other.requests
-        self.errors += other.errors
-        self.received_bytes += other.received_bytes
-        self.sent_bytes += other.sent_bytes
 
 
 @attrs.frozen
@@ -128,19 +78,20 @@ class Session:
     def __init__(self, stream: Stream, service: Service, name: str, transport: str) -> None:
         self.name = name
         self.transport = transport
-        self.traffic = Traffic()
         self.connected_at = trio.current_time()
         self._stream = stream
         self._service = service
         self._core = service.core
+        self._client = service.core.open_client(name)
         self._limits = service.limits
-        self._connection = ServerConnection(
-            max_body_bytes=service.limits.max_body_bytes, max_payload_bytes=service.limits.max_payload_bytes
-        )
+        self._conversation = Conversation(stream, service.core, self._client, service.limits, service.growth)
+        self._connection = self._conversation.connection
+        self.traffic = self._conversation.traffic
         self._scope = trio.CancelScope()
         self._finishing = False
-        self._client = service.core.open_client(name)
-        self._batches = SharedBatches(service.core) if stream.passes_descriptors else None
+        self._shared_memory = (
+            SharedMemory(self._conversation, writable=service.shared_writes) if stream.passes_descriptors else None
+        )
 
     @property
     def pinned_bytes(self) -> int:
@@ -186,7 +137,7 @@ class Session:
 
         The end of its side of the stream proves that. Until then, however long it takes, nobody gets its room.
         """
-        if self._batches is None or not self._client.pinned_bytes:
+        if self._shared_memory is None or not self._client.pinned_bytes:
             return
         self._core.quarantine(self._client)
         with suppress(StoreUnavailable):
@@ -234,7 +185,7 @@ class Session:
     async def _greet(self) -> None:
         """Exchange hellos. A stranger has little time to say who it is."""
         with trio.move_on_after(self._limits.grace_s) as scope:
-            received = await self._drive(self._connection.receive())
+            received = await self._conversation.drive(self._connection.receive())
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"no Hello came within {self._limits.grace_s:g} s")
         if received is None:
@@ -244,7 +195,7 @@ class Session:
         if token and not hmac.compare_digest(token.encode(), received.message.token.encode()):
             raise AuthenticationFailed("this server wants a token; give the one that is in its --token-file")
         self.name = received.message.name or self.name
-        await self._reply(self._service.hello)
+        await self._conversation.reply(self._service.hello)
 
     async def _serve(self, received: Received) -> str:
         """Answer a request; return its outcome."""
@@ -256,12 +207,14 @@ class Session:
                 await self._get(message, received)
             elif isinstance(message, MatchPrefix) and not message.hold_us:
                 await self._match_prefix(message)
-            elif isinstance(message, MapArenas | Reserve | Commit | Lease | Release):
-                await self._share(message, received)
+            elif isinstance(message, SharedMemoryRequest):
+                if self._shared_memory is None:
+                    raise ProtocolError("shared memory needs the server's Unix socket")
+                await self._shared_memory.answer(message, received)
             elif isinstance(message, Statistics):
-                await self._reply(StatisticsReply(await self._service.statistics(message.details)))
+                await self._conversation.reply(StatisticsReply(await self._service.statistics(message.details)))
             else:
-                await self._reply(await answer(message, self._core, self._client))
+                await self._conversation.reply(await answer(message, self._core, self._client))
         except InvalidRequest as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
@@ -278,24 +231,24 @@ class Session:
             if self._connection.payload_left > _DRAIN_BYTES:
                 raise error
             with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
-                await self._drive(self._connection.discard_payload())
+                await self._conversation.drive(self._connection.discard_payload())
             if scope.cancelled_caught:
                 raise error
         if self._connection.state is not State.REPLYING:
             raise error
         self.traffic.errors += 1
         _log.debug("request refused", extra={"client": self.name, "error": f"{type(error).__name__}: {error}"})
-        await self._reply(ErrorReply(error.code, str(error)[:1000]))
+        await self._conversation.reply(ErrorReply(error.code, str(error)[:1000]))
         return outcome_of(error)
 
     async def _put(self, put: Put, received: Received) -> None:
         check_distinct(put.keys)
-        self._check_lengths(put.keys)
-        reservation = await self._reserve(put.sizes, received.deadline_us)
+        self._conversation.check_lengths(put.keys)
+        reservation = await self._conversation.reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(numbers(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
             with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
-                await self._drive(self._connection.read_payload([*reservation.merged_views, trailer]))
+                await self._conversation.drive(self._connection.read_payload([*reservation.merged_views, trailer]))
             if scope.cancelled_caught:
                 raise DeadlineExceeded(
                     f"{self._connection.payload_left} of {received.payload_bytes} bytes had not come in time"
@@ -304,131 +257,35 @@ class Session:
             skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
         finally:
             self._core.abort(reservation)  # does nothing after a commit
-        await self._reply(PutReply(numbers(skipped)))
-
-    def _check_lengths(self, keys: Sequence[str]) -> None:
-        """Raise `ValueError` if a key is longer than this server stores; the protocol's own limit has been checked."""
-        limit = self._core.limits.max_key_bytes
-        if limit < MAX_KEY_BYTES:
-            check_keys(keys, limit)
-
-    async def _reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
-        """Take room; where there is none and the pool may grow, wait for that, but not beyond the caller's deadline."""
-        growth = self._service.growth
-        try:
-            return self._core.reserve(self._client, sizes)
-        except OutOfMemory:
-            if growth is None:
-                raise
-            footprints = [self._core.pool.footprint(size) for size in sizes]
-            with trio.move_on_after(deadline_us / 1e6 if deadline_us else self._limits.grace_s):
-                while await growth.grow_for(sum(footprints), max(footprints)):
-                    try:
-                        return self._core.reserve(self._client, sizes)
-                    except OutOfMemory:
-                        continue
-            raise
+        await self._conversation.reply(PutReply(numbers(skipped)))
 
     async def _get(self, get: Get, received: Received) -> None:
-        lease = self._lease(get)
+        lease = self._conversation.lease(get)
         try:
             sizes = [size or MISSING for size in lease.lengths]  # no value is empty: a length of 0 says there is none
             checksums = lease.checksums if get.checksums else ()
-            await self._send_blocks(GetReply(numbers(sizes), numbers(checksums)), lease.merged_views, received)
+            await self._conversation.send_blocks(
+                GetReply(numbers(sizes), numbers(checksums)), lease.merged_views, received
+            )
         finally:
             self._core.release(lease)
-
-    def _lease(self, request: Get | Lease) -> CoreLease:
-        """Pin what a request asks for, if there is room for all of it at the client's."""
-        if request.capacities and len(request.capacities) != len(request.keys):
-            raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
-        lease = self._core.lease(self._client, request.keys, max_bytes=self._limits.max_payload_bytes)
-        if request.capacities and any(map(gt, lease.lengths, request.capacities)):
-            self._core.release(lease)
-            raise _too_small(request, lease.lengths)
-        return lease
-
-    async def _send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
-        payload_bytes = sum(map(len, views))
-        self.traffic.sent_bytes += payload_bytes
-        within_s = self._limits.transfer_s(payload_bytes, received.deadline_us)
-        await self._send(self._connection.reply(reply, views), within_s)
-
-    async def _share(self, message: MapArenas | Reserve | Commit | Lease | Release, received: Received) -> None:
-        """Answer a client that moves its bytes by itself, in mapped memory."""
-        if self._batches is None:
-            raise ProtocolError("shared memory needs the server's Unix socket")
-        if isinstance(message, Reserve):
-            reservation = await self._reserve(message.sizes, received.deadline_us)
-            await self._reply(self._batches.reserve(reservation))
-        elif isinstance(message, Commit):
-            self._check_lengths(message.keys)
-            reply, payload_bytes = self._batches.commit(message)
-            self.traffic.received_bytes += payload_bytes
-            await self._reply(reply)
-        elif isinstance(message, Lease):
-            await self._share_lease(message, received)
-        elif isinstance(message, Release):
-            self._batches.release(message.lease)
-        else:
-            await self._share_arenas(message)
-
-    async def _share_lease(self, message: Lease, received: Received) -> None:
-        assert self._batches is not None
-        lease = self._lease(message)
-        if sum(lease.lengths) > message.inline_bytes:
-            self.traffic.sent_bytes += sum(lease.lengths)
-            return await self._reply(self._batches.lease(lease))
-        try:
-            sizes = numbers(length or MISSING for length in lease.lengths)
-            reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
-            await self._send_blocks(reply, lease.merged_views, received)
-        finally:
-            self._core.release(lease)
-
-    async def _share_arenas(self, message: MapArenas) -> None:
-        writable = self._service.shared_writes
-        arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS]
-        descriptors = [arena.share(writable=writable) for arena in arenas]
-        reply = MapArenasReply(numbers(arena.length for arena in arenas), writable)
-        await self._send(self._connection.reply(reply, descriptors=descriptors), self._limits.grace_s)
 
     async def _match_prefix(self, match: MatchPrefix) -> None:
         matched = self._core.match_prefix(match.keys, touch=False)
         try:
-            await self._drive(self._connection.reply(MatchPrefixReply(matched)))
+            await self._conversation.drive(self._connection.reply(MatchPrefixReply(matched)))
         finally:
             self._core.touch(match.keys[:matched])  # while the client reads the answer
-
-    async def _reply(self, reply: Reply) -> None:
-        """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""
-        await self._send(self._connection.reply(reply), self._limits.transfer_s(self._limits.max_body_bytes, 0))
-
-    async def _send(self, exchange: Exchange[None], within_s: float) -> None:
-        with trio.move_on_after(within_s) as scope:
-            await self._drive(exchange)
-        if scope.cancelled_caught:
-            raise StoreUnavailable("the client did not take its reply in time")
-
-    async def _drive(self, exchange: Exchange[_T]) -> _T:
-        return await drive(exchange, self._stream)
 
     async def _say_goodbye(self, error: InfiniStoreException) -> None:
         """Tell the client why, and give it the time to read that: closing on unread bytes would reset the
         connection."""
         with trio.move_on_after(_LINGER_S):
             try:
-                await self._drive(self._connection.reply_fatal(error))
+                await self._conversation.drive(self._connection.reply_fatal(error))
                 await self._stream.send_eof()
                 buffer = [memoryview(bytearray(64 * 1024))]
                 while await self._stream.receive_into(buffer):
                     pass
             except StoreUnavailable:
                 pass  # it has gone
-
-
-def _too_small(get: Get | Lease, sizes: Sequence[int]) -> BufferTooSmall:
-    key, size, capacity = next(
-        found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
-    )
-    return BufferTooSmall(f"{key[:100]!r} has {size} bytes, its buffer {capacity}")

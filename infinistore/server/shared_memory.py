@@ -1,83 +1,119 @@
-"""What a session keeps for a client that reads and writes the pool by itself: its open reservations and leases.
+"""The requests of a client that reads and writes the pool by itself, in mapped memory.
 
-They are named by numbers that mean something on this connection only. Nothing here ends by itself: a client that maps
-the pool may write where it has reserved and read what it has leased until it says that it is done, or is gone.
+What it has open, reservations and leases, is kept here, named by numbers that mean something on this connection
+only. Nothing here ends by itself: a client that maps the pool may write where it has reserved and read what it has
+leased until it says that it is done, or is gone.
 """
 
 from itertools import count
+from typing import TypeAlias
 
-from infinistore.core.clients import Lease, Reservation
-from infinistore.core.store import StoreCore
+from infinistore.core.clients import Lease as CoreLease
+from infinistore.core.clients import Reservation
 from infinistore.errors import LimitExceeded, ProtocolError, UnknownReservation
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.messages import MISSING, Commit, LeaseReply, PutReply, ReserveReply
+from infinistore.protocol.connection import Received
+from infinistore.protocol.messages import (
+    MISSING,
+    Commit,
+    Lease,
+    LeaseReply,
+    MapArenas,
+    MapArenasReply,
+    PutReply,
+    Release,
+    Reserve,
+    ReserveReply,
+)
 from infinistore.protocol.places import place_of
+from infinistore.server.conversation import Conversation
+from infinistore.transports.sockets import MAX_DESCRIPTORS
 
-__all__ = ["MOST_OPEN", "SharedBatches"]
+__all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
+SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Lease | Release
 MOST_OPEN = 1024
 """How many reservations, and how many leases, one connection may have open: an empty one takes no room in the pool."""
 
 
-class SharedBatches:
-    """The open reservations and leases of one connection."""
+class SharedMemory:
+    """Answers one connection's requests for shared memory. `writable`: whether clients may write to what they map."""
 
-    def __init__(self, core: StoreCore) -> None:
-        self._core = core
+    def __init__(self, conversation: Conversation, *, writable: bool) -> None:
+        self._conversation = conversation
+        self._core = conversation.core
+        self._writable = writable
         self._ids = count(1)
         self._reservations: dict[int, Reservation] = {}
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, CoreLease] = {}
 
-    def reserve(self, reservation: Reservation) -> ReserveReply:
-        """Keep a reservation for the client to write; return where it is.
+    async def answer(self, message: SharedMemoryRequest, received: Received) -> None:
+        """Do what a request asks for, and reply."""
+        if isinstance(message, Reserve):
+            await self._reserve(message, received)
+        elif isinstance(message, Commit):
+            await self._commit(message)
+        elif isinstance(message, Lease):
+            await self._lease(message, received)
+        elif isinstance(message, Release):
+            self._release(message)
+        else:
+            await self._map_arenas(message)
 
-        Raises:
-            LimitExceeded: too many are open; it has been given back.
-        """
+    async def _reserve(self, reserve: Reserve, received: Received) -> None:
         if len(self._reservations) >= MOST_OPEN:
-            self._core.abort(reservation)
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
+        reservation = await self._conversation.reserve(reserve.sizes, received.deadline_us)
         number = next(self._ids)
         self._reservations[number] = reservation
-        return ReserveReply(number, numbers([place_of(arena, offset) for arena, offset, _ in reservation.extents]))
+        places = [place_of(arena, offset) for arena, offset, _ in reservation.extents]
+        await self._conversation.reply(ReserveReply(number, numbers(places)))
 
-    def commit(self, commit: Commit) -> tuple[PutReply, int]:
-        """Make a batch visible that the client has written; return the reply, and how many bytes it had.
-
-        Raises:
-            UnknownReservation: there is none of this number.
-            ValueError: the keys do not fit it; it stays open.
-        """
+    async def _commit(self, commit: Commit) -> None:
+        """Make a batch visible that the client has written. If the keys do not fit it, it stays open."""
+        self._conversation.check_lengths(commit.keys)
         reservation = self._reservations.get(commit.reservation)
         if reservation is None:
             raise UnknownReservation(f"no reservation {commit.reservation} is open on this connection")
         checksums = commit.checksums.tolist() if commit.checksums else None
         skipped = self._core.commit(reservation, commit.keys, checksums, replace=commit.replace)
         del self._reservations[commit.reservation]
-        return PutReply(numbers(skipped)), sum(length for _, _, length in reservation.extents)
+        self._conversation.traffic.received_bytes += sum(length for _, _, length in reservation.extents)
+        await self._conversation.reply(PutReply(numbers(skipped)))
 
-    def lease(self, lease: Lease) -> LeaseReply:
-        """Keep a lease for the client to read; return where its blocks are.
-
-        Raises:
-            LimitExceeded: too many are open; it has been given back.
-        """
+    async def _lease(self, request: Lease, received: Received) -> None:
+        """Keep a lease for the client to read; or send the blocks, if they are few bytes."""
         if len(self._leases) >= MOST_OPEN:
-            self._core.release(lease)
             raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
-        number = next(self._ids)
-        self._leases[number] = lease
-        places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
-        sizes = [length or MISSING for length in lease.lengths]
-        return LeaseReply(number, numbers(sizes), numbers(lease.checksums), numbers(places))
+        conversation = self._conversation
+        lease = conversation.lease(request)
+        lengths = lease.lengths
+        total = sum(lengths)
+        sizes = numbers(length or MISSING for length in lengths)
+        if total > request.inline_bytes:
+            number = next(self._ids)
+            self._leases[number] = lease
+            places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
+            conversation.traffic.sent_bytes += total
+            await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
+            return
+        try:
+            reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
+            await conversation.send_blocks(reply, lease.merged_views, received)
+        finally:
+            self._core.release(lease)
 
-    def release(self, number: int) -> None:
-        """End a lease.
-
-        Raises:
-            ProtocolError: there is none of this number.
-        """
-        lease = self._leases.pop(number, None)
+    def _release(self, release: Release) -> None:
+        lease = self._leases.pop(release.lease, None)
         if lease is None:
-            raise ProtocolError(f"no lease {number} is open on this connection")
+            raise ProtocolError(f"no lease {release.lease} is open on this connection")
         self._core.release(lease)
+
+    async def _map_arenas(self, message: MapArenas) -> None:
+        conversation = self._conversation
+        arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS]
+        descriptors = [arena.share(writable=self._writable) for arena in arenas]
+        reply = MapArenasReply(numbers(arena.length for arena in arenas), self._writable)
+        await conversation.send(
+            conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
+        )

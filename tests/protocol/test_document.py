@@ -27,7 +27,7 @@ from infinistore.protocol.messages import (
     Tree,
 )
 from infinistore.server import requests, service, session
-from infinistore.server.session import SessionLimits
+from infinistore.server.conversation import SessionLimits
 
 from .annotated import worked_example
 
