@@ -42,7 +42,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         return
     store = _RemoteAsyncioStore(address, options)
     try:
-        await store.connect()
+        if not options.lazy:
+            await store.connect()
         yield store
     finally:
         store.close()

@@ -23,6 +23,7 @@ class StoreOptions(TypedDict, total=False):
     spin_us: int
     inline_bytes: int
     name: str
+    lazy: bool
     pool_bytes: int
     minimal_allocate_bytes: int
     allocator: str
@@ -45,6 +46,7 @@ class Options:
     spin_us: int = 400
     inline_bytes: int = 64 * 1024
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    lazy: bool = False
     pool_bytes: int = 256 * 1024 * 1024
     minimal_allocate_bytes: int = 64 * 1024
     allocator: str = "bitmap"

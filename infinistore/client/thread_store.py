@@ -37,7 +37,8 @@ def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> Generat
         return
     store = _RemoteThreadStore(address, options)
     try:
-        store.connect()
+        if not options.lazy:
+            store.connect()
         yield store
     finally:
         store.close()

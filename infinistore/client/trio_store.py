@@ -39,6 +39,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         inline_bytes: with shared memory, a batch of at most so many bytes goes through the socket all the same: one
             round trip is quicker than two; 65536 unless given.
         name: what the server's statistics call this client.
+        lazy: connect with the first call, not now. A server that is down is then found out by the calls, each of which
+            raises `StoreUnavailable` until it is there.
         pool_bytes: embedded only: how much memory the store takes; 256 MiB unless given.
         minimal_allocate_bytes: embedded only: blocks take whole multiples of this; 64 KiB unless given.
         allocator: embedded only: how blocks are placed, by name; "bitmap" unless given.
@@ -46,8 +48,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
 
     Raises:
         ConfigError: an option or the URL cannot be used.
-        StoreUnavailable: no server answers there.
-        AuthenticationFailed: the token is missing or wrong.
+        StoreUnavailable: no server answers there; not if `lazy`.
+        AuthenticationFailed: the token is missing or wrong; not if `lazy`.
         OutOfMemory: no memory for an embedded store.
     """
     address, options = make_options(url, given)
@@ -60,7 +62,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         return
     store = _RemoteTrioStore(address, options)
     try:
-        await store.connect()
+        if not options.lazy:
+            await store.connect()
         yield store
     finally:
         store.close()

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
+from tests.bad_days.servers import running_server_process
 from tests.clients.conftest import Remotes
+from tests.clients.event_loops import as_blocking
 from tests.clients.stores import STORES, Loops
 from tests.server.running import MIB, make_config, running_server
 
@@ -217,3 +221,31 @@ def _run(script: str, *arguments: str) -> str:
 def test_a_forked_child_cannot_use_the_store_of_its_parent_but_may_open_one(kind: str, loops: Loops) -> None:
     with loops.trio.entered(running_server) as server:
         assert _run(_FORK, server.url if kind == "remote" else "embedded") == "good\n"
+
+
+@contextmanager
+def _as_blocking(loop: Any, opener: Any) -> Iterator[blocking.BlockingStore]:
+    with loop.entered(opener) as store:
+        yield as_blocking(store, loop)
+
+
+LAZY_OPENERS: dict[str, Callable[[Loops, str], AbstractContextManager[blocking.BlockingStore]]] = {
+    "threads": lambda _, url: blocking.open_store(url, lazy=True),
+    "trio": lambda loops, url: _as_blocking(loops.trio, lambda: infinistore.open_store(url, lazy=True)),
+    "asyncio": lambda loops, url: _as_blocking(loops.asyncio, lambda: aio.open_store(url, lazy=True)),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY_OPENERS)
+def test_a_lazy_store_opens_before_its_server_and_finds_it_later(
+    kind: str, loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 0.0)
+    with running_server_process() as server:
+        server.kill()
+        with LAZY_OPENERS[kind](loops, server.url) as store:
+            with pytest.raises(StoreUnavailable):
+                store.exists("a")
+            server.start()
+            store.put("a", b"abc")
+            assert store.get("a") == b"abc"
