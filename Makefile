@@ -12,10 +12,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test check format changelog bench clean
+.PHONY: help demo test test-integrations check format changelog bench clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: $(VENV)/.installed-base ## set up, then run the demonstration
 	$(BIN)/infinistore demo $(DEMO_ARGS)
@@ -23,6 +23,20 @@ demo: $(VENV)/.installed-base ## set up, then run the demonstration
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
 test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS adds arguments
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# The engines that the integrations are tested with. Each has an environment of its own, .venvs/NAME, made of what
+# requirements/NAME.txt lists and, without its dependencies, what requirements/NAME.no-deps.txt does. To add one: its name
+# here, those files, and its tests in tests/integrations/NAME.
+ENGINES := lmcache
+ENGINE_STAMPS := $(ENGINES:%=.venvs/%/.installed)
+
+test-integrations: $(ENGINE_STAMPS) ## set up the engines' environments, then test the integrations in them
+	@failed=; \
+	for engine in $(ENGINES); do \
+	    echo "== tests/integrations/$$engine, in .venvs/$$engine"; \
+	    .venvs/$$engine/bin/pytest tests/integrations/$$engine $(PYTEST_ARGS) || failed="$$failed $$engine"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 check: $(VENV)/.installed-dev ## lint, formatting, types, changelog entries
 	@failed=; \
@@ -42,8 +56,8 @@ bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
 	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
-clean: ## remove the virtual environment, caches and build results
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the virtual environments, caches and build results
+	rm -rf $(VENV) .venvs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is older than pyproject.toml when the requirements may have changed.
@@ -54,7 +68,15 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
 	@touch $@
 
-$(BIN)/python:
+# Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
+$(ENGINE_STAMPS): .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+                                      | .venvs/%/bin/python
+	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
+	install --requirement requirements/$*.txt --editable .; \
+	if [ -f requirements/$*.no-deps.txt ]; then install --no-deps --requirement requirements/$*.no-deps.txt; fi
+	@touch $@
+
+%/bin/python:
 	@set -e; chosen=; \
 	for python in $(PYTHON); do \
 	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then chosen=$$python; break; fi; \
@@ -64,9 +86,9 @@ $(BIN)/python:
 	    echo "On Debian 12: apt-get install python3 python3-venv   (or: make $(MAKECMDGOALS) PYTHON=/path/to/python)" >&2; \
 	    exit 1; \
 	fi; \
-	if "$$chosen" -c 'import ensurepip' 2>/dev/null; then "$$chosen" -m venv $(VENV); \
-	elif command -v uv >/dev/null; then uv venv --quiet --seed --python "$$chosen" $(VENV); \
-	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python "$$chosen" $(VENV); \
+	if "$$chosen" -c 'import ensurepip' 2>/dev/null; then "$$chosen" -m venv $*; \
+	elif command -v uv >/dev/null; then uv venv --quiet --seed --python "$$chosen" $*; \
+	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python "$$chosen" $*; \
 	else \
 	    echo "$$chosen cannot make a virtual environment. Install what it lacks, then run this again:" >&2; \
 	    echo "    apt-get install python3-venv" >&2; \

@@ -16,7 +16,7 @@ def identify(document: Path) -> str:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (PROJECT / "Makefile").read_text(), flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identify)
@@ -28,7 +28,7 @@ def test_a_relative_link_leads_to_a_file(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identify)
 def test_a_make_target_that_is_named_exists(document: Path) -> None:
-    named = set(re.findall(r"`make ([a-z]+)", document.read_text()))
+    named = set(re.findall(r"`make ([a-z-]+)", document.read_text()))
     assert named <= make_targets()
 
 
