@@ -23,23 +23,28 @@ class Stream(Protocol):
 
     Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may
     have sent any part of its bytes: after that, all that can be done with the stream is to close it.
+
+    `deadline`, on Trio's clock, is when a wait is given up: a cancel scope around each call would cost more than most
+    calls do, which need not wait.
     """
 
     passes_descriptors: bool
     """Whether it is a `DescriptorStream`."""
 
-    async def send_all(self, views: Sequence[memoryview]) -> None:
+    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
         """Send all of these views, in order.
 
         Raises:
             StoreUnavailable: the stream is broken.
+            TimeoutError: the deadline has passed; some bytes may have been sent.
         """
 
-    async def receive_into(self, views: Sequence[memoryview]) -> int:
+    async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte, fill the views from the front, and return how many bytes came; 0 is the end.
 
         Raises:
             StoreUnavailable: the stream is broken.
+            TimeoutError: the deadline has passed.
         """
 
     async def send_eof(self) -> None:
@@ -71,12 +76,14 @@ class DescriptorStream(Stream, Protocol):
         """
 
 
-async def drive(exchange: Exchange[_T], stream: Stream, *, stall_s: float = math.inf) -> _T:
+async def drive(exchange: Exchange[_T], stream: Stream, *, within_s: float = math.inf, stall_s: float = math.inf) -> _T:
     """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange.
 
     Raises:
+        TimeoutError: it was not done within `within_s` seconds.
         DeadlineExceeded: the peer has begun something, and then sent nothing for `stall_s` seconds.
     """
+    deadline = math.inf if within_s == math.inf else trio.current_time() + within_s
     try:
         effect = next(exchange)
         while True:
@@ -84,11 +91,11 @@ async def drive(exchange: Exchange[_T], stream: Stream, *, stall_s: float = math
                 count = 0
                 if isinstance(effect, Receive):
                     if effect.idle or stall_s == math.inf:
-                        count = await stream.receive_into(effect.views)
+                        count = await stream.receive_into(effect.views, deadline)
                     else:
                         count = await _receive_soon(effect.views, stream, stall_s)
                 elif isinstance(effect, Send):
-                    await stream.send_all(effect.views)
+                    await stream.send_all(effect.views, deadline)
                 elif isinstance(effect, SendDescriptors):
                     await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors)
                 elif isinstance(effect, ReceiveDescriptors):
@@ -107,6 +114,7 @@ async def drive(exchange: Exchange[_T], stream: Stream, *, stall_s: float = math
 
 
 async def _receive_soon(views: Sequence[memoryview], stream: Stream, stall_s: float) -> int:
-    with trio.move_on_after(stall_s):
-        return await stream.receive_into(views)
-    raise DeadlineExceeded(f"a message was begun, and then nothing came for {stall_s:g} s")
+    try:
+        return await stream.receive_into(views, trio.current_time() + stall_s)
+    except TimeoutError:
+        raise DeadlineExceeded(f"a message was begun, and then nothing came for {stall_s:g} s") from None

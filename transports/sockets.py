@@ -7,6 +7,7 @@ yields to the scheduler, so that one busy connection cannot starve the others.
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import stat
@@ -57,14 +58,14 @@ class SocketStream:
         sock.setblocking(False)
         prepare(sock)
 
-    async def send_all(self, views: Sequence[memoryview]) -> None:
+    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
         """Send all of these views, in order."""
         span = Span(views)
         while span.remaining:
             try:
                 sent = self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES))
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_writable)
+                await self._wait(trio.lowlevel.wait_writable, deadline)
                 continue
             except OSError as error:
                 raise broken(error) from error
@@ -74,7 +75,7 @@ class SocketStream:
         if self._spinner is not None:
             self._spinner.moved(self)
 
-    async def receive_into(self, views: Sequence[memoryview]) -> int:
+    async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
         sock = self.socket
 
@@ -90,7 +91,7 @@ class SocketStream:
             except BlockingIOError:
                 count = self._spin(views, receive)
                 if count is None:
-                    await self._wait(trio.lowlevel.wait_readable)
+                    await self._wait(trio.lowlevel.wait_readable, deadline)
                     continue
             except OSError as error:
                 raise broken(error) from error
@@ -149,9 +150,15 @@ class SocketStream:
         """Whether the peer has closed an idle connection, or said something that nobody asked for."""
         return looks_stale(self.socket)
 
-    async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]]) -> None:
+    async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]], deadline: float = math.inf) -> None:
         try:
-            await until_ready(self.socket)
+            if deadline == math.inf:
+                await until_ready(self.socket)
+            else:
+                with trio.CancelScope(deadline=deadline) as scope:
+                    await until_ready(self.socket)
+                if scope.cancelled_caught:
+                    raise TimeoutError
         except trio.ClosedResourceError:
             raise StoreUnavailable("the connection was closed on this side") from None
         self._credit = _YIELD_AFTER_BYTES

@@ -5,6 +5,7 @@ clients that move their bytes themselves) share one of these. It keeps to the cl
 limits; which request is answered how is left to them.
 """
 
+import math
 from collections.abc import Sequence
 from operator import gt
 from typing import TypeVar
@@ -122,14 +123,14 @@ class Conversation:
 
     async def send(self, exchange: Exchange[None], within_s: float) -> None:
         """Send within a time; `StoreUnavailable` if the client does not take it."""
-        with trio.move_on_after(within_s) as scope:
-            await self.drive(exchange)
-        if scope.cancelled_caught:
-            raise StoreUnavailable("the client did not take its reply in time")
+        try:
+            await drive(exchange, self.stream, within_s=within_s)
+        except TimeoutError:
+            raise StoreUnavailable("the client did not take its reply in time") from None
 
-    async def drive(self, exchange: Exchange[_T]) -> _T:
-        """Run an exchange over the stream."""
-        return await drive(exchange, self.stream)
+    async def drive(self, exchange: Exchange[_T], within_s: float = math.inf) -> _T:
+        """Run an exchange over the stream; `TimeoutError` if it is not done within this time."""
+        return await drive(exchange, self.stream, within_s=within_s)
 
     async def send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
         """Send a reply with blocks behind it."""

@@ -184,10 +184,10 @@ class Session:
 
     async def _greet(self) -> None:
         """Exchange hellos. A stranger has little time to say who it is."""
-        with trio.move_on_after(self._limits.grace_s) as scope:
-            received = await self._conversation.drive(self._connection.receive())
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(f"no Hello came within {self._limits.grace_s:g} s")
+        try:
+            received = await self._conversation.drive(self._connection.receive(), self._limits.grace_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no Hello came within {self._limits.grace_s:g} s") from None
         if received is None:
             raise StoreUnavailable("the client left before it said anything")
         assert isinstance(received.message, Hello)
@@ -230,10 +230,11 @@ class Session:
         if self._connection.state is State.PAYLOAD:
             if self._connection.payload_left > _DRAIN_BYTES:
                 raise error
-            with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
-                await self._conversation.drive(self._connection.discard_payload())
-            if scope.cancelled_caught:
-                raise error
+            within_s = self._limits.transfer_s(received.payload_bytes, received.deadline_us)
+            try:
+                await self._conversation.drive(self._connection.discard_payload(), within_s)
+            except TimeoutError:
+                raise error from None
         if self._connection.state is not State.REPLYING:
             raise error
         self.traffic.errors += 1
@@ -247,12 +248,14 @@ class Session:
         reservation = await self._conversation.reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(numbers(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
-            with trio.move_on_after(self._limits.transfer_s(received.payload_bytes, received.deadline_us)) as scope:
-                await self._conversation.drive(self._connection.read_payload([*reservation.merged_views, trailer]))
-            if scope.cancelled_caught:
+            within_s = self._limits.transfer_s(received.payload_bytes, received.deadline_us)
+            exchange = self._connection.read_payload([*reservation.merged_views, trailer])
+            try:
+                await self._conversation.drive(exchange, within_s)
+            except TimeoutError:
                 raise DeadlineExceeded(
                     f"{self._connection.payload_left} of {received.payload_bytes} bytes had not come in time"
-                )
+                ) from None
             checksums = trailer.cast("Q").tolist() if put.checksums else None
             skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
         finally:

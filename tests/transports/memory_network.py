@@ -5,10 +5,12 @@ a header, a key or a payload is split anywhere, and each split can be replayed. 
 up, as a socket does. Time passes only where a test lets it pass: with `autojump_clock` a slow peer costs nothing.
 """
 
+import math
 import random
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import trio
 
@@ -59,6 +61,14 @@ class _Pipe:
         self.changed.unpark_all()
 
 
+@contextmanager
+def _until(deadline: float) -> Iterator[None]:
+    with trio.CancelScope(deadline=deadline) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise TimeoutError
+
+
 class MemoryStream:
     """One end of a connection; keeps the promises of `infinistore.transports.base.Stream`.
 
@@ -73,7 +83,15 @@ class MemoryStream:
         self._chunks = chunks
         self.closed = False
 
-    async def send_all(self, views: Sequence[memoryview]) -> None:
+    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
+        with _until(deadline):
+            await self._send_all(views)
+
+    async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
+        with _until(deadline):
+            return await self._receive_into(views)
+
+    async def _send_all(self, views: Sequence[memoryview]) -> None:
         span = Span(views)
         pipe = self._outgoing
         while span.remaining:
@@ -92,7 +110,7 @@ class MemoryStream:
             span.advance(moved)
             pipe.changed.unpark_all()
 
-    async def receive_into(self, views: Sequence[memoryview]) -> int:
+    async def _receive_into(self, views: Sequence[memoryview]) -> int:
         pipe = self._incoming
         await trio.lowlevel.checkpoint()
         while True:
