@@ -20,6 +20,7 @@ from infinistore.errors import (
     ConfigError,
     DeadlineExceeded,
     InfiniStoreException,
+    InfiniStoreKeyNotFound,
     InvalidRequest,
     KeyNotFound,
     LeaseStillInUse,
@@ -35,20 +36,41 @@ from infinistore.errors import (
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
     from infinistore.client import open_store
-    from infinistore.config import ServerConfig
+    from infinistore.dropin import (
+        LINK_ETHERNET,
+        LINK_IB,
+        TYPE_RDMA,
+        TYPE_TCP,
+        ClientConfig,
+        InfinityConnection,
+        Logger,
+        ServerConfig,
+        evict_cache,
+        get_kvmap_len,
+        purge_kv_map,
+        register_server,
+    )
     from infinistore.server import serve
 
 __all__ = [
+    "LINK_ETHERNET",
+    "LINK_IB",
+    "TYPE_RDMA",
+    "TYPE_TCP",
     "AuthenticationFailed",
     "BufferTooSmall",
     "ChecksumMismatch",
+    "ClientConfig",
     "ConfigError",
     "DeadlineExceeded",
     "InfiniStoreException",
+    "InfiniStoreKeyNotFound",
+    "InfinityConnection",
     "InvalidRequest",
     "KeyNotFound",
     "LeaseStillInUse",
     "LimitExceeded",
+    "Logger",
     "OutOfMemory",
     "ProtocolError",
     "ServerConfig",
@@ -59,15 +81,30 @@ __all__ = [
     "__version__",
     "aio",
     "blocking",
+    "evict_cache",
+    "get_kvmap_len",
     "open_store",
+    "purge_kv_map",
+    "register_server",
     "serve",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY_NAMES = {
-    "ServerConfig": "infinistore.config",
+    "LINK_ETHERNET": "infinistore.dropin",
+    "LINK_IB": "infinistore.dropin",
+    "TYPE_RDMA": "infinistore.dropin",
+    "TYPE_TCP": "infinistore.dropin",
+    "ClientConfig": "infinistore.dropin",
+    "InfinityConnection": "infinistore.dropin",
+    "Logger": "infinistore.dropin",
+    "ServerConfig": "infinistore.dropin",
+    "evict_cache": "infinistore.dropin",
+    "get_kvmap_len": "infinistore.dropin",
     "open_store": "infinistore.client",
+    "purge_kv_map": "infinistore.dropin",
+    "register_server": "infinistore.dropin",
     "serve": "infinistore.server",
 }
 _LAZY_MODULES = frozenset({"aio", "blocking"})

@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "InfiniStoreException",
+    "InfiniStoreKeyNotFound",
     "InvalidRequest",
     "KeyNotFound",
     "LeaseStillInUse",
@@ -47,6 +48,10 @@ class KeyNotFound(InfiniStoreException, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+InfiniStoreKeyNotFound = KeyNotFound
+"""The name that the original InfiniStore has for it."""
 
 
 class OutOfMemory(InfiniStoreException):

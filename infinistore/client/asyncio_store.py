@@ -19,7 +19,7 @@ from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, 
 from infinistore.transports.asyncio_sockets import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.spin import Spinner
 
-__all__ = ["open_store"]
+__all__ = ["RemoteAsyncioStore", "open_store"]
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         finally:
             embedded.close()
         return
-    store = _RemoteAsyncioStore(address, options)
+    store = RemoteAsyncioStore(address, options)
     try:
         if not options.lazy:
             await store.connect()
@@ -70,8 +70,11 @@ class _EmbeddedAsyncioStore(AsyncStore):
             operations.close()
 
 
-class _RemoteAsyncioStore(AsyncStore):
-    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks."""
+class RemoteAsyncioStore(AsyncStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks.
+
+    It connects when it is first used, or at once by `connect`; whoever makes one calls `close`, from any thread.
+    """
 
     def __init__(self, address: Address, options: Options) -> None:
         self._calls: RemoteCalls[AsyncioSocketStream] = RemoteCalls(address, options, time.monotonic)
@@ -79,6 +82,7 @@ class _RemoteAsyncioStore(AsyncStore):
         self._lookup_slots = _Slots(LOOKUP_CONNECTIONS)
 
     async def connect(self) -> None:
+        """Make the first connection, without retries: a wrong address or token is known at once."""
         attempt = self._calls.attempt()
         try:
             async with asyncio.timeout(self._calls.options.deadline_s):
@@ -87,6 +91,7 @@ class _RemoteAsyncioStore(AsyncStore):
             raise self._calls.deadline_exceeded(attempt) from None
 
     def close(self) -> None:
+        """Close the connections; calls under way end first. Any number of times."""
         self._calls.close()
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:

@@ -16,7 +16,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Receive, ReceiveDescriptors, Send
 from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
 
-__all__ = ["open_store"]
+__all__ = ["RemoteThreadStore", "open_store"]
 
 _T = TypeVar("_T")
 
@@ -35,7 +35,7 @@ def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> Generat
         finally:
             embedded.close()
         return
-    store = _RemoteThreadStore(address, options)
+    store = RemoteThreadStore(address, options)
     try:
         if not options.lazy:
             store.connect()
@@ -62,8 +62,11 @@ class _EmbeddedThreadStore(BlockingStore):
             operations.close()
 
 
-class _RemoteThreadStore(BlockingStore):
-    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks."""
+class RemoteThreadStore(BlockingStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind blocks.
+
+    It connects when it is first used, or at once by `connect`; whoever makes one calls `close`, from any thread.
+    """
 
     def __init__(self, address: Address, options: Options) -> None:
         self._calls: RemoteCalls[BlockingSocketStream] = RemoteCalls(address, options, time.monotonic)
@@ -71,10 +74,12 @@ class _RemoteThreadStore(BlockingStore):
         self._lookup_slots = threading.BoundedSemaphore(LOOKUP_CONNECTIONS)
 
     def connect(self) -> None:
+        """Make the first connection, without retries: a wrong address or token is known at once."""
         attempt = self._calls.attempt()
         self._drive(self._calls.first(attempt), attempt)
 
     def close(self) -> None:
+        """Close the connections; calls under way end first. Any number of times."""
         self._calls.close()
 
     def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:

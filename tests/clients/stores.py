@@ -14,9 +14,10 @@ import attrs
 import trio
 
 import infinistore
-from infinistore import ServerConfig, aio, blocking
+from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import AsyncStore, trio_store
+from infinistore.config import ServerConfig
 from infinistore.core import StoreCore
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
 from tests.server.running import RunningServer, running_server, simulated_server

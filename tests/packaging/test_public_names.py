@@ -9,16 +9,24 @@ import infinistore
 from infinistore import errors
 
 PUBLIC_NAMES = [
+    "LINK_ETHERNET",
+    "LINK_IB",
+    "TYPE_RDMA",
+    "TYPE_TCP",
     "AuthenticationFailed",
     "BufferTooSmall",
     "ChecksumMismatch",
+    "ClientConfig",
     "ConfigError",
     "DeadlineExceeded",
     "InfiniStoreException",
+    "InfiniStoreKeyNotFound",
+    "InfinityConnection",
     "InvalidRequest",
     "KeyNotFound",
     "LeaseStillInUse",
     "LimitExceeded",
+    "Logger",
     "OutOfMemory",
     "ProtocolError",
     "ServerConfig",
@@ -29,7 +37,11 @@ PUBLIC_NAMES = [
     "__version__",
     "aio",
     "blocking",
+    "evict_cache",
+    "get_kvmap_len",
     "open_store",
+    "purge_kv_map",
+    "register_server",
     "serve",
 ]
 

@@ -1,0 +1,203 @@
+"""`ClientConfig` and `ServerConfig`: settings in the names and units of the original.
+
+Both are filled by keyword, can be changed afterwards by attribute, and are checked by `verify()`. A keyword that means
+nothing is passed over, as in the original, where programs hand in all the flags of their command line; one that looks
+like a misspelt setting is an error.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from infinistore import config as native
+from infinistore.config import server_settings
+from infinistore.dropin.logger import LOG_LEVELS
+from infinistore.errors import ConfigError
+from infinistore.settings import near
+from infinistore.sizes import GIB, KIB
+
+__all__ = ["LINK_ETHERNET", "LINK_IB", "TYPE_RDMA", "TYPE_TCP", "ClientConfig", "ServerConfig"]
+
+TYPE_RDMA: Final = "RDMA"
+TYPE_TCP: Final = "TCP"
+LINK_ETHERNET: Final = "Ethernet"
+LINK_IB: Final = "IB"
+
+_log = logging.getLogger("infinistore.dropin")
+_LARGEST_PORT: Final = 65535
+_LARGEST_INDEX: Final = 255  # of a port of an adapter, and of a GID
+_LOOKS_MISSPELT: Final = 0.8
+
+
+class ClientConfig:
+    """How to reach a server. Filled by keyword; the attributes may be changed until the connection is made.
+
+    Args:
+        connection_type: `TYPE_RDMA`: the best path there is, RDMA, shared memory or TCP; `TYPE_TCP`: TCP.
+        host_addr: name or address of the server.
+        service_port: its port, 22345 by default.
+        dev_name: RDMA device, such as "mlx5_0"; None takes the first that works. Without RDMA it means nothing.
+        ib_port: port of that device, from 1.
+        link_type: `LINK_IB` or `LINK_ETHERNET`.
+        hint_gid_index: GID to prefer; -1 for no preference.
+        log_level: "error", "warning", "info" or "debug"; INFINISTORE_LOG_LEVEL is stronger. If neither is given, the
+            logger is left as it is.
+
+    A server that wants a token is shown the one in INFINISTORE_TOKEN.
+
+    Raises:
+        ConfigError: a keyword that looks like a misspelt one of these.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        _pass_over_unknown(given, _CLIENT_SETTINGS)
+        self.connection_type: str | None = given.get("connection_type")
+        self.host_addr: str | None = given.get("host_addr")
+        self.service_port: int | None = given.get("service_port")
+        self.dev_name: str | None = given.get("dev_name")
+        self.ib_port: int = given.get("ib_port", 1)
+        self.link_type: str = given.get("link_type", LINK_IB)
+        self.hint_gid_index: int = given.get("hint_gid_index", -1)
+        self.log_level: str | None = os.environ.get("INFINISTORE_LOG_LEVEL") or given.get("log_level")
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in _CLIENT_SETTINGS)
+        return f"ClientConfig({settings})"
+
+    def verify(self) -> None:
+        """Check the settings; `InfinityConnection` does so.
+
+        Raises:
+            ConfigError: one that cannot be used.
+        """
+        _check_one_of("connection_type", self.connection_type, (TYPE_RDMA, TYPE_TCP))
+        if not isinstance(self.host_addr, str) or not self.host_addr.strip():
+            raise ConfigError(f"host_addr must be the name or address of a server, not {self.host_addr!r}")
+        _check_integer("service_port", self.service_port, 1, _LARGEST_PORT)
+        _check_integer("ib_port", self.ib_port, 1, _LARGEST_INDEX)
+        _check_integer("hint_gid_index", self.hint_gid_index, -1, _LARGEST_INDEX)
+        if self.dev_name is not None and not isinstance(self.dev_name, str):
+            raise ConfigError(f"dev_name must be the name of a device, or None for any, not {self.dev_name!r}")
+        if self.connection_type == TYPE_RDMA:
+            _check_one_of("link_type", self.link_type, (LINK_IB, LINK_ETHERNET))
+        if self.log_level is not None:
+            _check_one_of("log_level", self.log_level, tuple(LOG_LEVELS))
+
+    @property
+    def url(self) -> str:
+        """The address, as `open_store` takes it."""
+        scheme = "tcp" if self.connection_type == TYPE_TCP else "infinistore"
+        host = str(self.host_addr).strip().strip("[]")
+        return f"{scheme}://[{host}]:{self.service_port}" if ":" in host else f"{scheme}://{host}:{self.service_port}"
+
+
+_CLIENT_SETTINGS: Final = (
+    "connection_type",
+    "host_addr",
+    "service_port",
+    "dev_name",
+    "ib_port",
+    "link_type",
+    "hint_gid_index",
+    "log_level",
+)
+
+
+class ServerConfig(native.ServerConfig):
+    """Everything that can be set about a server, by either of two sets of names.
+
+    The names of this package are sizes in bytes and times in seconds: `prealloc_bytes`, `minimal_allocate_bytes`,
+    `evict_interval_s`. Those of the original, which are also those of the flags, take what a flag takes:
+    `prealloc_size=16` is 16 GiB, `minimal_allocate_size=64` is 64 KiB, and `"512MiB"` says so itself. Both can be read
+    and written as attributes. docs/configuration.md explains every setting.
+
+    Raises:
+        ConfigError: a value that cannot be used, values that do not go together, or a keyword that looks like a
+            misspelt one.
+    """
+
+    # mypy takes the constructor of the parent, which knows the names of this package and their types.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**_native_settings(given))
+
+        def __setattr__(self, name: str, value: Any) -> None:  # which the parent refuses
+            for attribute, parsed in _native_settings({name: value}).items():
+                object.__setattr__(self, attribute, parsed)
+
+    @property
+    def prealloc_size(self) -> float:
+        """The memory taken at the start, in GiB."""
+        return _in_units(self.prealloc_bytes, GIB)
+
+    @property
+    def minimal_allocate_size(self) -> float:
+        """The smallest piece of the pool, in KiB."""
+        return _in_units(self.minimal_allocate_bytes, KIB)
+
+    @property
+    def evict_interval(self) -> float:
+        """Time between two periodic evictions, in seconds."""
+        return self.evict_interval_s
+
+    def verify(self) -> None:
+        """Check the settings, after some have been changed.
+
+        Raises:
+            ConfigError: one that cannot be used, or some that do not go together.
+        """
+        for name, port in (("service_port", self.service_port), ("manage_port", self.manage_port)):
+            if port == 0:
+                raise ConfigError(f"{name} must be between 1 and {_LARGEST_PORT}, so that clients know it")
+        attrs.evolve(self)  # which checks all of it again
+
+
+_BY_KEY: Final = {setting.key: setting for setting in server_settings()}
+_ATTRIBUTES: Final = frozenset(setting.attribute for setting in server_settings())
+_NO_LONGER_USED: Final = ("num_stream", "start_delay", "warmup")
+"""What a server of the original once took, and later did not look at any more."""
+
+
+def _native_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings given by either name, as the parent class takes them."""
+    _pass_over_unknown(given, (*_BY_KEY, *_ATTRIBUTES, *_NO_LONGER_USED))
+    found: dict[str, Any] = {name: value for name, value in given.items() if name in _ATTRIBUTES}
+    for name, value in given.items():
+        if name in _BY_KEY and value is not None:
+            setting = _BY_KEY[name]
+            try:
+                parsed = setting.kind.parse(value)
+                setting.kind.check(parsed)
+            except ValueError as error:
+                raise ConfigError(f"{name}: {value!r} {error}") from None
+            found[setting.attribute] = parsed
+    return found
+
+
+def _pass_over_unknown(given: Iterable[str], known: Iterable[str]) -> None:
+    known = tuple(known)
+    unknown = [name for name in given if name not in known]
+    for name in unknown:
+        if meant := near(name, known, cutoff=_LOOKS_MISSPELT):
+            raise ConfigError(f"there is no setting {name!r}{meant}")
+    if unknown:
+        _log.warning("settings that mean nothing here: %s", ", ".join(unknown))
+
+
+def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be {' or '.join(allowed)}, not {value!r}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number between {low} and {high}, not {value!r}")
+
+
+def _in_units(size_bytes: int, unit_bytes: int) -> float:
+    whole, rest = divmod(size_bytes, unit_bytes)
+    return size_bytes / unit_bytes if rest else whole

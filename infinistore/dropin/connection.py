@@ -1,0 +1,337 @@
+"""`InfinityConnection`: the client of the original.
+
+Look-ups, and whatever else blocks there, go through a blocking store; the asynchronous reads and writes through an
+asyncio store, which belongs to no loop. Both connect by themselves, share no lock, and may be used by any thread while
+the other is at work. A cancelled read or write has let go of the caller's memory when it returns, since no thread works
+for it in the background.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from infinistore.client.asyncio_store import RemoteAsyncioStore
+from infinistore.client.options import make_options
+from infinistore.client.thread_store import RemoteThreadStore
+from infinistore.dropin.config import TYPE_RDMA, ClientConfig
+from infinistore.dropin.logger import Logger
+from infinistore.dropin.memory import Region, Regions, address_and_size, check_range, readable_memory, whole_number
+from infinistore.errors import InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
+from infinistore.keys import check_keys
+
+if TYPE_CHECKING:
+    import numpy
+
+__all__ = ["InfinityConnection"]
+
+_log = logging.getLogger("infinistore.dropin")
+_DONE = 200
+"""What the original answers when all went well; it took the codes of HTTP."""
+
+
+class _Stores:
+    """The two stores of a connection, for one server."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        address, options = make_options(config.url, {})
+        assert address is not None
+        self.blocking = RemoteThreadStore(address, options)
+        self.asynchronous = RemoteAsyncioStore(address, options)
+
+    def close(self) -> None:
+        self.blocking.close()
+        self.asynchronous.close()
+
+
+class InfinityConnection:
+    """A connection to a server. Any number of threads and event loops may use it at once.
+
+    Every method may raise, besides what it says itself:
+
+    * `StoreUnavailable`: not connected, or the server cannot be reached any more; the next call tries again;
+    * `DeadlineExceeded`: no answer within 30 seconds;
+    * `InvalidRequest`: an argument that makes no sense; nothing was sent.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        config.verify()
+        self.config = config
+        self.rdma_connected = False
+        """Whether the connection is of `TYPE_RDMA` and open; `transport` tells how the bytes go."""
+        self._lock = threading.Lock()
+        self._stores: _Stores | None = None
+        self._close_stores: weakref.finalize[Any, Any] | None = None
+        self._regions = Regions()
+        if config.log_level is not None:
+            Logger.set_log_level(config.log_level)
+
+    def connect(self) -> None:
+        """Connect, and wait for it. Call it outside of event loops, or where they may wait.
+
+        Raises:
+            StoreUnavailable: no server answers there.
+            AuthenticationFailed: the server wants another token than the one in INFINISTORE_TOKEN.
+            VersionMismatch: the server is of another version.
+            InfiniStoreException: it is connected already.
+        """
+        self._check_unconnected()
+        stores = _Stores(self.config)
+        try:
+            stores.blocking.connect()
+            self._keep(stores)
+        except BaseException:
+            stores.close()
+            raise
+
+    async def connect_async(self) -> None:
+        """Connect, while other tasks run. Errors are those of `connect`."""
+        self._check_unconnected()
+        stores = _Stores(self.config)
+        try:
+            await stores.asynchronous.connect()
+            self._keep(stores)
+        except BaseException:
+            stores.close()
+            raise
+
+    def reconnect(self) -> None:
+        """Close and connect again, with the settings of now; what was registered stays so. Errors are those of
+        `connect`, and leave the connection closed.
+
+        A server that was restarted is found again without it.
+        """
+        self._let_go()
+        self.connect()
+
+    def close(self) -> None:
+        """Close the connection and forget what was registered. Calls under way end first. Any number of times."""
+        self._let_go()
+        self._regions.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def transport(self) -> str:
+        """How the bytes go: "shm", "tcp" or another name of a path; docs/moving-from-infinistore.md tells when."""
+        return self._connected().blocking.stats().transport
+
+    def register_mr(self, arg: Any, size: int | None = None) -> int:
+        """Make memory known, so that blocks can be read into it and written from it. Returns 0.
+
+        `arg` is an address, with `size` in bytes; or a tensor on the CPU, or a writable buffer. The memory stays the
+        caller's: keep it until the connection is closed, or no call uses it any more. Registering the same address
+        again replaces its size.
+
+        Raises:
+            InvalidRequest: no memory of this process, or it cannot be written.
+        """
+        self._check_rdma()
+        self._connected()
+        if hasattr(arg, "__index__") and not hasattr(arg, "data_ptr"):
+            if size is None:
+                raise InvalidRequest("give the size of the memory in bytes beside its address")
+            self._regions.add(whole_number("ptr", arg), whole_number("size", size))
+        else:
+            self._regions.add(*address_and_size(arg))
+        return 0
+
+    async def rdma_write_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
+        """Write blocks of `block_size` bytes. Returns 200.
+
+        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in registered memory. What a key had
+        before is replaced; of a key that is named twice the last block counts. All of them become visible at once, or
+        after an error none.
+
+        Raises:
+            OutOfMemory, ValueTooLarge: the server has no room for it.
+        """
+        store = self._connected_by_rdma().asynchronous
+        keys, offsets = _split(blocks)
+        length = _block_size(block_size)
+        region, base = self._region(ptr)
+        views = [_within(region, base + offset, length, clip=False) for offset in offsets]
+        await store.put_many(dict(zip(keys, views, strict=True)))
+        return _DONE
+
+    async def rdma_read_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
+        """Read blocks into memory, all or nothing. Returns 200.
+
+        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in registered memory. A stored value
+        may be shorter than `block_size`; then only its bytes are written.
+
+        Raises:
+            InfiniStoreKeyNotFound: one of the keys is not there; nothing was written to memory.
+            BufferTooSmall: a stored value is longer than `block_size`; nothing was written to memory.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        store = self._connected_by_rdma().asynchronous
+        keys, offsets = _split(blocks)
+        length = _block_size(block_size)
+        region, base = self._region(ptr)
+        views = [_within(region, base + offset, length, clip=True) for offset in offsets]
+        if len(keys) > 1:  # a read of one writes nothing if it is missing
+            _check_found(keys, await store.exists_many(keys))
+        _check_found(keys, await store.get_many_into(list(zip(keys, views, strict=True))))
+        return _DONE
+
+    def tcp_write_cache(self, key: str, ptr: int, size: int, **kwargs: object) -> None:
+        """Write `size` bytes at the address `ptr`, which need not be registered; what the key had before is replaced.
+
+        Raises:
+            OutOfMemory, ValueTooLarge: the server has no room for it.
+        """
+        store = self._connected().blocking
+        _check_keys([key])
+        store.put(key, readable_memory(whole_number("ptr", ptr), whole_number("size", size)))
+
+    def tcp_read_cache(self, key: str, **kwargs: object) -> "numpy.ndarray[Any, Any] | memoryview | None":
+        """Read one value: a writable array of uint8, of exactly its length; None if the key is not there.
+
+        Without numpy it is a memoryview.
+
+        Raises:
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        store = self._connected().blocking
+        _check_keys([key])
+        value = store.get_many([key])[0]
+        if value is None:
+            return None
+        try:
+            import numpy
+        except ImportError:
+            return memoryview(value)
+        return numpy.frombuffer(value, numpy.uint8)
+
+    def check_exist(self, key: str) -> bool:
+        """Tell whether the key is there."""
+        store = self._connected().blocking
+        _check_keys([key])
+        return store.exists(key)
+
+    def get_match_last_index(self, keys: Sequence[str]) -> int:
+        """Return the highest index in `keys` of a key that is there.
+
+        Raises:
+            InfiniStoreKeyNotFound: none of them is.
+        """
+        store = self._connected().blocking
+        keys = _key_list(keys)
+        found = store.exists_many(keys)
+        for index in range(len(found) - 1, -1, -1):
+            if found[index]:
+                return index
+        raise KeyNotFound(f"can't find a match: none of the {len(keys)} keys is in the store")
+
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        """Delete keys; returns how many were there."""
+        store = self._connected().blocking
+        return store.delete(_key_list(keys))
+
+    def _keep(self, stores: _Stores) -> None:
+        with self._lock:
+            self._check_unconnected()
+            self._stores = stores
+            # At the end of this object, and of the process: while threads still run, which closing may have to join.
+            self._close_stores = weakref.finalize(self, stores.close)
+            self.rdma_connected = self.config.connection_type == TYPE_RDMA
+
+    def _let_go(self) -> None:
+        with self._lock:
+            close = self._close_stores
+            self._stores = self._close_stores = None
+            self.rdma_connected = False
+        if close is not None:
+            close()
+
+    def _check_unconnected(self) -> None:
+        if self._stores is not None:
+            raise InfiniStoreException(f"already connected to {self.config.url}; close this connection first")
+
+    def _connected(self) -> _Stores:
+        stores = self._stores
+        if stores is None:
+            raise StoreUnavailable("this connection is not open; call connect() or connect_async() first")
+        return stores
+
+    def _check_rdma(self) -> None:
+        if self.config.connection_type != TYPE_RDMA:
+            raise InvalidRequest("this method is for connections of TYPE_RDMA; this one is of TYPE_TCP")
+
+    def _connected_by_rdma(self) -> _Stores:
+        self._check_rdma()
+        return self._connected()
+
+    def _region(self, ptr: int) -> tuple[Region, int]:
+        base = whole_number("ptr", ptr)
+        check_range(base, 1)
+        return self._regions.at(base), base
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    try:
+        check_keys(keys)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _key_list(keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, str):
+        raise InvalidRequest(f"give a list of keys, not the one text {keys[:60]!r}")
+    try:
+        listed = list(keys)
+    except TypeError:
+        raise InvalidRequest(f"give a list of keys, not {type(keys).__name__}") from None
+    _check_keys(listed)
+    return listed
+
+
+def _split(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list[int]]:
+    """Return the keys and the offsets of blocks."""
+    try:
+        pairs = [(key, offset) for key, offset in blocks]
+    except (TypeError, ValueError):
+        raise InvalidRequest("blocks must be pairs of a key and an offset in bytes, such as [('key', 0)]") from None
+    if not pairs:
+        raise InvalidRequest("there are no blocks; give at least one pair of a key and an offset")
+    keys = [key for key, _ in pairs]
+    _check_keys(keys)
+    offsets = [whole_number("an offset", offset) for _, offset in pairs]
+    if min(offsets) < 0:
+        raise InvalidRequest(f"an offset must be 0 or more bytes, not {min(offsets)}")
+    return keys, offsets
+
+
+def _block_size(block_size: int) -> int:
+    size = whole_number("block_size", block_size)
+    if size <= 0:
+        raise InvalidRequest(f"block_size must be at least 1 byte, not {size}")
+    return size
+
+
+def _within(region: Region, address: int, size: int, *, clip: bool) -> memoryview:
+    """Return the memory of a block. With `clip`, less than `size` will do, up to the end of the region."""
+    start = address - region.address
+    view = region.view[start : start + size]
+    if len(view) < size and not (clip and len(view)):
+        raise InvalidRequest(
+            f"{size} bytes at {address:#x} are not inside the memory that was registered,"
+            f" {len(region.view)} bytes at {region.address:#x}"
+        )
+    return view
+
+
+def _check_found(keys: Sequence[str], found: Sequence[object]) -> None:
+    """Raise `KeyNotFound` if something in `found` is None or False."""
+    missing = [key for key, there in zip(keys, found, strict=True) if not there]
+    if missing:
+        raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store: {missing[0]!r:.100}, ...")

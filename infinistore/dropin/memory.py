@@ -1,0 +1,157 @@
+"""The caller's memory, named by address and length, as views: nothing is copied, and nothing is kept alive.
+
+An address is taken at its word only after a look at the process's own map. Memory that is not there, or cannot be
+written, gets an error when it is registered, where touching it later would kill the process.
+"""
+
+import ctypes
+import mmap
+import operator
+import threading
+from typing import Any, NamedTuple
+
+from infinistore.errors import InvalidRequest
+
+__all__ = ["Region", "Regions", "address_and_size", "readable_memory", "whole_number"]
+
+_LARGEST_ADDRESS = (1 << 63) - 1
+_MS_ASYNC = 1
+_PY_BUF_WRITE = 0x200  # include/cpython: PyBUF_WRITE
+
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_of_memory.restype = ctypes.py_object
+_msync = ctypes.CDLL(None, use_errno=True).msync
+_msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Region(NamedTuple):
+    """Memory that was registered: `view` has its bytes, from `address` on."""
+
+    address: int
+    view: memoryview
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + len(self.view)
+
+
+class Regions:
+    """What was registered on one connection. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_address: dict[int, Region] = {}
+
+    def add(self, address: int, size: int) -> Region:
+        """Register `size` bytes from `address` on; what began there before is forgotten.
+
+        Raises:
+            InvalidRequest: no memory of this process, or it cannot be written.
+        """
+        check_range(address, size)
+        _check_writable(address, size)
+        region = Region(address, _view_of_memory(address, size, _PY_BUF_WRITE))
+        with self._lock:
+            self._by_address[address] = region
+        return region
+
+    def at(self, address: int) -> Region:
+        """Return the region that an address is in: the one that begins there, else the one that reaches furthest.
+
+        Raises:
+            InvalidRequest: it is in none.
+        """
+        region = self._by_address.get(address)
+        if region is not None:
+            return region
+        with self._lock:
+            around = [region for region in self._by_address.values() if region.address <= address < region.end]
+        if not around:
+            raise InvalidRequest(f"the memory at {address:#x} is not registered; call register_mr(ptr, size) first")
+        return max(around, key=lambda region: region.end)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        with self._lock:
+            self._by_address.clear()
+
+
+def whole_number(name: str, value: object) -> int:
+    """Return an int, or what can stand for one, such as a number of numpy.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}") from None
+
+
+def check_range(address: int, size: int) -> None:
+    """Raise `InvalidRequest` unless this can be memory at all."""
+    if address <= 0:
+        raise InvalidRequest("ptr is null; give the address of the data" if not address else f"ptr is {address}")
+    if size <= 0:
+        raise InvalidRequest(f"a size must be at least 1 byte, not {size}")
+    if address + size > _LARGEST_ADDRESS:
+        raise InvalidRequest(f"no memory has {size} bytes at {address:#x}")
+
+
+def readable_memory(address: int, size: int) -> memoryview:
+    """Return the bytes of memory that was not registered, to be read.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    check_range(address, size)
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if _msync(start, address + size - start, _MS_ASYNC):  # it writes nothing back, but finds what is not mapped
+        raise InvalidRequest(f"{size} bytes at {address:#x} are not memory of this process")
+    return memoryview(_view_of_memory(address, size, _PY_BUF_WRITE)).toreadonly()
+
+
+def address_and_size(memory: Any) -> tuple[int, int]:
+    """Return where a tensor, or anything else with the buffer protocol, is, and how many bytes it has.
+
+    Raises:
+        InvalidRequest: it is none, read-only, or not contiguous.
+    """
+    if hasattr(memory, "data_ptr"):  # a tensor of PyTorch, which is not imported for that
+        if not memory.is_contiguous():
+            raise InvalidRequest("the tensor is not contiguous; pass tensor.contiguous()")
+        return memory.data_ptr(), memory.numel() * memory.element_size()
+    try:
+        view = memoryview(memory)
+        return ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(
+            f"register_mr takes an address and a size, a tensor or a writable buffer, not {type(memory).__name__}:"
+            f" {error}"
+        ) from None
+
+
+def _check_writable(address: int, size: int) -> None:
+    """Look the memory up in this process's map. Memory of a GPU is not there, or cannot be touched."""
+    reached = address
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            span, access = line.split(" ", 2)[:2]
+            start, end = (int(text, 16) for text in span.split("-"))
+            if start > reached:
+                break
+            if reached < end:
+                if access[:2] != "rw":
+                    raise InvalidRequest(
+                        f"the memory at {reached:#x} cannot be written (its access is {access[:3]});"
+                        " register ordinary memory of this process"
+                    )
+                reached = end
+                if reached >= address + size:
+                    return
+    raise InvalidRequest(
+        f"{size} bytes at {address:#x} are not memory of this process, or end at {reached:#x};"
+        " memory of a GPU can be registered by RDMA only"
+    )

@@ -1,0 +1,393 @@
+"""What a program of the original sees of a server, after the original's documents and its own tests."""
+
+import asyncio
+import ctypes
+import multiprocessing
+import threading
+import uuid
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import uvloop
+
+import infinistore
+from infinistore import ClientConfig, InfinityConnection
+from infinistore.dropin.registered_server import RegisteredServer
+from tests.dropin.conftest import Connect
+
+COUNT = 4096
+
+
+def pointer(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def register(connection: InfinityConnection, tensor: torch.Tensor) -> torch.Tensor:
+    assert connection.register_mr(tensor.data_ptr(), tensor.numel() * tensor.element_size()) == 0
+    return tensor
+
+
+def write(connection: InfinityConnection, *arguments: Any) -> int:
+    return asyncio.run(connection.rdma_write_cache_async(*arguments))
+
+
+def read(connection: InfinityConnection, *arguments: Any) -> int:
+    return asyncio.run(connection.rdma_read_cache_async(*arguments))
+
+
+def random_keys(count: int) -> list[str]:
+    return [uuid.uuid4().hex for _ in range(count)]
+
+
+def test_a_connection_of_type_rdma_takes_shared_memory_where_it_can_and_else_tcp(
+    connection: InfinityConnection, server: RegisteredServer
+) -> None:
+    assert connection.rdma_connected
+    assert connection.transport == ("shm" if server.addresses.unix_socket else "tcp")
+
+
+def test_a_connection_of_type_tcp_takes_tcp(connect: Connect) -> None:
+    connection = connect(connection_type=infinistore.TYPE_TCP)
+
+    assert (connection.rdma_connected, connection.transport) == (False, "tcp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_one_connection_writes_another_reads(connect: Connect, dtype: torch.dtype, new_loop: Any) -> None:
+    source = torch.arange(COUNT).to(dtype)
+    target = torch.zeros(COUNT, dtype=dtype)
+    size = COUNT * source.element_size()
+    writer, reader = connect(), connect()
+    register(writer, source), register(reader, target)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(writer.rdma_write_cache_async([("key", 0)], size, source.data_ptr())) == 200
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(reader.rdma_read_cache_async([("key", 0)], size, target.data_ptr())) == 200
+
+    assert torch.equal(source, target)
+
+
+def test_a_batch_is_written_and_read_at_offsets(connection: InfinityConnection) -> None:
+    source = register(connection, torch.arange(10 * COUNT, dtype=torch.float32))
+    target = register(connection, torch.zeros(10 * COUNT))
+    for _ in range(3):
+        target.zero_()
+        blocks = [(key, number * COUNT * 4) for number, key in enumerate(random_keys(10))]
+
+        write(connection, blocks, COUNT * 4, source.data_ptr())
+        read(connection, blocks, COUNT * 4, target.data_ptr())
+
+        assert torch.equal(source, target)
+
+
+def test_many_calls_run_at_once_on_one_connection(connection: InfinityConnection) -> None:
+    source, target = bytearray(range(256)) * 512, bytearray(512 * 256)
+    connection.register_mr(pointer(source), len(source))
+    connection.register_mr(pointer(target), len(target))
+
+    async def run() -> None:
+        keys = random_keys(100)
+        await asyncio.gather(
+            *(connection.rdma_write_cache_async([(key, 0)], len(source), pointer(source)) for key in keys)
+        )
+        assert all(await asyncio.gather(*(asyncio.to_thread(connection.check_exist, key) for key in keys)))
+        await asyncio.gather(
+            *(connection.rdma_read_cache_async([(key, 0)], len(target), pointer(target)) for key in keys)
+        )
+
+    asyncio.run(run())
+    assert source == target
+
+
+def use_in_a_process(config: ClientConfig, number: int) -> None:
+    connection = InfinityConnection(config)
+    connection.connect()
+    source, target = torch.full((COUNT,), float(number)), torch.zeros(COUNT)
+    register(connection, source), register(connection, target)
+    write(connection, [(f"key{number}", 0)], COUNT * 4, source.data_ptr())
+    read(connection, [(f"key{number}", 0)], COUNT * 4, target.data_ptr())
+    assert torch.equal(source, target)
+    connection.close()
+
+
+def test_many_clients_in_threads(config: ClientConfig) -> None:
+    failures: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            use_in_a_process(config, number)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_many_clients_in_processes(config: ClientConfig) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=use_in_a_process, args=(config, number)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_a_key_exists_once_it_was_written(connection: InfinityConnection) -> None:
+    source = register(connection, torch.randn(COUNT))
+    assert connection.check_exist("key") is False
+
+    write(connection, [("key", 0)], COUNT * 4, source.data_ptr())
+
+    assert connection.check_exist("key") is True
+
+
+def test_the_last_match_is_the_highest_index_that_is_there(connection: InfinityConnection) -> None:
+    source = register(connection, torch.randn(COUNT))
+    write(connection, [("key1", 0), ("key2", 1024), ("key3", 2048)], 4096, source.data_ptr())
+
+    assert connection.get_match_last_index(["A", "B", "C", "key1", "D", "E"]) == 3
+    assert connection.get_match_last_index(["key1", "A", "key2", "B"]) == 2
+    assert connection.get_match_last_index(["key3"]) == 0
+
+
+@pytest.mark.parametrize("keys", [["A", "B"], []])
+def test_no_match_is_an_error(connection: InfinityConnection, keys: list[str]) -> None:
+    with pytest.raises(infinistore.InfiniStoreException, match="can't find a match"):
+        connection.get_match_last_index(keys)
+
+
+def test_a_read_of_a_missing_key_is_an_error_that_can_be_told_from_others(connection: InfinityConnection) -> None:
+    target = register(connection, torch.ones(COUNT))
+
+    with pytest.raises(infinistore.InfiniStoreKeyNotFound):
+        read(connection, [("missing", 0)], COUNT * 4, target.data_ptr())
+
+    assert torch.equal(target, torch.ones(COUNT))
+
+
+def test_a_batch_with_a_missing_key_is_not_read_at_all(connection: InfinityConnection) -> None:
+    memory = bytearray(b"x" * 200_000)
+    connection.register_mr(pointer(memory), len(memory))
+    write(connection, [("there", 0)], 100_000, pointer(memory))
+    memory[:] = bytes(len(memory))
+
+    with pytest.raises(infinistore.InfiniStoreKeyNotFound, match=r"1 of 2 keys.*'missing'"):
+        read(connection, [("there", 0), ("missing", 100_000)], 100_000, pointer(memory))
+
+    assert not any(memory)
+
+
+@pytest.mark.parametrize("size", [4096, 400_000])
+def test_a_value_larger_than_the_block_size_is_an_error_and_nothing_is_read(
+    connection: InfinityConnection, size: int
+) -> None:
+    memory = bytearray(b"x" * size)
+    connection.register_mr(pointer(memory), len(memory))
+    write(connection, [("key", 0)], size, pointer(memory))
+    memory[:] = bytes(size)
+
+    with pytest.raises(infinistore.BufferTooSmall):
+        read(connection, [("key", 0)], size - 1, pointer(memory))
+
+    assert not any(memory)
+
+
+@pytest.mark.parametrize("stored", [1, 1000, 300_000])
+def test_a_value_smaller_than_the_block_size_leaves_the_rest_as_it_is(
+    connection: InfinityConnection, stored: int
+) -> None:
+    memory = bytearray(b"v" * 500_000)
+    connection.register_mr(pointer(memory), len(memory))
+    write(connection, [("key", 0)], stored, pointer(memory))
+    memory[:] = b"r" * len(memory)
+
+    read(connection, [("key", 0)], len(memory), pointer(memory))
+
+    assert memory == b"v" * stored + b"r" * (len(memory) - stored)
+
+
+def test_a_block_size_that_reaches_beyond_the_memory_will_do_if_the_value_fits(connection: InfinityConnection) -> None:
+    memory = bytearray(b"v" * 5000)
+    connection.register_mr(pointer(memory), len(memory))
+    write(connection, [("key", 0)], 1000, pointer(memory))
+
+    read(connection, [("key", 4000)], 40 << 20, pointer(memory))
+    with pytest.raises(infinistore.BufferTooSmall):
+        read(connection, [("key", 4001)], 40 << 20, pointer(memory))
+
+
+def test_a_write_replaces_what_was_there(connection: InfinityConnection) -> None:
+    source, target = bytearray(b"a" * 100 + b"b" * 50), bytearray(200)
+    connection.register_mr(pointer(source), len(source))
+    connection.register_mr(pointer(target), len(target))
+
+    write(connection, [("key", 0)], 100, pointer(source))
+    write(connection, [("key", 100)], 50, pointer(source))
+    read(connection, [("key", 0)], 200, pointer(target))
+
+    assert target == b"b" * 50 + bytes(150)
+
+
+def test_of_a_key_that_is_written_twice_in_a_batch_the_last_block_counts(connection: InfinityConnection) -> None:
+    memory = bytearray(b"a" * 100 + b"b" * 100)
+    connection.register_mr(pointer(memory), len(memory))
+
+    write(connection, [("key", 0), ("key", 100)], 100, pointer(memory))
+    read(connection, [("key", 0)], 100, pointer(memory))
+
+    assert memory == b"b" * 200
+
+
+def test_deleting_tells_how_many_keys_were_there(connection: InfinityConnection) -> None:
+    source = register(connection, torch.randn(COUNT))
+    keys = random_keys(3)
+    write(connection, [(key, number * 1024) for number, key in enumerate(keys)], 1024, source.data_ptr())
+
+    assert connection.delete_keys([keys[0], "missing", keys[2]]) == 2
+
+    assert [connection.check_exist(key) for key in keys] == [False, True, False]
+    assert connection.delete_keys([]) == 0
+
+
+@pytest.mark.parametrize("kind", [infinistore.TYPE_RDMA, infinistore.TYPE_TCP])
+@pytest.mark.parametrize("size", [1, 256 * 1024])
+def test_a_value_is_written_and_read_by_tcp_calls(connect: Connect, kind: str, size: int) -> None:
+    connection = connect(connection_type=kind)
+    for salt in (200, 100):
+        source = bytearray(number % salt for number in range(size))
+
+        assert connection.tcp_write_cache("key", pointer(source), len(source)) is None  # type: ignore[func-returns-value]
+        value = connection.tcp_read_cache("key")
+
+        assert isinstance(value, numpy.ndarray)
+        assert (value.dtype, value.shape, value.flags.writeable) == (numpy.uint8, (size,), True)
+        assert bytes(value) == bytes(source)
+
+
+def test_a_missing_key_is_none_for_the_tcp_calls(connect: Connect) -> None:
+    assert connect(connection_type=infinistore.TYPE_TCP).tcp_read_cache("missing") is None
+
+
+def test_a_connection_made_in_a_loop_serves_others(config: ClientConfig) -> None:
+    memory = bytearray(b"v" * 100_000)
+
+    async def run() -> None:
+        connection = InfinityConnection(config)
+        await connection.connect_async()
+        await asyncio.to_thread(connection.register_mr, pointer(memory), len(memory))
+        await connection.rdma_write_cache_async([("key", 0)], len(memory), pointer(memory))
+        assert await asyncio.to_thread(connection.check_exist, "key")
+        connection.close()
+
+    asyncio.run(run())
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_loop_may_run_in_another_thread_than_the_one_that_connected(
+    connection: InfinityConnection, new_loop: Any
+) -> None:
+    memory = bytearray(b"v" * 300_000)
+    connection.register_mr(pointer(memory), len(memory))
+    loop = new_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        for number in range(10):
+            key = f"key{number}"
+            call = connection.rdma_write_cache_async([(key, 0)], len(memory), pointer(memory))
+            asyncio.run_coroutine_threadsafe(call, loop).result()
+            assert connection.check_exist(key)
+            call = connection.rdma_read_cache_async([(key, 0)], len(memory), pointer(memory))
+            assert asyncio.run_coroutine_threadsafe(call, loop).result() == 200
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_look_ups_from_threads_go_on_while_blocks_move_in_a_loop(connection: InfinityConnection) -> None:
+    memory = bytearray(b"v" * 1_000_000)
+    connection.register_mr(pointer(memory), len(memory))
+    write(connection, [("there", 0)], len(memory), pointer(memory))
+    stop = threading.Event()
+    answers: set[tuple[bool, bool, int]] = set()
+
+    def look_up() -> None:
+        while True:
+            answers.add(
+                (
+                    connection.check_exist("there"),
+                    connection.check_exist("missing"),
+                    connection.get_match_last_index(["there", "missing"]),
+                )
+            )
+            if stop.is_set():
+                return
+
+    async def move() -> None:
+        for number in range(10):
+            blocks = [(f"key{number}", 0)]
+            await connection.rdma_write_cache_async(blocks, len(memory), pointer(memory))
+            await connection.rdma_read_cache_async(blocks, len(memory), pointer(memory))
+
+    threads = [threading.Thread(target=look_up) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(move())
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert answers == {(True, False, 0)}
+
+
+def test_closing_can_be_repeated_and_a_closed_connection_can_be_opened_again(connection: InfinityConnection) -> None:
+    connection.close()
+    connection.close()
+    assert not connection.rdma_connected
+    with pytest.raises(infinistore.StoreUnavailable, match="call connect"):
+        connection.check_exist("key")
+
+    connection.connect()
+
+    assert connection.check_exist("key") is False
+
+
+def test_a_connection_that_is_dropped_is_closed(config: ClientConfig, server: RegisteredServer) -> None:
+    connection = InfinityConnection(config)
+    connection.connect()
+    store = connection._stores
+    assert store is not None
+
+    del connection
+
+    with pytest.raises(infinistore.StoreUnavailable, match="closed"):
+        store.blocking.exists("key")
+
+
+def test_reconnecting_keeps_what_was_registered(connection: InfinityConnection) -> None:
+    memory = bytearray(b"v" * 100)
+    connection.register_mr(pointer(memory), len(memory))
+
+    connection.reconnect()
+
+    assert write(connection, [("key", 0)], 100, pointer(memory)) == 200
+
+
+def test_connecting_twice_is_an_error_and_harms_nothing(connection: InfinityConnection) -> None:
+    with pytest.raises(infinistore.InfiniStoreException, match="already connected"):
+        connection.connect()
+    with pytest.raises(infinistore.InfiniStoreException, match="already connected"):
+        asyncio.run(connection.connect_async())
+
+    assert connection.check_exist("key") is False
