@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "dropin": GROUND | PUBLIC,
     "demo": GROUND | PUBLIC,
     "monitor": GROUND | PUBLIC,
+    "integrations": GROUND | PUBLIC,
     # allocators: `prepare_process` must be the first thing that a server's process does.
     "cli": GROUND | PUBLIC | {"demo", "monitor", "allocators"},
 }
@@ -60,8 +61,8 @@ def test_a_folder_imports_only_what_lies_below_it(layer: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("layer", ["cli", "demo", "monitor"])
-def test_commands_see_of_the_store_only_what_is_public(layer: str) -> None:
+@pytest.mark.parametrize("layer", ["cli", "demo", "integrations", "monitor"])
+def test_commands_and_adapters_see_of_the_store_only_what_is_public(layer: str) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)} imports infinistore.{name}"
         for file in sorted((PACKAGE / layer).rglob("*.py"))
