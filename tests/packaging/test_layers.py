@@ -24,9 +24,10 @@ MAY_IMPORT = {
     "server": GROUND | ENGINE,
     "client": GROUND | ENGINE,
     "dropin": GROUND | PUBLIC,
+    "tensors": GROUND | {"blocking", "client"},
     "demo": GROUND | PUBLIC,
     "monitor": GROUND | PUBLIC,
-    "integrations": GROUND | PUBLIC,
+    "integrations": GROUND | PUBLIC | {"tensors"},
     # allocators: `prepare_process` must be the first thing that a server's process does.
     "cli": GROUND | PUBLIC | {"demo", "monitor", "allocators"},
 }

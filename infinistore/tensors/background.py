@@ -1,0 +1,200 @@
+"""One thread that carries out jobs beside the computation, in order, and as many at a time as go into one batch.
+
+What waits is bounded in bytes. The thread runs at a low priority, so that on a busy machine the computation goes first.
+It lives from `start` to `close`, which joins it.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
+
+__all__ = ["Background", "Job"]
+
+
+class Job:
+    """Something to do, of so many bytes. `error` is what became of it, once it is `done`."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.done = False
+        self.error: Exception | None = None
+
+
+_Job = TypeVar("_Job", bound=Job)
+
+
+class Background(Generic[_Job]):
+    """Carries out jobs in the order in which they were submitted. Any thread may submit.
+
+    `work` gets the jobs of one batch and sets the error of each that failed; what it raises is the error of all of
+    them. A batch has at most `max_batch_bytes`, or one job. `belongs` may keep a job out of the batch of others.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[list[_Job]], None],
+        *,
+        name: str,
+        max_pending_bytes: int,
+        max_batch_bytes: int,
+        nice: int,
+        belongs: Callable[[list[_Job], _Job], bool] = lambda batch, job: True,
+    ) -> None:
+        for what, value in (("max_pending_bytes", max_pending_bytes), ("max_batch_bytes", max_batch_bytes)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{what} must be a whole number above 0, not {value!r}")
+        if not isinstance(nice, int) or not 0 <= nice <= 19:
+            raise ValueError(f"nice must be a whole number from 0 to 19, not {nice!r}")
+        self.max_pending_bytes = max_pending_bytes
+        self.pending_bytes = 0
+        self.submitted = 0
+        self.completed = 0
+        self._work = work
+        self._name = name
+        self._max_batch_bytes = max_batch_bytes
+        self._nice = nice
+        self._belongs = belongs
+        self._queue: deque[_Job] = deque()
+        self._lock = threading.Lock()
+        self._work_to_do = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+        self._closed = True
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self._thread is not None:
+            raise RuntimeError(f"the {self._name} was entered twice; make another one")
+        self._closed = False
+        # A daemon: who forgets to leave the block must not find that the process does not end.
+        self._thread = threading.Thread(target=self._run, name=f"infinistore-{self._name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: _Job, *, wait: bool, timeout_s: float | None) -> bool:
+        """Queue a job. If it would go over the bound: wait for room, or return False.
+
+        Raises:
+            ValueError: the job alone is over the bound.
+            DeadlineExceeded: there was no room in time; the job was not queued.
+            StoreUnavailable: the process was forked, and the thread is in the parent.
+        """
+        if job.total_bytes > self.max_pending_bytes:
+            raise ValueError(
+                f"{job.total_bytes} bytes at a time are more than max_pending_bytes ({self.max_pending_bytes}): raise"
+                " it, or give fewer blocks at a time"
+            )
+        self._check_usable()
+        with self._lock:
+            if not self._wait(lambda: self._closed or self._has_room(job), timeout_s if wait else 0):
+                if not wait:
+                    return False
+                raise DeadlineExceeded(
+                    f"no room for {job.total_bytes} bytes within {timeout_s:g} s: {self.pending_bytes} of"
+                    f" {self.max_pending_bytes} are pending; is the store slower than the computation?"
+                )
+            self._check_open()
+            self.pending_bytes += job.total_bytes
+            self.submitted += 1
+            self._queue.append(job)
+            self._work_to_do.notify()
+        return True
+
+    def wait(self, job: _Job, timeout_s: float | None) -> None:
+        """Wait until a job is done; `DeadlineExceeded` if it is not in time."""
+        if job.done:
+            return
+        self._check_fork()
+        with self._lock:
+            if not self._wait(lambda: job.done, timeout_s):
+                raise DeadlineExceeded(f"not done within {timeout_s:g} s; its tensor is still in use")
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Wait until everything is done that was submitted before; `DeadlineExceeded` if it is not in time."""
+        self._check_fork()
+        with self._lock:
+            last = self.submitted
+            if not self._wait(lambda: self.completed >= last, timeout_s):
+                raise DeadlineExceeded(
+                    f"{last - self.completed} of {last} are not done within {timeout_s:g} s; their tensors are still in"
+                    " use"
+                )
+
+    def close(self, *, drain: bool) -> None:
+        """End the thread and wait for it; idempotent. Without `drain`, what was not begun is not done."""
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            if not drain:
+                while self._queue:
+                    job = self._queue.popleft()
+                    job.error = StoreUnavailable(f"the {self._name} was left before this was done")
+                    self._finish([job])
+            self._work_to_do.notify()
+            self._progress.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        while batch := self._next_batch():
+            try:
+                self._work(batch)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever submitted the jobs
+                for job in batch:
+                    job.error = error
+            with self._lock:
+                self._finish(batch)
+                self._progress.notify_all()
+
+    def _next_batch(self) -> list[_Job]:
+        with self._lock:
+            while not self._queue and not self._closed:
+                self._work_to_do.wait()
+            batch: list[_Job] = []
+            batch_bytes = 0
+            while self._queue:
+                job = self._queue[0]
+                if batch and (batch_bytes + job.total_bytes > self._max_batch_bytes or not self._belongs(batch, job)):
+                    break
+                batch.append(self._queue.popleft())
+                batch_bytes += job.total_bytes
+            return batch
+
+    def _finish(self, batch: list[_Job]) -> None:
+        for job in batch:
+            job.done = True
+            self.pending_bytes -= job.total_bytes
+            self.completed += 1
+
+    def _has_room(self, job: _Job) -> bool:
+        return self.pending_bytes + job.total_bytes <= self.max_pending_bytes
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not condition():
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            self._progress.wait(left_s)
+        return True
+
+    def _check_usable(self) -> None:
+        self._check_fork()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            begun = (
+                "was left already" if self._thread is not None else f"has not been entered: use `with` ({self._name})"
+            )
+            raise RuntimeError(f"the {self._name} {begun}")
+
+    def _check_fork(self) -> None:
+        if os.getpid() != self._pid:  # and the lock may be held by a thread that is not here
+            raise StoreUnavailable(f"this {self._name} was made before a fork and lives on in the parent")

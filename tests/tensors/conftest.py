@@ -1,0 +1,108 @@
+"""Stores for the tests of tensors: embedded, shared memory and TCP; and one that waits until a test lets it go."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from infinistore import blocking
+from infinistore.blocking import BlockingStore
+from infinistore.client.operations import Operation
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+_T = TypeVar("_T")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some types are experimental, and say so
+    DTYPES = sorted(
+        {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "q" not in str(dtype)}, key=str
+    )
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server in a process of its own, with a Unix socket."""
+    folder: Path = tmp_path_factory.mktemp("tensors")
+    with running_server_process("--unix-socket", str(folder / "store.sock")) as started:
+        yield started
+
+
+@pytest.fixture
+def store() -> Iterator[BlockingStore]:
+    """An embedded store."""
+    with blocking.open_store(pool_bytes=16 << 20, minimal_allocate_bytes=4096) as opened:
+        yield opened
+
+
+@contextmanager
+def open_kind(kind: str, server: ServerProcess) -> Iterator[BlockingStore]:
+    """A store of this kind, empty."""
+    if kind == "embedded":
+        url, options = None, {"pool_bytes": 16 << 20, "minimal_allocate_bytes": 4096}
+    elif kind == "shm":
+        url, options = server.url.replace("tcp", "shm"), {"inline_bytes": 0}
+    else:
+        url, options = server.url, {}
+    with blocking.open_store(url, **options) as opened:  # type: ignore[arg-type]
+        opened.purge()
+        yield opened
+
+
+@pytest.fixture(params=["embedded", "shm", "tcp"])
+def any_store(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[BlockingStore]:
+    """A store of each kind."""
+    with open_kind(request.param, server) as opened:
+        yield opened
+
+
+class GatedStore(BlockingStore):
+    """A store whose calls wait for `gate`, and then fail with `failure` if there is one. `begun` counts them.
+
+    `entered` is released by each call, before it waits.
+    """
+
+    def __init__(self, store: BlockingStore) -> None:
+        self.inner = store
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.begun = 0
+        self.failure: Exception | None = None
+
+    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+        self.begun += 1
+        self.entered.release()
+        self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self.inner._call(operation, idempotent=idempotent, payload=payload)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.fixture
+def gated(store: BlockingStore) -> Iterator[GatedStore]:
+    """A gated store; whatever happens in the test, the gate is open when it ends."""
+    made = GatedStore(store)
+    yield made
+    made.gate.set()
+
+
+def threads_named(part: str) -> int:
+    """How many threads there are whose name has this in it."""
+    return sum(part in thread.name for thread in threading.enumerate())
+
+
+def random_bytes(*shape: int, seed: int = 1) -> torch.Tensor:
+    """A uint8 tensor of random bytes."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements in logical order, found another way than the package does: by copying."""
+    return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy())
