@@ -1,0 +1,75 @@
+"""What an engine's adapter remembers of its calls: counts, and what it has already told the log.
+
+An engine goes on without its store, thousands of calls long. So a lost store is told once, when it is lost, and once
+more when it is back, with how much was missed in between.
+"""
+
+import logging
+import threading
+from collections import Counter
+
+from infinistore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    ProtocolError,
+    StoreUnavailable,
+)
+
+__all__ = ["Record"]
+
+_OUTAGES = (StoreUnavailable, DeadlineExceeded, AuthenticationFailed, ProtocolError)
+
+
+class Record:
+    """Counts what adapters do, and logs their failures: each outage once, each other trouble of a call once.
+
+    Any thread may use it. `counts` has what the adapter counts, and `failed`: the calls that failed.
+    """
+
+    def __init__(self, log: logging.Logger, store: str) -> None:
+        self._log = log
+        self._store = store
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}  # what is wrong: "" for the store itself, or the name of a call; and how often
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """A copy of the counts."""
+        with self._lock:
+            return dict(self._counts)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last call that reached for the store found it."""
+        return "" not in self._open
+
+    def count(self, **amounts: int) -> None:
+        """Add to counts."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def failed(self, call: str, error: Exception) -> None:
+        """Note that a call failed; log it if that is new."""
+        topic = "" if isinstance(error, _OUTAGES) else call
+        with self._lock:
+            self._counts["failed"] += 1
+            self._open[topic] = self._open.get(topic, 0) + 1
+            is_new = self._open[topic] == 1
+        if is_new:
+            self._log.warning(
+                "InfiniStore %s: %s failed, and the engine goes on without: %s: %s (told once, until it works again)",
+                self._store,
+                call,
+                type(error).__name__,
+                error,
+            )
+
+    def succeeded(self, call: str) -> None:
+        """Note that a call was answered; log it if calls failed before."""
+        if not self._open:
+            return
+        with self._lock:
+            failures = self._open.pop("", 0) + self._open.pop(call, 0)
+        if failures:
+            self._log.warning("InfiniStore %s: %s works again; %d calls failed meanwhile", self._store, call, failures)

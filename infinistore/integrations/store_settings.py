@@ -1,0 +1,57 @@
+"""What an engine's configuration says about the store, the same for every adapter: where it is, and how to use it."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import attrs
+
+from infinistore.errors import ConfigError
+
+__all__ = ["StoreSettings"]
+
+
+@attrs.frozen(kw_only=True)
+class StoreSettings:
+    """Where the store is, and how an adapter uses it.
+
+    An engine waits for its look-ups, so a call has 5 s unless the URL or `deadline_s` says otherwise. `hold_s` is how
+    long what a look-up found is kept for the load that follows, in seconds; the server bounds it. `key_prefix` begins
+    every key.
+    """
+
+    url: str
+    key_prefix: str
+    deadline_s: float | None = None
+    hold_s: float = 10.0
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], *, where: str, key_prefix: str) -> "StoreSettings":
+        """Read settings from an engine's configuration; `where` names the place there, for messages.
+
+        Raises:
+            ConfigError: there is no `url`, a name that is no setting, or a value that cannot be used.
+        """
+        known = tuple(attrs.fields_dict(cls))
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"{where} has no setting {name!r}; known are {', '.join(known)}")
+        if not isinstance(given.get("url"), str):
+            raise ConfigError(f"{where} names no store; set url to infinistore://HOST:22345")
+        for name in ("deadline_s", "hold_s"):
+            value = given.get(name)
+            if value is not None and (not isinstance(value, int | float) or value <= 0):
+                raise ConfigError(f"{where}: {name} must be a number of seconds above 0, not {value!r}")
+        if not isinstance(given.get("key_prefix", ""), str):
+            raise ConfigError(f"{where}: key_prefix must be a text, not {given['key_prefix']!r}")
+        return cls(**{"key_prefix": key_prefix, **given})
+
+    @property
+    def options(self) -> Any:
+        """The keyword arguments for `open_store`: the store need not be there yet."""
+        options: dict[str, Any] = {"lazy": True}
+        if self.deadline_s is not None:
+            options["deadline_s"] = self.deadline_s
+        elif "deadline_s" not in parse_qs(urlsplit(self.url).query):
+            options["deadline_s"] = 5.0
+        return options

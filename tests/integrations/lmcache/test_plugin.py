@@ -1,0 +1,366 @@
+"""`plugin://infinistore` in LMCache's own RemoteBackend: what is stored comes back, no trouble reaches the engine."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+pytest.importorskip("lmcache", reason="needs LMCache: make test-integrations")
+
+from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
+
+from infinistore import blocking
+from infinistore.errors import ConfigError
+from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.integrations.lmcache.engine import (
+    CHUNK_TOKENS,
+    PLUGIN,
+    Worker,
+    engine_config,
+    engine_metadata,
+    keys_of,
+    running_worker,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
+LOGS = ["infinistore.integrations.lmcache", "lmcache.v1.storage_backend.remote_backend"]
+
+
+def plugin_config(url: str, *, extra: dict[str, Any] | None = None, **overrides: Any) -> Any:
+    return engine_config("plugin.yaml", extra={PLUGIN + "url": url, **(extra or {})}, **overrides)
+
+
+@pytest.fixture(params=["tcp", "infinistore"])
+def worker(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Worker]:
+    """A worker at the server, by TCP and by shared memory."""
+    url = server.url.replace("tcp", request.param)
+    with running_worker(plugin_config(url), engine_metadata()) as running:
+        yield running
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the plugin warns of, and LMCache of the plugin."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    for name in LOGS:
+        logging.getLogger(name).addHandler(handler)
+    yield lines
+    for name in LOGS:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def assert_same(got: Any, stored: Any) -> None:
+    assert bytes(got.byte_array) == bytes(stored.byte_array)
+    assert got.get_shapes() == stored.get_shapes()
+    assert got.get_dtypes() == stored.get_dtypes()
+    assert got.get_memory_format() == stored.get_memory_format()
+
+
+def test_blocks_come_back_as_they_were_stored(worker: Worker) -> None:
+    keys, blocks = keys_of(5), [worker.make_block(seed) for seed in range(5)]
+    assert worker.backend.batched_contains(keys) == 0
+    worker.put(keys, blocks)
+    assert worker.backend.batched_contains(keys) == 5
+    for got, stored in zip(worker.get(keys), blocks, strict=True):
+        assert_same(got, stored)
+        assert got is not None
+        assert torch.equal(got.tensor.view(torch.uint8), stored.tensor.view(torch.uint8))
+    assert worker.connector.counts == {"stored": 5, "not_stored": 0, "hits": 5, "misses": 0}
+
+
+def test_one_block_by_the_calls_for_one(worker: Worker) -> None:
+    [key], block = keys_of(1), worker.make_block(1)
+    assert not worker.backend.contains(key)
+    assert worker.backend.get_blocking(key) is None
+    worker.backend.submit_put_task(key, block).result(30)
+    assert worker.backend.contains(key)
+    assert worker.connector.exists_sync(key)
+    assert_same(worker.backend.get_blocking(key), block)
+    assert worker.run(worker.connector.list()) == [key.to_string()]
+    assert worker.backend.remove(key)
+    assert not worker.backend.remove(key)
+    assert worker.backend.get_blocking(key) is None
+
+
+def test_a_last_chunk_with_fewer_tokens_comes_back_with_its_own_shape(worker: Worker) -> None:
+    keys, blocks = keys_of(2), [worker.make_block(0), worker.make_block(1, tokens=5)]
+    worker.put(keys, blocks)
+    full, partial = worker.get(keys)
+    assert_same(full, blocks[0])
+    assert_same(partial, blocks[1])
+    assert partial is not None
+    assert partial.get_num_tokens() == 5
+
+
+def test_each_group_of_layers_keeps_its_own_dtype_and_shape(worker: Worker) -> None:
+    shapes = [torch.Size([2, 3, CHUNK_TOKENS, 16]), torch.Size([1, 1, CHUNK_TOKENS, 24])]
+    dtypes = [torch.bfloat16, torch.float8_e4m3fn]
+    block = worker.make_block(7, shapes=shapes, dtypes=dtypes)
+    worker.put(keys_of(1), [block])
+    [got] = worker.get(keys_of(1))
+    assert got is not None
+    assert_same(got, block)
+    for group in range(2):
+        mine, theirs = got.get_tensor(group), block.get_tensor(group)
+        assert mine is not None and theirs is not None
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("format_", "shape"),
+    [
+        (MemoryFormat.KV_T2D, [CHUNK_TOKENS, 2, 16]),
+        (MemoryFormat.KV_MLA_FMT, [1, 4, CHUNK_TOKENS, 24]),
+        (MemoryFormat.EC_TD, [9, 32]),
+    ],
+)
+def test_every_format_that_lmcache_stores_keeps_its_own(
+    worker: Worker, format_: MemoryFormat, shape: list[int]
+) -> None:
+    block = worker.make_block(3, shapes=[torch.Size(shape)], dtypes=[torch.float16], format=format_)
+    worker.put(keys_of(1), [block])
+    [got] = worker.get(keys_of(1))
+    assert_same(got, block)
+
+
+def test_compressed_blocks_are_bytes_of_any_length(worker: Worker) -> None:
+    [key] = keys_of(1)
+    worker.run(worker.connector.put(key, BytesBufferMemoryObj(b"compressed" * 321)))
+    got = worker.run(worker.connector.get(key))
+    assert bytes(got.byte_array) == b"compressed" * 321
+
+
+def test_a_hole_is_a_miss_and_ends_the_prefix(worker: Worker) -> None:
+    keys, blocks = keys_of(4), [worker.make_block(seed) for seed in range(4)]
+    worker.put(keys[:2] + keys[3:], blocks[:2] + blocks[3:])
+    assert worker.backend.batched_contains(keys) == 2
+    assert [block is not None for block in worker.get(keys)] == [True, True, False, True]
+    leading = worker.run(worker.backend.batched_get_non_blocking("look-up", keys))
+    assert len(leading) == 2
+    assert worker.run(worker.backend.batched_async_contains("look-up", keys)) == 2
+
+
+def test_blocks_that_are_there_are_not_stored_again(worker: Worker, server: ServerProcess) -> None:
+    keys = keys_of(1)
+    worker.put(keys, [worker.make_block(1)])
+    worker.put(keys, [worker.make_block(2)])
+    assert_same(worker.get(keys)[0], worker.make_block(1))
+
+
+def test_a_pinned_look_up_holds_what_it_found_until_it_is_loaded(worker: Worker, server: ServerProcess) -> None:
+    keys = keys_of(3)
+    worker.put(keys, [worker.make_block(seed) for seed in range(3)])
+    with blocking.open_store(server.url) as store:
+        assert worker.run(worker.backend.batched_async_contains("request", keys, True)) == 3
+        assert store.stats().store.holds == 1
+        assert len(worker.run(worker.backend.batched_get_non_blocking("request", keys))) == 3
+        assert store.stats().store.holds == 0
+
+
+def test_memory_is_given_back_whatever_happens(worker: Worker, server: ServerProcess) -> None:
+    keys, blocks = keys_of(3), [worker.make_block(seed) for seed in range(3)]
+    worker.put(keys, blocks)
+    for block in blocks:
+        block.ref_count_down()
+    before = worker.bytes_in_use()
+    with blocking.open_store(server.url) as store:
+        store.delete(["lmcache/kv/" + keys[1].to_string()])  # its description says that it is there
+    for got in worker.get(keys):
+        if got is not None:
+            got.ref_count_down()
+    leading = worker.run(worker.backend.batched_get_non_blocking("request", keys))
+    for got in leading:
+        got.ref_count_down()
+    assert len(leading) == 1
+    assert worker.bytes_in_use() == before
+
+
+@pytest.mark.parametrize("size", [17, 100_000])
+def test_a_block_of_another_size_than_described_is_a_miss_and_is_replaced(
+    worker: Worker, server: ServerProcess, size: int
+) -> None:
+    keys, blocks = keys_of(3), [worker.make_block(seed) for seed in range(3)]
+    worker.put(keys, blocks)
+    with blocking.open_store(server.url) as store:
+        store.put("lmcache/kv/" + keys[1].to_string(), b"x" * size)
+    assert [block is not None for block in worker.get(keys)] == [True, False, True]
+    worker.put(keys, blocks)
+    for got, stored in zip(worker.get(keys), blocks, strict=True):
+        assert_same(got, stored)
+
+
+@pytest.mark.parametrize("garbage", [b"x", b"\x92\xa7KV_2LTD\x91\x92\xa4cuda\x91\x05", b"\x92\xa7KV_2LTD\x90"])
+def test_a_description_that_is_none_is_a_miss(worker: Worker, server: ServerProcess, garbage: bytes) -> None:
+    keys = keys_of(1)
+    worker.put(keys, [worker.make_block(0)])
+    with blocking.open_store(server.url) as store:
+        store.put("lmcache/about/" + keys[0].to_string(), garbage)
+    assert worker.get(keys) == [None]
+    worker.put(keys, [worker.make_block(0)])
+    assert_same(worker.get(keys)[0], worker.make_block(0))
+
+
+def test_keys_of_another_model_worker_or_dtype_are_misses(worker: Worker) -> None:
+    worker.put(keys_of(2), [worker.make_block(seed) for seed in range(2)])
+    assert worker.backend.batched_contains(keys_of(2, model="qwen")) == 0
+    assert worker.get(keys_of(2, model="qwen")) == [None, None]
+    assert worker.get(keys_of(2, dtype=torch.float16)) == [None, None]
+
+
+def test_another_prefix_is_another_cache(server: ServerProcess) -> None:
+    for prefix in ("tenant-a/", "tenant-b/"):
+        config = plugin_config(server.url, extra={PLUGIN + "key_prefix": prefix})
+        with running_worker(config, engine_metadata()) as worker:
+            assert worker.backend.batched_contains(keys_of(1)) == 0
+            worker.put(keys_of(1), [worker.make_block(0)])
+            assert worker.backend.batched_contains(keys_of(1)) == 1
+
+
+def test_one_worker_reads_what_another_stored(server: ServerProcess) -> None:
+    with running_worker(plugin_config(server.url), engine_metadata()) as writer:
+        writer.put(keys_of(3), [writer.make_block(seed) for seed in range(3)])
+        with running_worker(plugin_config(server.url), engine_metadata()) as reader:
+            for seed, got in enumerate(reader.get(keys_of(3))):
+                assert_same(got, writer.make_block(seed))
+
+
+def test_many_requests_at_once_on_a_uvloop(server: ServerProcess) -> None:
+    with running_worker(plugin_config(server.url), engine_metadata(), make=uvloop.new_event_loop) as worker:
+
+        def request(number: int) -> bool:
+            keys = keys_of(4, first=4 * number)
+            worker.put(keys, [worker.make_block(4 * number + i) for i in range(4)])
+            found = worker.backend.batched_contains(keys)
+            got = worker.get(keys)
+            right = [
+                bytes(b.byte_array) == bytes(worker.make_block(4 * number + i).byte_array)
+                for i, b in enumerate(got)
+                if b
+            ]
+            return found == 4 and right == [True] * 4
+
+        with ThreadPoolExecutor(6) as threads:
+            assert all(threads.map(request, range(24)))
+
+
+def test_a_cancelled_load_gives_its_memory_back_and_the_next_works(worker: Worker) -> None:
+    keys = keys_of(8)
+    blocks = [worker.make_block(seed) for seed in range(8)]
+    worker.put(keys, blocks)
+    before = worker.bytes_in_use()
+
+    async def cancelled_after(turns: int) -> bool:
+        load = asyncio.ensure_future(worker.connector.batched_get(keys))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        load.cancel()
+        done = await asyncio.gather(load, return_exceptions=True)
+        if isinstance(done[0], BaseException):
+            return True
+        for got in done[0]:
+            assert got is not None
+            got.ref_count_down()
+        return False
+
+    outcomes = [worker.run(cancelled_after(turns)) for turns in range(60)]
+    assert True in outcomes
+    assert worker.bytes_in_use() == before
+    for got, stored in zip(worker.get(keys), blocks, strict=True):
+        assert_same(got, stored)
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_store_that_is_killed_costs_misses_and_one_line_of_log(mortal_server: ServerProcess, log: list[str]) -> None:
+    keys = keys_of(2)
+    with running_worker(plugin_config(mortal_server.url), engine_metadata()) as worker:
+        blocks = [worker.make_block(seed) for seed in range(2)]
+        worker.put(keys, blocks)
+        mortal_server.kill()
+        for _ in range(3):
+            assert worker.backend.batched_contains(keys) == 0
+            assert worker.get(keys) == [None, None]
+            worker.put(keys, blocks)
+            assert worker.run(worker.backend.batched_async_contains("request", keys, True)) == 0
+            assert worker.run(worker.backend.batched_get_non_blocking("request", keys)) == []
+            assert not worker.backend.remove(keys[0])
+        assert len(log) == 1
+        assert "StoreUnavailable" in log[0]
+        assert worker.connector.counts["not_stored"] == 6
+        mortal_server.start()
+        while not worker.connector.exists_sync(keys[0]):
+            worker.put(keys, blocks)
+        assert_same(worker.get(keys)[0], blocks[0])
+        assert "works again" in log[-1]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_store_that_is_down_at_start_is_found_later(mortal_server: ServerProcess) -> None:
+    mortal_server.kill()
+    with running_worker(plugin_config(mortal_server.url), engine_metadata()) as worker:
+        assert worker.backend.batched_contains(keys_of(1)) == 0
+        mortal_server.start()
+        while not worker.connector.exists_sync(keys_of(1)[0]):
+            worker.put(keys_of(1), [worker.make_block(0)])
+        assert_same(worker.get(keys_of(1))[0], worker.make_block(0))
+
+
+def test_a_wrong_token_costs_misses_and_names_the_remedy(log: list[str], tmp_path: Any) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("secret\n")
+    wrong.write_text("guess\n")
+    with (
+        running_server_process("--token-file", str(right)) as server,
+        running_worker(plugin_config(f"{server.url}?token_file={wrong}"), engine_metadata()) as worker,
+    ):
+        worker.put(keys_of(1), [worker.make_block(0)])
+        assert worker.get(keys_of(1)) == [None]
+        assert worker.backend.batched_contains(keys_of(1)) == 0
+    assert len(log) == 1
+    assert "AuthenticationFailed" in log[0]
+    assert "token" in log[0]
+
+
+def test_a_pool_smaller_than_one_prompt_stores_what_it_can(server: ServerProcess, log: list[str]) -> None:
+    config = plugin_config(server.url, max_local_cpu_size=0.1)
+    with running_worker(config, engine_metadata()) as worker:
+        huge = [torch.Size([2, 64, 1024, 80])]
+        blocks = [worker.make_block(seed, shapes=huge) for seed in range(1, 3)]  # 20 MiB each, and 16 in the pool
+        worker.put(keys_of(2, first=100), blocks)
+        worker.put(keys_of(1), [worker.make_block(0)])
+        assert worker.get([*keys_of(1), *keys_of(1, first=100)])[1] is None
+        assert_same(worker.get(keys_of(1))[0], worker.make_block(0))
+    assert any("ValueTooLarge" in line or "OutOfMemory" in line for line in log)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({PLUGIN + "url": None}, "names no store"),
+        ({PLUGIN + "url": "infinistore:/typo"}, "no URL of a store"),
+        ({PLUGIN + "url": "redis://localhost:1"}, "unknown scheme"),
+        ({PLUGIN + "url": "tcp://localhost", PLUGIN + "urll": 1}, "no setting 'urll'"),
+        ({PLUGIN + "url": "tcp://localhost", PLUGIN + "deadline_s": "soon"}, "number of seconds"),
+        ({PLUGIN + "url": "tcp://localhost", PLUGIN + "key_prefix": 5}, "must be a text"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_told_and_the_engine_goes_on(
+    extra: dict[str, Any], message: str, log: list[str]
+) -> None:
+    with running_worker(engine_config("plugin.yaml", extra=extra), engine_metadata()) as worker:
+        assert worker.backend.connection is None
+        assert worker.get(keys_of(1)) == [None]
+    assert message in "".join(log)
+
+
+def test_a_configuration_error_is_one_of_ours() -> None:
+    from infinistore.integrations.store_settings import StoreSettings
+
+    with pytest.raises(ConfigError, match=r"extra_config names no store; set url to infinistore://HOST:22345"):
+        StoreSettings.from_mapping({}, where="extra_config", key_prefix="")
