@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test test-integrations check format changelog bench clean
+.PHONY: help demo test test-rdma test-integrations pyverbs check format changelog bench clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -23,6 +23,13 @@ demo: $(VENV)/.installed-base ## set up, then run the demonstration
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
 test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS adds arguments
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# What skips without RDMA in `make test` fails here.
+test-rdma: $(VENV)/.installed-test ## set up, then run tests/rdma, in a virtual machine with Soft-RoCE if there is no RDMA here
+	@tests/rdma/guest/test $(VENV) $(PYTEST_ARGS)
+
+pyverbs: $(VENV)/.installed-base ## make the distribution's RDMA bindings importable in .venv, or say what is missing
+	@tests/rdma/guest/pyverbs $(BIN)/python
 
 # The engines that the integrations are tested with. Each has an environment of its own, .venvs/NAME, made of what
 # requirements/NAME.txt lists and, without its dependencies, what requirements/NAME.no-deps.txt does. To add one: its name
