@@ -70,26 +70,22 @@ class SocketStream:
             except OSError as error:
                 raise broken(error) from error
             span.advance(sent)
-            self._spend(sent)
-            await self._yield_if_due()
+            self._credit -= sent + _CALL_COST_BYTES
+            if self._credit < 0:
+                await self._yield()
         if self._spinner is not None:
             self._spinner.moved(self)
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
-        sock = self.socket
-
-        def receive() -> int:
-            return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
-
-        # Before anything has moved, so that a cancelled receive loses no bytes.
-        await self._yield_if_due()
+        if self._credit < 0:  # before anything has moved, so that a cancelled receive loses no bytes
+            await self._yield()
         while True:
             count: int | None
             try:
-                count = receive()
+                count = _receive(self.socket, views)
             except BlockingIOError:
-                count = self._spin(views, receive)
+                count = self._spin(views)
                 if count is None:
                     await self._wait(trio.lowlevel.wait_readable, deadline)
                     continue
@@ -97,16 +93,16 @@ class SocketStream:
                 raise broken(error) from error
             if self._spinner is not None:
                 self._spinner.moved(self)
-            self._spend(count)
+            self._credit -= count + _CALL_COST_BYTES
             return count
 
-    def _spin(self, views: Sequence[memoryview], receive: Callable[[], int]) -> int | None:
+    def _spin(self, views: Sequence[memoryview]) -> int | None:
         if self._spinner is None:
             return None
         # Others have to get their turn soon, or nobody would notice that they are there.
         self._credit -= _SPIN_COST_BYTES
         try:
-            return self._spinner.spin(self, views, receive)
+            return self._spinner.spin(self, views, lambda: _receive(self.socket, views))
         except OSError as error:
             raise broken(error) from error
 
@@ -163,15 +159,14 @@ class SocketStream:
             raise StoreUnavailable("the connection was closed on this side") from None
         self._credit = _YIELD_AFTER_BYTES
 
-    def _spend(self, count: int) -> None:
-        """Count what was done without waiting."""
-        self._credit -= count + _CALL_COST_BYTES
+    async def _yield(self) -> None:
+        """Let others run: enough was done without waiting."""
+        self._credit = _YIELD_AFTER_BYTES
+        await trio.lowlevel.checkpoint()
 
-    async def _yield_if_due(self) -> None:
-        """Let others run when enough was done without waiting."""
-        if self._credit < 0:
-            self._credit = _YIELD_AFTER_BYTES
-            await trio.lowlevel.checkpoint()
+
+def _receive(sock: socket.socket, views: Sequence[memoryview]) -> int:
+    return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
 
 
 async def connect_tcp(host: str, port: int) -> SocketStream:

@@ -5,9 +5,10 @@ Raises `ValueError` and `TypeError`, as Python does for wrong arguments.
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import TypeAlias
 
-from infinistore.client.buffers import BufferLike, readable, writable
+from infinistore.client.buffers import BufferLike, plain_bytes, readable, writable
 from infinistore.client.operations import Batch
 from infinistore.keys import check_distinct, check_keys
 
@@ -22,6 +23,7 @@ __all__ = [
     "key_list",
 ]
 
+_READONLY = attrgetter("readonly")
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
 
@@ -40,14 +42,17 @@ def batch_to_put(items: Pairs) -> Batch:
     keys, data = _columns(items)
     check_keys(keys)
     check_distinct(keys)
-    return Batch(keys, list(map(readable, data)))
+    return Batch(keys, plain_bytes(data) or list(map(readable, data)))
 
 
 def batch_to_get(items: Pairs) -> Batch:
     """Return keys and the bytes of their buffers, which can be written."""
     keys, buffers = _columns(items)
     check_keys(keys)
-    return Batch(keys, list(map(writable, buffers)))
+    views = plain_bytes(buffers)
+    if not views or any(map(_READONLY, views)):
+        views = list(map(writable, buffers))
+    return Batch(keys, views)
 
 
 def check_hold(hold_s: float) -> None:

@@ -39,6 +39,8 @@ class Health:
         Raises:
             StoreUnavailable: the circuit is open.
         """
+        if self._open_until is None:  # the circuit is closed, nearly always
+            return 0
         with self._lock:
             if self._open_until is None:
                 return 0

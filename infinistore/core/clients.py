@@ -56,7 +56,7 @@ class Reservation:
     "open", "committed" or "aborted".
     """
 
-    __slots__ = ("_pool", "client", "extents", "footprint_bytes", "skipped", "state")
+    __slots__ = ("_pool", "client", "extents", "footprint_bytes", "replaced", "skipped", "state")
 
     def __init__(self, pool: Pool, client: Client, extents: list[Extent], footprint_bytes: int) -> None:
         self._pool = pool
@@ -66,6 +66,8 @@ class Reservation:
         self.state: Literal["open", "committed", "aborted"] = "open"
         self.skipped: list[int] = []
         """After commit: what it returned."""
+        self.replaced: list[Entry] = []
+        """After commit: blocks that lost their keys to it, and whose room has not been given back yet."""
 
     @property
     def views(self) -> list[memoryview]:

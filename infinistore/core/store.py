@@ -139,12 +139,16 @@ class StoreCore:
         checksums: Sequence[int] | None,
         *,
         replace: bool = True,
+        free: bool = True,
     ) -> list[int]:
         """Name the blocks of a reservation, one key each, and make them all visible at once.
 
         `checksums` are the xxh3-64 of each block, or None when the writer made none. A key that exists is replaced;
         with `replace=False` it is left as it is (but touched), and the room of its new block is given back. Returns
         the positions of the keys that were skipped so; the same again when the reservation is already committed.
+
+        With `free=False` it leaves the room of the blocks that were replaced to the caller, who calls `free_replaced`
+        as soon as the answer is on its way: giving it back takes a third of the time.
 
         ValueError, and the reservation stays open: not one key (and checksum) per block, a key twice.
         UnknownReservation: it was aborted.
@@ -167,13 +171,20 @@ class StoreCore:
         if self._index.disjoint(keys):
             self._index.insert(keys, entries)
         elif replace:
-            self._room.drop(self._index.remove_many(keys))
+            reservation.replaced = self._index.remove_many(keys)
             self._index.insert(keys, entries)
+            if free:
+                self.free_replaced(reservation)
         else:
             entries = self._insert_missing(reservation, keys, entries)
         self._counters["puts"] += len(entries)
         self._counters["put_bytes"] += sum(map(_LENGTH, entries))
         return reservation.skipped
+
+    def free_replaced(self, reservation: Reservation) -> None:
+        """Give back the room of the blocks that a commit with `free=False` replaced; idempotent."""
+        replaced, reservation.replaced = reservation.replaced, []
+        self._room.drop(replaced)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the room of a reservation back; idempotent, and nothing for one that is committed."""

@@ -76,7 +76,7 @@ def numbers(values: Any = ()) -> Numbers:
 
 def encode_head(message: Message, *, request_id: int, payload_bytes: int = 0, deadline_us: int = 0) -> bytes:
     """Return header, body and padding of one frame; the payload follows it on the wire."""
-    body: bytes = msgpack.packb(_converter.unstructure(message))
+    body: bytes = msgpack.packb(_UNSTRUCTURE[type(message)](message))
     header = _HEADER.pack(
         MAGIC,
         PROTOCOL_VERSION,
@@ -136,11 +136,12 @@ def decode_body(kind: int, body: memoryview) -> Message:
         )
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
-        return _converter.structure(fields, cls)
+        message: Message = _STRUCTURE[cls](fields, cls)
     except InvalidRequest:
         raise
     except _DECODING_ERRORS as error:
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
+    return message
 
 
 def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
@@ -247,3 +248,10 @@ def _make_converter() -> Converter:
 
 
 _converter = _make_converter()
+# Looked up once: asking the converter for them each time takes as long as many of them do.
+_STRUCTURE: dict[type[Message], Callable[[Any, Any], Any]] = {
+    cls: _converter.get_structure_hook(cls) for cls in KINDS.values()
+}
+_UNSTRUCTURE: dict[type[Message], Callable[[Any], Any]] = {
+    cls: _converter.get_unstructure_hook(cls) for cls in KINDS.values()
+}

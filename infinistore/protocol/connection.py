@@ -125,6 +125,7 @@ class _FrameReader:
         self.max_body_bytes = max_body_bytes
         self.max_payload_bytes = max_payload_bytes
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._next_frame = Receive([self._buffer], idle=True)
         self._start = 0
         self._end = 0
 
@@ -135,7 +136,12 @@ class _FrameReader:
 
         The body is good until the next call of any method.
         """
-        if not (yield from self._fill(HEADER_BYTES, descriptors)):
+        if self._start == self._end and descriptors is None:  # nearly always: nothing was read ahead
+            self._start = self._end = 0
+            self._end = yield self._next_frame
+            if not self._end:
+                return None
+        if self._end - self._start < HEADER_BYTES and not (yield from self._fill(HEADER_BYTES, descriptors)):
             return None
         start = self._start
         header = parse_header(
@@ -145,7 +151,8 @@ class _FrameReader:
         )
         length = head_bytes(header.body_bytes)
         if length <= len(self._buffer):
-            yield from self._fill(length)
+            if self._end - self._start < length:
+                yield from self._fill(length)
             head = self._buffer[self._start : self._start + length]
             self._start += length
         else:
@@ -280,7 +287,8 @@ class ServerConnection:
         """Send the reply to the last request, header and payload in one go, with descriptors beside it if there are."""
         assert self.state is State.REPLYING
         assert type(message) in (self._reply_kind, ErrorReply)
-        head = encode_head(message, request_id=self._request_id, payload_bytes=sum(map(len, payload)))
+        payload_bytes = sum(map(len, payload)) if payload else 0
+        head = encode_head(message, request_id=self._request_id, payload_bytes=payload_bytes)
         views = [memoryview(head), *payload]
         self._sending = True
         yield SendDescriptors(views, descriptors) if descriptors else Send(views)

@@ -68,7 +68,12 @@ Numbers = NewType("Numbers", "array[int]")
 Tree = NewType("Tree", dict[str, object])
 """Nested maps and lists of plain values."""
 
-_count = validators.and_(validators.instance_of(int), validators.ge(0), validators.lt(2**64))
+
+def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < 2**64:  # one call, where attrs' own validators take four
+        raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
+
+
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
 _ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
 

@@ -21,7 +21,8 @@ class Span:
         self._offset = 0
         self.complete = 0
         self.remaining = sum(map(len, views))
-        self.advance(0)  # past empty views, so that `next_views` always begins with bytes
+        if views and not len(views[0]):
+            self.advance(0)  # past empty views, so that `next_views` always begins with bytes
 
     def next_views(self, most_bytes: int) -> list[memoryview]:
         """Return views of what comes next: at least one byte of it, at most `most_bytes`, at most `MAX_VIEWS` views."""

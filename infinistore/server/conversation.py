@@ -83,6 +83,7 @@ class Conversation:
             max_body_bytes=limits.max_body_bytes, max_payload_bytes=limits.max_payload_bytes
         )
         self._growth = growth
+        self._reply_within_s = limits.transfer_s(limits.max_body_bytes, 0)
 
     def check_lengths(self, keys: Sequence[str]) -> None:
         """Raise `ValueError` if a key is longer than this server stores; the protocol's own limit has been checked."""
@@ -119,7 +120,7 @@ class Conversation:
 
     async def reply(self, reply: Reply) -> None:
         """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""
-        await self.send(self.connection.reply(reply), self.limits.transfer_s(self.limits.max_body_bytes, 0))
+        await self.send(self.connection.reply(reply), self._reply_within_s)
 
     async def send(self, exchange: Exchange[None], within_s: float) -> None:
         """Send within a time; `StoreUnavailable` if the client does not take it."""

@@ -257,10 +257,11 @@ class Session:
                     f"{self._connection.payload_left} of {received.payload_bytes} bytes had not come in time"
                 ) from None
             checksums = trailer.cast("Q").tolist() if put.checksums else None
-            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
+            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace, free=False)
+            await self._conversation.reply(PutReply(numbers(skipped)))
         finally:
             self._core.abort(reservation)  # does nothing after a commit
-        await self._conversation.reply(PutReply(numbers(skipped)))
+            self._core.free_replaced(reservation)
 
     async def _get(self, get: Get, received: Received) -> None:
         lease = self._conversation.lease(get)

@@ -76,10 +76,13 @@ class SharedMemory:
         if reservation is None:
             raise UnknownReservation(f"no reservation {commit.reservation} is open on this connection")
         checksums = commit.checksums.tolist() if commit.checksums else None
-        skipped = self._core.commit(reservation, commit.keys, checksums, replace=commit.replace)
+        skipped = self._core.commit(reservation, commit.keys, checksums, replace=commit.replace, free=False)
         del self._reservations[commit.reservation]
         self._conversation.traffic.received_bytes += sum(length for _, _, length in reservation.extents)
-        await self._conversation.reply(PutReply(numbers(skipped)))
+        try:
+            await self._conversation.reply(PutReply(numbers(skipped)))
+        finally:
+            self._core.free_replaced(reservation)  # while the client reads the answer
 
     async def _lease(self, request: Lease, received: Received) -> None:
         """Keep a lease for the client to read; or send the blocks, if they are few bytes."""

@@ -53,6 +53,21 @@ def test_a_reservation_is_invisible_until_it_is_committed(make_core: MakeCore) -
     assert core.statistics().reserved_bytes == 0
 
 
+def test_the_room_of_replaced_blocks_can_be_given_back_later(make_core: MakeCore) -> None:
+    core = make_core()
+    client = core.open_client("a")
+    put(core, client, {"k": b"old", "other": b"old"})
+    lease = core.lease(client, ["other"])
+    reservation = core.reserve(client, [3, 3])
+    core.commit(reservation, ["k", "other"], None, free=False)
+    assert core.pool.used_bytes == 4 * 64
+    core.free_replaced(reservation)
+    assert core.pool.used_bytes == 3 * 64  # what is leased stays
+    core.release(lease)
+    core.free_replaced(reservation)
+    assert core.pool.used_bytes == 2 * 64
+
+
 def test_the_last_commit_of_a_key_wins(make_core: MakeCore) -> None:
     core = make_core()
     client = core.open_client("a")

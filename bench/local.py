@@ -1,0 +1,252 @@
+"""The blocking client by shared memory, against numpy's memcpy of the same blocks; and single calls against memcached.
+
+    python bench/local.py [--quick] [--json]
+
+The server is a process of its own on this machine. Blocks are page-aligned. Each batch comes from, and goes to, other
+memory than the one before: the pool, the memory that the yardstick copies to and the caller's buffers are each larger
+than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against the copying get.
+
+Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its mapping is populated by a
+thread in the background meanwhile, and every page that it has not come to yet is a page fault.
+
+Single calls are against pymemcache (apt-get install memcached; pip install pymemcache) over a Unix socket, in a closed
+loop and with 2 ms of thinking between two calls. Its cheapest call, getting one byte, stands against exists.
+"""
+
+import argparse
+import getpass
+import importlib
+import json
+import mmap
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from infinistore.blocking import BlockingStore, open_store
+from rounds import interleaved
+
+KIB, MIB = 1024, 1024 * 1024
+POOL_BYTES = 512 * MIB
+STORED_BYTES = 256 * MIB  # half of the pool, so that nothing is evicted
+BUFFER_BYTES = 128 * MIB
+SHAPES = {"64 x 64 KiB": (64, 64 * KIB), "16 x 1 MiB": (16, MIB)}
+THINKING_S = 0.002
+
+
+class Blocks:
+    """Page-aligned, touched memory, cut into blocks; as memory views and as arrays."""
+
+    def __init__(self, length: int, size: int) -> None:
+        memory = memoryview(mmap.mmap(-1, length))
+        memory[:] = bytes(range(256)) * (length // 256)
+        self.views = [memory[start : start + size] for start in range(0, length, size)]
+        self.arrays = [np.frombuffer(view, dtype=np.uint8) for view in self.views]
+
+
+class Batches:
+    """Batches of one shape that take turns, made beforehand: what is measured begins with a list of pairs."""
+
+    def __init__(self, count: int, size: int) -> None:
+        source, target, room = (Blocks(n, size) for n in (BUFFER_BYTES, BUFFER_BYTES, STORED_BYTES))
+        firsts = range(0, len(room.views), count)
+        self.keys = [[f"model/{size}/block/{first + i:06d}" for i in range(count)] for first in firsts]
+        self.puts = [self._pairs(keys, source.views, first) for keys, first in zip(self.keys, firsts, strict=True)]
+        self.gets = [self._pairs(keys, target.views, first) for keys, first in zip(self.keys, firsts, strict=True)]
+        self.copies_in = [self._pairs(room.arrays[f : f + count], source.arrays, f) for f in firsts]
+        self.copies_out = [
+            [(t, r) for r, t in self._pairs(room.arrays[f : f + count], target.arrays, f)] for f in firsts
+        ]
+
+    @staticmethod
+    def _pairs(one: list[Any], other: list[Any], first: int) -> list[tuple[Any, Any]]:
+        return [(thing, other[(first + i) % len(other)]) for i, thing in enumerate(one)]
+
+
+def taking_turns(call: Callable[[Any], object], batches: list[Any]) -> Callable[[], object]:
+    """Return what calls `call` with the next batch."""
+    turns = cycle(batches)
+    return lambda: call(next(turns))
+
+
+def copy(pairs: list[tuple[Any, Any]]) -> None:
+    """The yardstick: copy block by block."""
+    for target, source in pairs:
+        np.copyto(target, source)
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """Start a server on a private socket; give its URL."""
+    with tempfile.TemporaryDirectory(prefix="infinistore-bench-") as folder:
+        path = f"{folder}/store.sock"
+        command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "0"]
+        command += [
+            "--unix-socket",
+            path,
+            "--prealloc-size",
+            f"{POOL_BYTES // MIB}MiB",
+            "--log-level",
+            "warning",
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                next(line for line in process.stdout if "tcp://" in line)
+                yield f"shm://{path}"
+            finally:
+                process.terminate()
+
+
+def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[str, float]:
+    """Put, and get, the first few batches in a store that was opened a moment ago; returns medians in seconds."""
+    medians = {}
+    for kind in ("put", "get"):
+        times = []
+        with open_store(f"{url}?verify={verify}") as store:
+            call = store.put_many if kind == "put" else store.get_many_into
+            for batch in (batches.puts if kind == "put" else batches.gets)[:calls]:
+                start = time.perf_counter()
+                call(batch)
+                times.append(time.perf_counter() - start)
+        medians[kind] = statistics.median(times)
+    return medians
+
+
+def measure_warm(store: BlockingStore, batches: Batches, rounds: int, calls: int) -> dict[str, float]:
+    """Measure batches in a store whose mapping has been walked through; returns medians in seconds."""
+    for put, get in zip(batches.puts, batches.gets, strict=True):
+        store.put_many(put)
+        store.get_many_into(get)
+    things = {
+        "memcpy in": taking_turns(copy, batches.copies_in),
+        "put": taking_turns(store.put_many, batches.puts),
+        "memcpy out": taking_turns(copy, batches.copies_out),
+        "get": taking_turns(store.get_many_into, batches.gets),
+    }
+    return interleaved(things, rounds=rounds, calls=calls)
+
+
+def measure_batches(url: str, rounds: int) -> dict[str, float]:
+    """Measure batches of each shape, without and with checksums."""
+    results: dict[str, float] = {}
+    for shape, (count, size) in SHAPES.items():
+        batches = Batches(count, size)
+        calls = 32 * MIB // (count * size)
+        for verify, checked in (("never", "unchecked"), ("always", "checked")):
+            with open_store(f"{url}?verify={verify}") as store:
+                warm = measure_warm(store, batches, rounds, calls)
+            cold = measure_cold(url, verify, batches, calls)
+            for kind, yardstick in (("put", "memcpy in"), ("get", "memcpy out")):
+                name = f"{kind} {shape} {checked}"
+                results[f"{name} / memcpy"] = warm[yardstick] / warm[kind]
+                results[f"{name} / memcpy, cold"] = warm[yardstick] / cold[kind]
+                results[f"{name} GB/s"] = count * size / warm[kind] / 1e9
+        with open_store(url) as store:
+            store.purge()
+    return results
+
+
+@contextmanager
+def memcached() -> Iterator[Any]:
+    """Start memcached on a private socket, and give a client of it. `LookupError`: why that cannot be."""
+    program = shutil.which("memcached")
+    try:
+        client_module = importlib.import_module("pymemcache.client.base")
+    except ImportError:
+        raise LookupError("pymemcache is not installed") from None
+    if program is None:
+        raise LookupError("memcached is not installed")
+    with tempfile.TemporaryDirectory(prefix="infinistore-bench-") as folder:
+        path = f"{folder}/memcached.sock"
+        with subprocess.Popen([program, "-s", path, "-m", "64", "-u", getpass.getuser()]) as process:
+            try:
+                wait_for(path)
+                client = client_module.Client(path)
+                yield client
+                client.close()
+            finally:
+                process.terminate()
+
+
+def wait_for(path: str) -> None:
+    """Wait until somebody listens on a Unix socket."""
+    give_up = time.monotonic() + 10
+    while time.monotonic() < give_up:
+        with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+            probe.connect(path)
+            return
+        time.sleep(0.01)
+    raise LookupError("memcached did not start")
+
+
+def p50_s(call: Callable[[], object], calls: int, thinking_s: float) -> float:
+    """Return the median time of a call, with so much time between two of them."""
+    times = []
+    for _ in range(calls):
+        if thinking_s:
+            time.sleep(thinking_s)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_single_calls(url: str, rounds: int) -> dict[str, float]:
+    """Measure single calls, in a closed loop and with time to think; returns p50s in microseconds, and ratios."""
+    results: dict[str, float] = {}
+    with open_store(url) as store, memcached() as other:
+        value = bytes(range(256)) * 16
+        store.put("one", value)
+        other.set("one", value)
+        other.set("byte", b"1")
+        assert store.get("one") == other.get("one") == value
+        things: dict[str, Callable[[], object]] = {
+            "pymemcache get": lambda: other.get("one"),
+            "get": lambda: store.get("one"),
+            "pymemcache exists": lambda: other.get("byte"),
+            "exists": lambda: store.exists("one"),
+        }
+        for name, thinking_s, calls in (("closed loop", 0.0, 500), ("2 ms of thinking", THINKING_S, 50)):
+            p50s: dict[str, list[float]] = {thing: [] for thing in things}
+            for _ in range(rounds):
+                for thing, call in things.items():
+                    p50s[thing].append(p50_s(call, calls, thinking_s))
+            medians = {thing: statistics.median(times) for thing, times in p50s.items()}
+            for thing in ("get", "exists"):
+                results[f"{thing} 4 KiB, {name} / pymemcache, time"] = medians[thing] / medians[f"pymemcache {thing}"]
+            results.update({f"{thing} 4 KiB, {name}, us": seconds * 1e6 for thing, seconds in medians.items()})
+    return results
+
+
+def main() -> None:
+    """Run, and print a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    rounds = 5 if arguments.quick else 25
+    with server() as url:
+        results = measure_batches(url, rounds)
+        try:
+            results |= measure_single_calls(url, rounds)
+        except LookupError as reason:
+            print(f"single calls are left out: {reason}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    else:
+        for name, value in results.items():
+            print(f"{name:60} {value:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
