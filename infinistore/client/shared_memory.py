@@ -78,7 +78,7 @@ class SharedMemoryOperations(RemoteOperations):
     ) -> Exchange[None]:
         first = 0
         while first < len(keys):
-            part = self._key_part(keys, first)
+            part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
             room_for = () if capacities is None else capacities[first : first + len(part)]
             lease = Lease(part, numbers(room_for), self._inline_bytes)
             reply = expect(LeaseReply, (yield from self._ask(lease)))

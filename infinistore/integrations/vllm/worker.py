@@ -1,0 +1,283 @@
+"""A worker's half: moves blocks between vLLM's KV cache and the store.
+
+Reading: each request's blocks are read in a thread of their own, straight into the KV cache, while the engine computes
+for other requests. A block of which any part is missing, of another size or not what was written counts as failed; vLLM
+is told, and computes it.
+
+Writing: after each layer, what is full of it is handed to a `LayerWriter`, which writes it from the KV cache in place
+while the next layer is computed. So these blocks must not be given to other requests before they are written: until
+then a finished request is not reported as sent, and a preempted one is waited for.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import attrs
+
+from infinistore.blocking import BlockingStore
+from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
+from infinistore.integrations.record import Record
+from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.settings import ConnectorSettings
+from infinistore.integrations.vllm.step import Load, Save, Step
+from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LayerCache", "WorkerSide"]
+
+_IDLE_WAIT_S = 0.005
+"""How long a step that computes nothing waits for a read or write to end, instead of keeping a core busy asking."""
+
+
+@attrs.frozen
+class LayerCache:
+    """The KV cache of one layer, as bytes: block number i begins at i * `stride_bytes`, and is one piece of memory."""
+
+    label: str
+    memory: "torch.Tensor"
+    block_bytes: int
+    stride_bytes: int
+
+    @classmethod
+    def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
+        """See a layer's tensor, whose first dimension counts blocks, as blocks.
+
+        Raises:
+            ConfigError: a block of it is not one piece of memory.
+        """
+        import torch
+
+        if not isinstance(cache, torch.Tensor) or cache.shape[0] != num_blocks:
+            raise ConfigError(f"the KV cache of {name} does not consist of {num_blocks} blocks; it cannot be stored")
+        size = cache.element_size()
+        block_bytes = math.prod(cache.shape[1:]) * size
+        spanned = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+        if spanned * size != block_bytes:
+            raise ConfigError(
+                f"a block of {name} is scattered over memory; choose a KV cache layout in which it is not, by the"
+                " environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        stride_bytes = cache.stride(0) * size
+        length = (num_blocks - 1) * stride_bytes + block_bytes
+        memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
+        memory.set_(cache.untyped_storage(), cache.storage_offset() * size, (length,), (1,))
+        return cls(label, memory, block_bytes, stride_bytes)
+
+
+@attrs.define
+class _Saving:
+    tickets: list[Ticket] = attrs.field(factory=list)
+    ended: bool = False
+    """Whether vLLM has finished the request, and waits to be told that it is saved."""
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self.tickets)
+
+
+class WorkerSide:
+    """A worker's half of the connector. vLLM's thread calls it; blocks are moved in others.
+
+    `labels` are those of the layers that are stored, by their names. `shard` is the part of each layer that this worker
+    has. `writes`: it writes that part (of workers that have the same one, only one does). `delivers`: a step ends only
+    when its blocks are stored, as a decoder elsewhere asks for them.
+    """
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        names: BlockNames,
+        settings: ConnectorSettings,
+        record: Record,
+        *,
+        labels: Mapping[str, str],
+        shard: int = 0,
+        writes: bool = True,
+        delivers: bool = False,
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._labels = labels
+        self._shard = shard
+        self._writes = writes
+        self._delivers = delivers
+        self._deadline_s = settings.deadline_s
+        self._record = record
+        self._layers: dict[str, LayerCache] = {}
+        self._step = Step()
+        self._writer = LayerWriter(
+            store,
+            max_pending_bytes=settings.max_pending_bytes,
+            when_full=settings.when_full or ("block" if delivers else "drop"),
+            deadline_s=settings.deadline_s,
+        )
+        self._writer.__enter__()
+        self._saving: dict[str, _Saving] = {}
+        self._readers = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="infinistore-load")
+        self._progress = threading.Condition()
+        self._reading = 0
+        self._read: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def register(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> int:
+        """Learn where the KV cache is. Returns the bytes of one block in all of this worker's layers.
+
+        Raises:
+            ConfigError: it is laid out in a way that cannot be stored.
+        """
+        self._layers = {
+            name: LayerCache.of(name, label, caches.get(name), num_blocks) for name, label in self._labels.items()
+        }
+        return sum(layer.block_bytes for layer in self._layers.values())
+
+    def begin(self, step: Step) -> None:
+        """Begin a step: wait until nothing is written any more from blocks that are about to be taken away."""
+        self._step = step
+        for request_id in step.preempted:
+            for ticket in self._saving.pop(request_id, _Saving()).tickets:
+                self._wait(ticket)
+
+    def start_loads(self, after: Callable[[], object] = lambda: None) -> None:
+        """Begin to read, in the background; `after` returns when blocks may be filled."""
+        for load in self._step.loads:
+            with self._progress:
+                self._reading += 1
+            self._readers.submit(self._load, load, after)
+
+    def save_layer(self, name: str) -> None:
+        """Begin to write what this step fills of a layer, which has just been computed."""
+        layer = self._layers.get(name)
+        if layer is None or not self._step.saves:
+            return
+        for save in self._step.saves:
+            saving = self._saving.setdefault(save.request_id, _Saving())
+            if self._writes:
+                ticket = self._write(layer, save)
+                if ticket is not None:
+                    saving.tickets.append(ticket)
+
+    def end_saves(self) -> None:
+        """End the writing of a step. Where a decoder waits for the blocks, wait until they are stored."""
+        for save in self._step.saves:
+            saving = self._saving.setdefault(save.request_id, _Saving())
+            if self._delivers:
+                for ticket in saving.tickets:
+                    self._wait(ticket)
+            saving.tickets = [ticket for ticket in saving.tickets if not self._ended(ticket)]
+
+    def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Return the requests that are saved, of those that vLLM has finished, and those whose reads are over."""
+        for request_id in finished:
+            if (saving := self._saving.get(request_id)) is not None:
+                saving.ended = True
+        if not self._step.computes:
+            self._wait_a_little()
+        sent = {request_id for request_id, saving in self._saving.items() if saving.ended and saving.done}
+        for request_id in sent:
+            for ticket in self._saving.pop(request_id).tickets:
+                self._ended(ticket)
+        with self._progress:
+            read, self._read = self._read, set()
+        return sent, read
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that could not be read since this was last asked."""
+        with self._progress:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        """Finish what is being written, as long as the store takes it, and end the threads."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        try:
+            self._writer.flush(self._deadline_s)
+            self._writer.close()
+        except InfiniStoreException as error:
+            self._record.failed("save", error)
+            self._writer.__exit__(type(error), error, None)
+
+    def _write(self, layer: LayerCache, save: Save) -> Ticket | None:
+        blocks = [
+            (self._names.key(block_hash, self._shard, layer.label), block_id * layer.stride_bytes)
+            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True)
+        ]
+        for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
+            try:
+                return self._writer.write(layer.memory, blocks, layer.block_bytes)
+            except (InfiniStoreException, ValueError) as error:
+                self._record.failed("save", error)
+        return None
+
+    def _wait(self, ticket: Ticket) -> None:
+        """Wait until a write is over, however it ends: each has its deadline."""
+        while not ticket.done:
+            try:
+                ticket.wait(self._deadline_s)
+            except DeadlineExceeded:
+                continue
+            except InfiniStoreException as error:
+                self._record.failed("save", error)
+
+    def _ended(self, ticket: Ticket) -> bool:
+        """Whether a write is over; if it failed, say so, once."""
+        if ticket.done and ticket.error is not None:
+            self._record.failed("save", ticket.error)
+        elif ticket.done and not ticket.dropped:
+            self._record.succeeded("save")
+        return ticket.done
+
+    def _wait_a_little(self) -> None:
+        pending = next((t for s in self._saving.values() if s.ended for t in s.tickets if not t.done), None)
+        if pending is not None:
+            try:
+                pending.wait(_IDLE_WAIT_S)
+            except InfiniStoreException:  # not yet, or it failed: both are seen to elsewhere
+                return
+        else:
+            with self._progress:
+                self._progress.wait_for(lambda: self._read or not self._reading, _IDLE_WAIT_S)
+
+    def _load(self, load: Load, after: Callable[[], object]) -> None:
+        """In a thread: read a request's blocks, layer by layer; whatever happens, the request is told of."""
+        failed = set(load.block_ids)
+        try:
+            after()
+            failed = self._read_layers(load)
+            self._record.succeeded("load")
+        except InfiniStoreException as error:
+            self._record.failed("load", error)
+        finally:
+            with self._progress:
+                self._reading -= 1
+                self._failed_blocks |= failed
+                self._read.add(load.request_id)
+                self._progress.notify_all()
+        if load.hold:
+            try:
+                self._store.release_hold(load.hold)
+            except InfiniStoreException as error:
+                self._record.failed("release of a hold", error)
+
+    def _read_layers(self, load: Load) -> set[int]:
+        """Read what all layers have of the leading blocks; return the blocks that are not complete."""
+        good = len(load.block_ids)
+        for layer in self._layers.values():
+            while good and (found := self._read_layer(load, layer, good)) < good:
+                good = found  # and once more: only a read of nothing but what is there says that all of it is right
+        return set(load.block_ids[good:])
+
+    def _read_layer(self, load: Load, layer: LayerCache, count: int) -> int:
+        """Read a layer of the first `count` blocks; return how many lead up to the first that is missing."""
+        keys = [self._names.key(block_hash, self._shard, layer.label) for block_hash in load.hashes[:count]]
+        offsets = [block_id * layer.stride_bytes for block_id in load.block_ids[:count]]
+        try:
+            read_blocks(self._store, list(zip(keys, offsets, strict=True)), layer.block_bytes, layer.memory)
+        except BlocksMissing as error:
+            self._record.count(missing=len(error.keys))
+            return keys.index(error.keys[0])
+        return count

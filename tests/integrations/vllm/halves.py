@@ -1,0 +1,71 @@
+"""The two halves of the connector without vLLM: requests and a KV cache made for a test."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from infinistore.blocking import BlockingStore
+from infinistore.integrations.record import Record
+from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
+from infinistore.integrations.vllm.scheduler import SchedulerSide
+from infinistore.integrations.vllm.settings import ConnectorSettings
+from infinistore.integrations.vllm.step import Step
+from infinistore.integrations.vllm.worker import WorkerSide
+
+__all__ = ["BLOCK_TOKENS", "LAYERS", "MadeRequest", "make_cache", "make_names", "make_scheduler", "make_worker", "save"]
+
+BLOCK_TOKENS = 4
+LAYERS = [f"model.layers.{number}.attn" for number in range(3)]
+
+
+@attrs.define(eq=False)
+class MadeRequest:
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], name: str = "r") -> "MadeRequest":
+        return cls(name, list(tokens), len(tokens))
+
+
+def make_names(*, shards: int = 1, namespace: str = "", **facts: object) -> BlockNames:
+    return block_names(facts, model="/models/llama", namespace=namespace, layers=LAYERS, shards=shards)
+
+
+def make_scheduler(store: BlockingStore, names: BlockNames | None = None, **options: Any) -> SchedulerSide:
+    given = {"block_tokens": BLOCK_TOKENS, "reads": True, "writes": True, **options}
+    return SchedulerSide(store, names or make_names(), make_record(), **given)
+
+
+def make_record() -> Record:
+    return Record(logging.getLogger("vllm.infinistore"), "of a test")
+
+
+def make_worker(
+    store: BlockingStore, caches: dict[str, torch.Tensor], names: BlockNames | None = None, **options: Any
+) -> WorkerSide:
+    settings = ConnectorSettings(url="infinistore://nowhere", deadline_s=options.pop("deadline_s", 10.0))
+    labels = layer_labels(LAYERS)
+    worker = WorkerSide(store, names or make_names(), settings, make_record(), labels=labels, **options)
+    worker.register(caches, num_blocks=len(next(iter(caches.values()))))
+    return worker
+
+
+def make_cache(seed: int, *, blocks: int = 8) -> dict[str, torch.Tensor]:
+    """A KV cache with random contents: [blocks, heads, tokens, content] for each layer."""
+    torch.manual_seed(seed)
+    return {name: torch.randn(blocks, 2, BLOCK_TOKENS, 6) for name in LAYERS}
+
+
+def save(worker: WorkerSide, step: Step) -> None:
+    """What vLLM does in a step that computes."""
+    worker.begin(attrs.evolve(step, computes=True))
+    for name in LAYERS:
+        worker.save_layer(name)
+    worker.start_loads()
+    worker.end_saves()

@@ -1,0 +1,236 @@
+"""The scheduler's half, with a store but without vLLM: what is read, held and written, and when."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore import blocking
+from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.scheduler import SchedulerSide
+from infinistore.integrations.vllm.step import Load, Step
+from tests.bad_days.servers import running_server_process
+
+from .halves import BLOCK_TOKENS, MadeRequest, make_names, make_scheduler
+
+TOKENS = list(range(100, 122))  # five full blocks and two tokens
+
+
+@pytest.fixture
+def store() -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        yield store
+
+
+def run(scheduler: SchedulerSide, request: MadeRequest, count: int) -> Step:
+    """One step that computes `count` tokens of a request in the blocks 10, 11, 12, ..."""
+    step = scheduler.plan({request.request_id: count}, (), lambda _: range(10, 40))
+    request.num_computed_tokens += count
+    return step
+
+
+def start(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> int:
+    """What vLLM's scheduler does with a new request; returns how many tokens will be read."""
+    tokens = scheduler.loadable_tokens(request, computed)
+    scheduler.allocated(request, range(10, 40), tokens)
+    request.num_computed_tokens = computed + tokens
+    return tokens
+
+
+def fill(store: blocking.BlockingStore, blocks: int, names: BlockNames | None = None) -> list[str]:
+    """Store the first blocks of TOKENS; return all of their keys."""
+    names = names or make_names()
+    scheduler = make_scheduler(store, names, reads=False)
+    request = MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    (saved,) = run(scheduler, request, len(TOKENS)).saves
+    keys = names.all_keys(saved.hashes[:blocks])
+    store.put_many(dict.fromkeys(keys, b"bytes"))
+    return keys
+
+
+def test_of_a_new_prompt_each_full_block_is_written_once(store: blocking.BlockingStore) -> None:
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    assert start(scheduler, request) == 0
+
+    steps = [run(scheduler, request, count) for count in (3, 6, 2, 11)]
+    request.all_token_ids += [7] * 10
+    steps += [run(scheduler, request, 1) for _ in range(10)]
+
+    written = [block for step in steps for save in step.saves for block in save.block_ids]
+    assert written == [10, 11, 12, 13, 14]
+    assert [len(step.saves) for step in steps] == [0, 1, 0, 1, *[0] * 10]
+    assert scheduler.finished(request)
+
+
+def test_generated_tokens_are_written_if_that_is_asked_for(store: blocking.BlockingStore) -> None:
+    scheduler, request = make_scheduler(store, save_generated=True), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    run(scheduler, request, len(TOKENS))
+    written = []
+    for token in range(8):
+        request.all_token_ids.append(token)
+        written += [block for save in run(scheduler, request, 1).saves for block in save.block_ids]
+
+    assert written == [15, 16]
+
+
+def test_drafted_tokens_are_not_written_before_they_are_accepted(store: blocking.BlockingStore) -> None:
+    scheduler, request = make_scheduler(store, save_generated=True), MadeRequest.of(TOKENS[:-1])
+    start(scheduler, request)
+    run(scheduler, request, len(TOKENS) - 1)
+    request.all_token_ids.append(1)
+
+    assert run(scheduler, request, 5).saves == []
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_what_the_store_has_beyond_the_local_cache_is_read_and_only_the_rest_written(stored: int, local: int) -> None:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        fill(store, stored)
+        scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+
+        assert start(scheduler, request, local * BLOCK_TOKENS) == max(0, stored - local) * BLOCK_TOKENS
+        step = run(scheduler, request, 1 if request.num_computed_tokens == 20 else 20 - request.num_computed_tokens)
+
+        assert [load.block_ids for load in step.loads] == (
+            [[*range(10 + local, 10 + stored)]] if stored > local else []
+        )
+        written = [block for save in step.saves for block in save.block_ids]
+        assert written == [*range(10 + stored, 15)]  # what only the local cache has is written, too
+
+
+def test_what_was_found_stays_until_it_is_read(store: blocking.BlockingStore) -> None:
+    keys = fill(store, 5)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+
+    assert start(scheduler, request) == 20
+    store.evict(0, 0)
+    assert store.exists_many(keys) == [True] * len(keys)
+
+    (load,) = run(scheduler, request, 1).loads
+    assert store.release_hold(load.hold)
+    store.evict(0, 0)
+    assert not any(store.exists_many(keys))
+
+
+@pytest.mark.parametrize("end", ["finished", "not used"])
+def test_a_hold_is_released_if_nothing_is_read(store: blocking.BlockingStore, end: str) -> None:
+    keys = fill(store, 5)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    assert scheduler.loadable_tokens(request, 0) == 20
+
+    if end == "finished":
+        assert not scheduler.finished(request)
+    else:
+        scheduler.allocated(request, range(10, 40), 0)
+
+    store.evict(0, 0)
+    assert not any(store.exists_many(keys))
+
+
+def test_a_request_that_waits_is_looked_up_again_only_when_its_hold_grows_old(store: blocking.BlockingStore) -> None:
+    now = 0.0
+    scheduler = make_scheduler(store, clock=lambda: now, hold_s=10.0)
+    fill(store, 2)
+    request = MadeRequest.of(TOKENS)
+
+    assert scheduler.loadable_tokens(request, 0) == 8
+    fill(store, 5)
+    assert scheduler.loadable_tokens(request, 0) == 8
+    now = 5.0
+    assert scheduler.loadable_tokens(request, 0) == 20
+    assert store.stats().store.holds == 1
+
+
+def test_a_block_counts_only_if_every_layer_and_shard_of_it_is_there(store: blocking.BlockingStore) -> None:
+    names = make_names(shards=2)
+    keys = fill(store, 5, names)
+    request = MadeRequest.of(TOKENS)
+
+    store.delete([keys[3 * names.keys_per_block + 1]])
+
+    assert make_scheduler(store, names).loadable_tokens(request, 0) == 3 * BLOCK_TOKENS
+
+
+def test_blocks_of_another_model_or_salt_are_not_found(store: blocking.BlockingStore) -> None:
+    fill(store, 5)
+
+    def salted(request: Any, first: int, end: int) -> bytes:
+        return b"salt" if first == 0 else b""
+
+    assert make_scheduler(store, make_names(dtype="float16")).loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
+    assert make_scheduler(store, extra=salted).loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
+
+
+def test_a_producer_reads_nothing_and_writes_what_the_store_lacks(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    scheduler, request = make_scheduler(store, reads=False), MadeRequest.of(TOKENS)
+
+    assert start(scheduler, request) == 0
+    assert [save.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
+    assert store.stats().store.holds == 0
+
+
+def test_a_consumer_writes_nothing(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    scheduler, request = make_scheduler(store, writes=False), MadeRequest.of(TOKENS)
+
+    assert start(scheduler, request) == 12
+    assert run(scheduler, request, 10).saves == []
+    assert not scheduler.finished(request)
+
+
+def test_what_could_not_be_read_is_computed_written_and_not_asked_for_again(store: blocking.BlockingStore) -> None:
+    fill(store, 5)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    (load,) = scheduler.plan({}, (), lambda _: ()).loads
+
+    scheduler.loads_ended([request.request_id], {load.block_ids[2], 99})
+    request.num_computed_tokens = 2 * BLOCK_TOKENS
+
+    assert scheduler.loadable_tokens(request, 0) == 0
+    assert [save.block_ids for save in run(scheduler, request, 14).saves] == [[12, 13, 14]]
+
+
+def test_the_failed_load_of_one_request_is_none_of_anothers(store: blocking.BlockingStore) -> None:
+    fill(store, 5)
+    scheduler = make_scheduler(store)
+    one, other = MadeRequest.of(TOKENS, "one"), MadeRequest.of(TOKENS, "other")
+    for request, first in ((one, 10), (other, 20)):
+        scheduler.allocated(request, range(first, first + 10), scheduler.loadable_tokens(request, 0))
+    loads: list[Load] = scheduler.plan({}, (), lambda _: ()).loads
+
+    assert [load.block_ids[0] for load in loads] == [10, 20]
+    scheduler.loads_ended(["one", "other"], {10})
+    assert (scheduler.loadable_tokens(one, 0), scheduler.loadable_tokens(other, 0)) == (0, 20)
+
+
+def test_a_preempted_request_is_looked_up_again_and_no_longer_kept(store: blocking.BlockingStore) -> None:
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    assert run(scheduler, request, 22).saves
+    fill(store, 5)
+
+    step = scheduler.plan({}, [request.request_id], lambda _: ())
+
+    assert step.preempted == {request.request_id}
+    assert start(scheduler, request) == 20
+    assert not scheduler.finished(request)
+
+
+def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 0.0)
+    now = 0.0
+    with running_server_process() as server, blocking.open_store(server.url, lazy=True) as store:
+        server.kill()
+        scheduler, request = make_scheduler(store, clock=lambda: now), MadeRequest.of(TOKENS)
+
+        assert start(scheduler, request) == 0
+        assert len(run(scheduler, request, 22).saves) == 1  # it may be back by then
+        server.start()
+        fill(store, 5)
+        assert start(scheduler, MadeRequest.of(TOKENS, "later")) == 20

@@ -1,0 +1,70 @@
+"""What a user writes into kv_connector_extra_config."""
+
+import pytest
+
+from infinistore.errors import ConfigError
+from infinistore.integrations.vllm.names import layer_labels
+from infinistore.integrations.vllm.settings import ConnectorSettings
+
+from .halves import make_names
+
+
+def test_a_url_is_enough() -> None:
+    settings = ConnectorSettings.from_extra_config({"url": "tcp://host:1"})
+
+    assert settings == ConnectorSettings(url="tcp://host:1")
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, 'name no store; add "kv_connector_extra_config": {"url"'),
+        ({"url": ""}, "name no store"),
+        ({"url": 7}, "url must be a text, not 7"),
+        ({"url": "tcp://h:1", "deadline": 3}, "unknown setting 'deadline'; did you mean deadline_s?"),
+        ({"url": "tcp://h:1", "zzz": 3}, "unknown setting 'zzz'; known are url, namespace"),
+        ({"url": "tcp://h:1", "deadline_s": 0}, "deadline_s must be a number of seconds above 0"),
+        ({"url": "tcp://h:1", "hold_s": "5"}, "hold_s must be a number"),
+        ({"url": "tcp://h:1", "load_threads": True}, "load_threads must be a whole number above 0, not True"),
+        ({"url": "tcp://h:1", "max_pending_bytes": -1}, "max_pending_bytes must be a whole number"),
+        ({"url": "tcp://h:1", "when_full": "wait"}, 'when_full must be "block" or "drop", not \'wait\''),
+        ({"url": "tcp://h:1", "verify": False}, 'verify must be "always" or "never"'),
+        ({"url": "tcp://h:1", "save_generated": "no"}, "save_generated must be true or false"),
+        ({"url": "tcp://h:1", "namespace": "x\0y"}, "namespace must be a text"),
+    ],
+)
+def test_what_cannot_be_used_is_told_by_its_name(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ConnectorSettings.from_extra_config(given)
+    assert complaint in str(raised.value)
+
+
+def test_a_key_tells_namespace_model_block_shard_and_layer() -> None:
+    names = make_names(shards=2, namespace="team")
+
+    prefix = names.prefix.rpartition("/")[0]
+    assert prefix == "vllm/team/llama"
+    assert names.all_keys(["aa", "bb"])[:3] == [
+        f"{names.prefix}/aa/0/0",
+        f"{names.prefix}/aa/1/0",
+        names.key("aa", 0, "1"),
+    ]
+    assert len(names.all_keys(["aa", "bb"])) == 2 * names.keys_per_block == 12
+    assert names.last_keys(["aa"]) == [names.key("aa", 0, "2"), names.key("aa", 1, "2")]
+
+
+def test_another_fact_or_namespace_is_another_name() -> None:
+    prefixes = {
+        make_names().prefix,
+        make_names(dtype="bfloat16").prefix,
+        make_names(dtype="float16").prefix,
+        make_names(namespace="a").prefix,
+    }
+
+    assert len(prefixes) == 4
+
+
+def test_layers_are_called_by_number_where_that_tells_them_apart() -> None:
+    assert layer_labels(["layers.0.attn", "layers.10.attn"]) == {"layers.0.attn": "0", "layers.10.attn": "10"}
+    assert layer_labels(["layers.0.a", "layers.0.b"]) == {"layers.0.a": "layers.0.a", "layers.0.b": "layers.0.b"}
+    assert layer_labels(["only"]) == {"only": "only"}

@@ -1,0 +1,255 @@
+"""A worker's half, with a store and tensors but without vLLM: what is written comes back, or is told as failed."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from infinistore import blocking
+from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.integrations.vllm.step import Load, Save, Step
+from infinistore.integrations.vllm.worker import WorkerSide
+from tests.bad_days.servers import running_server_process
+
+from .halves import LAYERS, make_cache, make_names, make_worker, save
+
+HASHES = ["aa", "bb", "cc", "dd"]
+FROM = [3, 0, 5, 1]
+TO = [2, 7, 4, 6]
+SAVE = Step(saves=[Save("w", HASHES, FROM)])
+LOAD = Step(loads=[Load("r", HASHES, TO)])
+
+
+@pytest.fixture
+def store() -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        yield store
+
+
+def wait_for(worker: WorkerSide, *, sent: str = "", read: str = "") -> set[int]:
+    """Poll, as vLLM does, until a request is reported; return the blocks that failed."""
+    worker.begin(Step())
+    while True:
+        sent_now, read_now = worker.poll([sent] if sent else [])
+        if (sent or read) in (sent_now if sent else read_now):
+            return worker.take_failed_blocks()
+
+
+def written(store: blocking.BlockingStore, caches: dict[str, torch.Tensor], **options: Any) -> None:
+    worker = make_worker(store, caches, **options)
+    save(worker, SAVE)
+    wait_for(worker, sent="w")
+    worker.close()
+
+
+def read(store: blocking.BlockingStore, caches: dict[str, torch.Tensor], **options: Any) -> set[int]:
+    worker = make_worker(store, caches, **options)
+    save(worker, LOAD)
+    failed = wait_for(worker, read="r")
+    worker.close()
+    return failed
+
+
+def permuted(cache: torch.Tensor) -> torch.Tensor:
+    """The same tensor with tokens before heads in memory."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def interleaved(cache: torch.Tensor) -> torch.Tensor:
+    """The same tensor, with room between its blocks that belongs to another layer."""
+    wide = torch.zeros(len(cache), 2, *cache.shape[1:])
+    wide[:, 1] = cache
+    return wide[:, 1]
+
+
+@pytest.mark.parametrize("layout", [lambda cache: cache, permuted, interleaved])
+def test_blocks_come_back_in_other_places_and_nothing_else_changes(store: blocking.BlockingStore, layout: Any) -> None:
+    source = {name: layout(cache) for name, cache in make_cache(1).items()}
+    before = make_cache(2)
+    target = {name: layout(cache) for name, cache in before.items()}
+
+    written(store, source)
+    assert read(store, target) == set()
+
+    for name in LAYERS:
+        assert torch.equal(target[name][TO], source[name][FROM])
+        others = [block for block in range(8) if block not in TO]
+        assert torch.equal(target[name][others], before[name][others])
+
+
+def test_a_block_has_one_value_for_each_layer(store: blocking.BlockingStore) -> None:
+    written(store, make_cache(1))
+
+    assert sorted(store.keys()) == sorted(make_names().all_keys(HASHES))
+
+
+def test_each_shard_writes_and_reads_its_own_and_one_replica_writes(store: blocking.BlockingStore) -> None:
+    names = make_names(shards=2)
+    caches = [make_cache(1), make_cache(2)]
+    for shard in range(2):
+        written(store, caches[shard], names=names, shard=shard)
+        written(store, make_cache(9), names=names, shard=shard, writes=False)
+
+    for shard in range(2):
+        target = make_cache(3)
+        assert read(store, target, names=names, shard=shard) == set()
+        assert torch.equal(target[LAYERS[0]][TO], caches[shard][LAYERS[0]][FROM])
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long", "missing and short"])
+@pytest.mark.parametrize("layer", ["0", "2"])
+def test_a_block_that_is_not_whole_fails_with_those_after_it(
+    store: blocking.BlockingStore, damage: str, layer: str
+) -> None:
+    written(store, make_cache(1))
+    if "missing" in damage:
+        store.delete([make_names().key("cc", 0, layer)])
+    if damage != "missing":
+        key = make_names().key("bb" if "missing" in damage else "cc", 0, layer)
+        store.put(key, b"x" * (5000 if damage == "long" else 5))
+
+    failed = read(store, make_cache(2))
+
+    assert {4, 6} <= failed  # the places of cc and dd
+    assert (failed == {4, 6}) == (damage == "missing")  # of another size: nothing of the layer is believed
+
+
+def test_several_requests_are_read_at_once(store: blocking.BlockingStore) -> None:
+    source, target = make_cache(1), make_cache(2)
+    written(store, source)
+    worker = make_worker(store, target)
+
+    save(worker, Step(loads=[Load("one", HASHES[:1], [7]), Load("two", HASHES, [0, 1, 2, 3]), Load("no", ["ee"], [6])]))
+    worker.begin(Step())
+    told: set[str] = set()
+    while told != {"one", "two", "no"}:
+        told |= worker.poll(())[1]
+
+    assert worker.take_failed_blocks() == {6}
+    assert torch.equal(target[LAYERS[2]][[7, 0, 1, 2, 3]], source[LAYERS[2]][[3, *FROM]])
+    worker.close()
+
+
+def test_a_hold_is_released_when_its_blocks_are_read(store: blocking.BlockingStore) -> None:
+    written(store, make_cache(1))
+    match = store.match_prefix(make_names().all_keys(HASHES), hold_s=60)
+    worker = make_worker(store, make_cache(2))
+
+    save(worker, Step(loads=[Load("r", HASHES, TO, match.hold)]))
+    worker.close()
+
+    assert store.stats().store.holds == 0
+
+
+class Gate:
+    """Holds puts back until it is opened."""
+
+    def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        put_many = store.put_many
+
+        def gated(*arguments: Any, **options: Any) -> list[str]:
+            self.open.wait()
+            return put_many(*arguments, **options)
+
+        monkeypatch.setattr(store, "put_many", gated)
+
+
+def test_a_finished_request_is_told_as_sent_only_when_its_blocks_are_written(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(store, monkeypatch)
+    worker = make_worker(store, make_cache(1))
+    save(worker, SAVE)
+    worker.begin(Step())
+
+    assert worker.poll(["w", "a request that wrote nothing"]) == (set(), set())
+    assert store.keys() == []
+    gate.open.set()
+    wait_for(worker, sent="w")
+    assert len(store.keys()) == 12
+    worker.close()
+
+
+def test_the_blocks_of_a_preempted_request_are_written_before_they_are_taken_away(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(store, monkeypatch)
+    worker = make_worker(store, make_cache(1))
+    save(worker, SAVE)
+    preempting = threading.Thread(target=worker.begin, args=(Step(preempted={"w"}),))
+    preempting.start()
+
+    assert store.keys() == []
+    gate.open.set()
+    preempting.join()
+    assert len(store.keys()) == 12
+    assert worker.poll(["w"]) == (set(), set())  # vLLM has forgotten that it wrote
+    worker.close()
+
+
+def test_a_producer_ends_its_step_when_a_decoder_can_read_it(store: blocking.BlockingStore) -> None:
+    worker = make_worker(store, make_cache(1), delivers=True)
+
+    save(worker, SAVE)
+
+    assert len(store.keys()) == 12
+    worker.close()
+
+
+def test_a_lost_store_fails_reads_and_drops_writes_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with running_server_process() as server, blocking.open_store(server.url, lazy=True) as store:
+        written(store, make_cache(1))
+        server.kill()
+
+        with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
+            assert read(store, make_cache(2)) == set(TO)
+            written(store, make_cache(1))
+            written(store, make_cache(1), delivers=True)
+
+    assert {record.name for record in caplog.records} == {"vllm.infinistore"}
+
+
+def test_after_a_write_that_failed_the_next_is_written(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_many = store.put_many
+    away = threading.Event()
+    away.set()
+
+    def failing(*arguments: Any, **options: Any) -> list[str]:
+        if away.is_set():
+            raise StoreUnavailable("gone")
+        return put_many(*arguments, **options)
+
+    monkeypatch.setattr(store, "put_many", failing)
+    worker = make_worker(store, make_cache(1), delivers=True)
+
+    save(worker, SAVE)
+    away.clear()
+    save(worker, attrs.evolve(SAVE, saves=[Save("w", ["ee"], [2])]))
+
+    assert store.exists_many(make_names().all_keys(["ee"])) == [True] * 3
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("cache", "complaint"),
+    [
+        (torch.zeros(3, 2, 4, 6), "does not consist of 8 blocks"),
+        (torch.zeros(2, 8, 4, 6).transpose(0, 1), "scattered over memory"),
+        (None, "does not consist of 8 blocks"),
+    ],
+)
+def test_a_cache_without_whole_blocks_is_refused(
+    store: blocking.BlockingStore, cache: torch.Tensor | None, complaint: str
+) -> None:
+    caches = make_cache(1)
+    worker = make_worker(store, caches)
+    with pytest.raises(ConfigError, match=complaint):
+        worker.register({**caches, LAYERS[1]: cache}, 8)  # type: ignore[dict-item]
+    worker.close()
