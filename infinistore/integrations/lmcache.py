@@ -33,7 +33,8 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, LimitExceeded
+from infinistore.errors import LimitExceeded
+from infinistore.integrations.exact_reads import Outcome, read_exactly_async
 from infinistore.integrations.record import Record
 from infinistore.integrations.store_settings import StoreSettings
 
@@ -43,7 +44,6 @@ _T = TypeVar("_T")
 _log = init_logger(__name__)
 _SCHEME = "plugin://"
 _TYPE = "infinistore"
-_BAD_BLOCK = "reading a block that is not what it should be"
 
 
 class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unused-ignore]
@@ -66,7 +66,8 @@ class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unuse
         section = f"remote_storage_plugin.{plugin}."
         extra = (context.config.extra_config if context.config else None) or {}
         given = {name.removeprefix(section): value for name, value in extra.items() if name.startswith(section)}
-        given = {name: value for name, value in given.items() if name not in ("module_path", "class_name")}
+        for name in ("module_path", "class_name", *(name for name in given if "." in name)):
+            given.pop(name, None)  # LMCache's, or those of another instance: infinistore.NAME beside infinistore
         settings = StoreSettings.from_mapping(given, where=f"extra_config, {section}*", key_prefix="lmcache/")
         return InfiniStoreConnector(settings, context)
 
@@ -257,16 +258,17 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 try:
                     blocks[index] = self._allocate(_Description.unpack(description))
                 except ValueError as error:
-                    self._record.failed(_BAD_BLOCK, error)
+                    self._record.bad_block(error)
                     bad.append(keys[index])
             wanted = [(index, block) for index, block in enumerate(blocks) if block is not None]
-            sizes = await self._read(store, [(self._name(keys[index]), block.byte_array) for index, block in wanted])
-            for (index, block), size in zip(wanted, sizes, strict=True):
-                if size != block.get_size():
+            items = [(self._name(keys[index]), memoryview(block.byte_array)) for index, block in wanted]
+            outcomes = await read_exactly_async(store, items, self._record)
+            for (index, block), outcome in zip(wanted, outcomes, strict=True):
+                if outcome is not Outcome.HIT:
                     blocks[index] = None
                     block.ref_count_down()
-                    if size is not None:
-                        bad.append(keys[index])
+                if outcome is Outcome.BAD:
+                    bad.append(keys[index])
             if bad:  # so that the next store of these blocks is not skipped
                 await store.delete([*map(self._name, bad), *map(self._description_name, bad)])
         except BaseException:  # failed or cancelled: the store writes to these no more
@@ -277,20 +279,6 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
     def _allocate(self, described: _Description) -> MemoryObj | None:
         # Without waiting: what would free memory runs in the same loop.
         return self._memory.allocate(described.shapes, described.dtypes, described.format, busy_loop=False)
-
-    async def _read(self, store: aio.AsyncStore, items: list[tuple[str, memoryview]]) -> list[int | None]:
-        """Read blocks; return the size of each, None for what is not there, 0 for what cannot be read."""
-        try:
-            return await store.get_many_into(items)
-        except (BufferTooSmall, ChecksumMismatch) as error:
-            self._record.failed(_BAD_BLOCK, error)
-        sizes: list[int | None] = []
-        for item in items:  # one at a time, so that one bad block does not cost the others
-            try:
-                sizes += await store.get_many_into([item])
-            except (BufferTooSmall, ChecksumMismatch):
-                sizes.append(0)
-        return sizes
 
     # The rest.
 

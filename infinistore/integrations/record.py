@@ -23,7 +23,8 @@ _OUTAGES = (StoreUnavailable, DeadlineExceeded, AuthenticationFailed, ProtocolEr
 class Record:
     """Counts what adapters do, and logs their failures: each outage once, each other trouble of a call once.
 
-    Any thread may use it. `counts` has what the adapter counts, and `failed`: the calls that failed.
+    Any thread may use it. `counts` has what the adapter counts, `failed`: the calls that failed, and `bad`: blocks
+    that were not what they should be.
     """
 
     def __init__(self, log: logging.Logger, store: str) -> None:
@@ -61,6 +62,19 @@ class Record:
                 "InfiniStore %s: %s failed, and the engine goes on without: %s: %s (told once, until it works again)",
                 self._store,
                 call,
+                type(error).__name__,
+                error,
+            )
+
+    def bad_block(self, error: Exception) -> None:
+        """Note a block that is not what it should be; only the first is logged."""
+        with self._lock:
+            self._counts["bad"] += 1
+            is_first = self._counts["bad"] == 1
+        if is_first:
+            self._log.warning(
+                "InfiniStore %s: a block is not what it should be, and is dropped: %s: %s (told once; see the counts)",
+                self._store,
                 type(error).__name__,
                 error,
             )

@@ -15,7 +15,8 @@ if find_spec("lmcache") is not None:
         import lmcache.v1.cache_engine
         import lmcache.v1.distributed.storage_manager  # noqa: F401
 
-        import infinistore.integrations.lmcache  # noqa: F401
+        import infinistore.integrations.lmcache
+        import infinistore.integrations.lmcache_l2  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -223,6 +223,20 @@ def test_another_prefix_is_another_cache(server: ServerProcess) -> None:
             assert worker.backend.batched_contains(keys_of(1)) == 1
 
 
+def test_two_stores_side_by_side_are_two_instances(server: ServerProcess, mortal_server: ServerProcess) -> None:
+    second = "remote_storage_plugin.infinistore.second."
+    extra = {PLUGIN + "url": server.url, second + "url": mortal_server.url}
+    extra |= {second + "module_path": "infinistore.integrations.lmcache"}
+    extra |= {second + "class_name": "InfiniStoreConnectorAdapter"}
+    config = engine_config("plugin.yaml", extra=extra, remote_storage_plugins=["infinistore", "infinistore.second"])
+    with running_worker(config, engine_metadata()) as first:
+        first.put(keys_of(1), [first.make_block(0)])
+        with running_worker(config, engine_metadata(), plugin="infinistore.second") as other:
+            assert other.get(keys_of(1)) == [None]
+            other.put(keys_of(2), [other.make_block(seed) for seed in range(2)])
+        assert first.backend.batched_contains(keys_of(2)) == 1
+
+
 def test_one_worker_reads_what_another_stored(server: ServerProcess) -> None:
     with running_worker(plugin_config(server.url), engine_metadata()) as writer:
         writer.put(keys_of(3), [writer.make_block(seed) for seed in range(3)])
