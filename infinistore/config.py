@@ -242,6 +242,20 @@ class ServerConfig:
         "GID to prefer if it is usable; -1 means no preference",
         group=_RDMA,
     )
+    require_rdma: bool = declare(
+        "require_rdma",
+        switch(),
+        "off",
+        "Do not start without RDMA, instead of serving TCP and shared memory alone",
+        group=_RDMA,
+    )
+    rdma_timeout_s: float = declare(
+        "rdma_timeout",
+        number(0.01, 60, "SECONDS", "seconds"),
+        "0.25",
+        "How long a silent RDMA peer counts as alive; some devices take four times as long",
+        group=_RDMA,
+    )
     token_file: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
         "token_file",
         path(),

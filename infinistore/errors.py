@@ -25,6 +25,7 @@ __all__ = [
     "OutOfMemory",
     "ProtocolError",
     "StoreUnavailable",
+    "TransferFailed",
     "UnknownReservation",
     "ValueTooLarge",
     "VersionMismatch",
@@ -134,6 +135,16 @@ class ConfigError(InfiniStoreException, ValueError):
     do."""
 
     code: ClassVar[int] = 15
+
+
+class TransferFailed(StoreUnavailable):
+    """The bytes could not be moved by RDMA: the peer does not answer, or its memory is not what it said.
+
+    Nothing was stored, and what a get should have filled is undefined. The clients try another path by themselves, and
+    raise this only where the URL allows none.
+    """
+
+    code: ClassVar[int] = 16
 
 
 class LeaseStillInUse(ResourceWarning):

@@ -1,6 +1,7 @@
 """The URL of a store: where it is, and what to know before connecting.
 
-    infinistore://host:22345        the best path there is
+    infinistore://host:22345        the best path there is; with ?device=mlx5_0, RDMA by that device if it works
+    rdma://host:22345               RDMA or nothing
     tcp://host:22345                TCP, whatever else there may be
     unix:///run/infinistore.sock    a Unix socket on this host, without shared memory
     shm:///run/infinistore.sock     shared memory, by the server's Unix socket; shm://localhost:22345 asks where that is
@@ -19,8 +20,20 @@ from infinistore.errors import ConfigError
 __all__ = ["DEFAULT_PORT", "Address", "near", "parse_address", "read_token_file"]
 
 DEFAULT_PORT = 22345
-_SCHEMES = ("infinistore", "tcp", "unix", "shm")
-_OPTIONS = ("deadline_s", "token_file", "verify", "max_connections", "spin_us", "inline_bytes", "name")
+_SCHEMES = ("infinistore", "tcp", "unix", "shm", "rdma")
+_OPTIONS = (
+    "deadline_s",
+    "token_file",
+    "verify",
+    "max_connections",
+    "spin_us",
+    "inline_bytes",
+    "name",
+    "device",
+    "ib_port",
+    "gid_index",
+    "staging_bytes",
+)
 
 
 @attrs.frozen

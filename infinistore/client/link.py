@@ -6,10 +6,13 @@ from typing import Generic, TypeVar
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import RemoteOperations
 from infinistore.client.options import Options
+from infinistore.client.rdma import DEAD_AFTER_S, ClientRdma
+from infinistore.client.rdma_operations import RdmaOperations
 from infinistore.client.shared_memory import SharedMemoryOperations
-from infinistore.errors import ProtocolError
+from infinistore.errors import ProtocolError, TransferFailed
 from infinistore.protocol.connection import ClientConnection, Exchange, State
-from infinistore.protocol.messages import Hello, HelloReply
+from infinistore.protocol.messages import Hello, HelloReply, RdmaConnect, RdmaConnectReply
+from infinistore.transports.rdma_verbs import Endpoint, NoRdma
 
 __all__ = ["Link"]
 
@@ -46,6 +49,48 @@ class Link(Generic[_Stream]):
             if not getattr(reply, name):
                 raise ProtocolError(f"the server says that it takes nothing: its {name} is 0")
         return reply
+
+    def connect_queue(self, rdma: ClientRdma, hello: HelloReply, *, why: str = "") -> Exchange[None]:
+        """Connect a queue pair, and get ready for calls by RDMA. `why` says why not by a better path.
+
+        Raises:
+            NoRdma: RDMA cannot be used; the connection can.
+        """
+        device = rdma.device_for(hello)
+        queue = None
+        try:
+            queue = device.create_queue(serves=False)
+            end = queue.endpoint
+            request = RdmaConnect(end.queue, end.packet, end.gid, end.lid, end.mtu, end.reads)
+            reply = yield from self._connection.request(request, deadline_us=self._remaining_us())
+            assert isinstance(reply, RdmaConnectReply)
+            queue.connect(
+                Endpoint(reply.queue, reply.packet, reply.gid, reply.lid, reply.mtu, reply.reads),
+                dead_after_s=DEAD_AFTER_S,
+            )
+        except BaseException as error:
+            if queue is not None:
+                queue.close()
+            rdma.release(None)
+            if not isinstance(error, NoRdma | TransferFailed):
+                raise
+            rdma.failed(str(error))
+            raise NoRdma(str(error)) from error
+        self._operations = RdmaOperations(
+            self._connection,
+            hello,
+            verify=self._options.verify == "always",
+            path=("rdma", f"by {device.place}{why}"),
+            remaining_us=self._remaining_us,
+            rdma=rdma,
+            queue=queue,
+            inline_bytes=self._options.inline_bytes,
+        )
+
+    def close(self) -> None:
+        """Let go of what it has besides its stream, which is closed by who made it. No byte moves after this."""
+        if self._operations is not None:
+            self._operations.close()
 
     def open(self, hello: HelloReply, path: tuple[str, str], pool: MappedPool | None) -> None:
         """Get ready for calls: by shared memory if there is a mapped pool. `path` names the transport, and why."""

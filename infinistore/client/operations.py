@@ -36,6 +36,8 @@ from infinistore.protocol.messages import (
     Purge,
     Put,
     PutReply,
+    RdmaGet,
+    RdmaGetReply,
     ReleaseHold,
     Reply,
     Request,
@@ -46,7 +48,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.span import Span
 from infinistore.statistics import Stats, statistics_from_tree
 
-__all__ = ["Batch", "Operation", "Operations", "RemoteOperations", "expect", "skipped_keys"]
+__all__ = ["Batch", "BlocksReply", "Operation", "Operations", "RemoteOperations", "Room", "expect", "skipped_keys"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Reply)
@@ -104,6 +106,9 @@ class Operations(Protocol):
         """The statistics of the store."""
 
 
+BlocksReply: TypeAlias = GetReply | LeaseReply | RdmaGetReply
+Room: TypeAlias = Callable[[Sequence[int], int], list[memoryview]]
+"""Given the sizes of a part and which key it begins with, the memory for those blocks of it that are there."""
 Operation: TypeAlias = Callable[[Operations], Exchange[_T]]
 """What a client's method hands to its driver: given operations, the exchange to run."""
 
@@ -177,7 +182,7 @@ class RemoteOperations:
 
         def make_room(sizes: Sequence[int], first: int) -> list[memoryview]:
             made = [None if size == MISSING else bytearray(size) for size in sizes]
-            values.extend(made)
+            values[first:] = made
             return [memoryview(value) for value in made if value is not None]
 
         yield from self._get(keys, None, make_room)
@@ -188,34 +193,37 @@ class RemoteOperations:
         lengths: list[int | None] = []
 
         def room(sizes: Sequence[int], first: int) -> list[memoryview]:
-            lengths.extend(None if size == MISSING else size for size in sizes)
+            lengths[first:] = [None if size == MISSING else size for size in sizes]
             return [
                 view if len(view) == size else view[:size]
                 for view, size in zip(batch.views[first:], sizes, strict=False)
                 if size != MISSING
             ]
 
-        yield from self._get(batch.keys, list(map(len, batch.views)), room)
+        yield from self._get(batch.keys, batch.views, room)
         return lengths
 
     def _get(
         self,
         keys: Sequence[str],
-        capacities: Sequence[int] | None,
-        room: Callable[[Sequence[int], int], list[memoryview]],
+        views: Sequence[memoryview] | None,
+        room: Room,
     ) -> Exchange[None]:
-        """Read a batch in as many parts as the server makes of it; `room(sizes, first)` tells where a part goes."""
+        """Read a batch in as many parts as the server makes of it; `room(sizes, first)` tells where a part goes.
+
+        `views` is the memory that the caller wants them in, one for each key, if it has any.
+        """
         first = 0
         while first < len(keys):
             part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
-            room_for = () if capacities is None else capacities[first : first + len(part)]
-            get = Get(part, numbers(room_for), checksums=self._verify)
+            capacities = () if views is None else map(len, views[first : first + len(part)])
+            get = Get(part, numbers(capacities), checksums=self._verify)
             reply = expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
             self._check_reply(get, reply)
             yield from self._read_blocks(part, reply, room(reply.sizes, first))
             first += len(reply.sizes)
 
-    def _check_reply(self, request: Get | Lease, reply: GetReply | LeaseReply) -> None:
+    def _check_reply(self, request: Get | Lease | RdmaGet, reply: BlocksReply) -> None:
         """Raise `ProtocolError` if a reply does not fit what was asked for, the room there is, or the server's
         limits."""
         checksums = len(reply.checksums) if not isinstance(request, Get) or request.checksums else len(reply.sizes)
@@ -231,7 +239,7 @@ class RemoteOperations:
         if total > most:
             raise ProtocolError(f"the server sends {total} bytes, more than its limit of {most}")
 
-    def _read_blocks(self, keys: Keys, reply: GetReply | LeaseReply, views: list[memoryview]) -> Exchange[None]:
+    def _read_blocks(self, keys: Keys, reply: BlocksReply, views: list[memoryview]) -> Exchange[None]:
         if not views:
             return
         if not self._verify:
@@ -330,6 +338,9 @@ class RemoteOperations:
         reply = expect(StatisticsReply, (yield from self._ask(Statistics(details))))
         tree = statistics_from_tree(reply.statistics)
         return Stats(*self._path, store=tree.store, server=tree.server, details=tree.details)
+
+    def close(self) -> None:
+        """Let go of what a connection has besides its stream, when it is closed."""
 
     def _ask(self, request: Request) -> Exchange[Reply]:
         return self._connection.request(request, deadline_us=self._remaining_us())

@@ -24,6 +24,10 @@ class StoreOptions(TypedDict, total=False):
     inline_bytes: int
     name: str
     lazy: bool
+    device: str
+    ib_port: int
+    gid_index: int
+    staging_bytes: int
     pool_bytes: int
     minimal_allocate_bytes: int
     allocator: str
@@ -47,6 +51,10 @@ class Options:
     inline_bytes: int = 64 * 1024
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     lazy: bool = False
+    device: str = ""
+    ib_port: int = 1
+    gid_index: int = -1
+    staging_bytes: int = 16 * 1024 * 1024
     pool_bytes: int = 256 * 1024 * 1024
     minimal_allocate_bytes: int = 64 * 1024
     allocator: str = "bitmap"
@@ -64,11 +72,13 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number, 0 or more, not {value!r}")
-        for name in ("max_connections", "pool_bytes", "minimal_allocate_bytes"):
+        for name in ("max_connections", "ib_port", "staging_bytes", "pool_bytes", "minimal_allocate_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number above 0, not {value!r}")
-        for name in ("token", "name"):
+        if not isinstance(self.gid_index, int) or self.gid_index < -1:
+            raise ConfigError(f"gid_index must be a whole number, -1 for none, not {self.gid_index!r}")
+        for name in ("token", "name", "device"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ConfigError(f"{name} must be a text, not {type(value).__name__}")
@@ -109,6 +119,10 @@ _FROM_TEXT: dict[str, Any] = {
     "verify": str,
     "name": str,
     "inline_bytes": int,
+    "device": str,
+    "ib_port": int,
+    "gid_index": int,
+    "staging_bytes": int,
 }
 
 

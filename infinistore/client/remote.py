@@ -22,9 +22,12 @@ from infinistore.client.link import Link
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options
-from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.client.rdma import ClientRdma
+from infinistore.client.registration import Registration
+from infinistore.errors import DeadlineExceeded, InfiniStoreException, LimitExceeded, StoreUnavailable, TransferFailed
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
 from infinistore.protocol.messages import HelloReply
+from infinistore.transports.rdma_verbs import NoRdma
 from infinistore.transports.sockets import peer_user
 
 __all__ = ["Attempt", "Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
@@ -106,6 +109,7 @@ class RemoteCalls(Generic[_Stream]):
         self._unreachable = ("", "")  # the instance of a server whose Unix socket leads nowhere from here, and why
         self._pool: MappedPool | None = None
         self._pool_lock = threading.Lock()
+        self.rdma = ClientRdma(options, clock, forced=address.scheme == "rdma")
         let_go_in_child(self)
 
     def attempt(self, *, idempotent: bool = True) -> Attempt:
@@ -135,6 +139,8 @@ class RemoteCalls(Generic[_Stream]):
             except StoreUnavailable as error:
                 delay_s = self._failed(error, attempt)
                 if link is not None and not attempt.idempotent:
+                    if isinstance(error, TransferFailed):  # nothing was stored, and the error says so
+                        raise
                     raise StoreUnavailable(f"{error}; {_OUTCOME_UNKNOWN}") from error
                 if delay_s is None or self._clock() + delay_s >= attempt.deadline:
                     raise
@@ -151,6 +157,14 @@ class RemoteCalls(Generic[_Stream]):
                 if link is not None:
                     self._give_back(link)
             yield Sleep(delay_s)
+
+    def register(self, view: memoryview) -> Registration:
+        """Register memory of the caller's; see the method of the stores."""
+        self.check_open()
+        try:
+            return self.rdma.register(view)
+        except NoRdma as error:
+            raise LimitExceeded(str(error)) from error
 
     def deadline_exceeded(self, attempt: Attempt) -> DeadlineExceeded:
         """Note that a call did not finish in time, and return the error to raise."""
@@ -179,6 +193,7 @@ class RemoteCalls(Generic[_Stream]):
         with self._pool_lock:
             if self._pool is not None:
                 self._pool.close()
+        self.rdma.close()
 
     def let_go(self) -> None:
         """In a forked child: close the copies of the descriptors, whoever used them in the parent."""
@@ -188,6 +203,7 @@ class RemoteCalls(Generic[_Stream]):
         self._pool_lock = threading.Lock()  # another thread of the parent may have held it
         if self._pool is not None:
             self._pool.let_go()
+        self.rdma.let_go()
 
     def _take(self, deadline: float) -> Call[Link[_Stream]]:
         while (link := self._next_idle()) is not None:
@@ -202,7 +218,7 @@ class RemoteCalls(Generic[_Stream]):
         """Connect by the best path there is: by shared memory if the server is on this host, and the URL leaves it
         open."""
         address = self.address
-        if self._local is not None and self._pool is not None:
+        if self._local is not None and self._pool is not None and not self.rdma.due:
             try:
                 return (yield from self._connect_locally(self._local, deadline, self._pool.instance))
             except StoreUnavailable:  # perhaps it has moved: ask again
@@ -218,13 +234,18 @@ class RemoteCalls(Generic[_Stream]):
     def _ask_the_way(self, deadline: float) -> Call[Link[_Stream]]:
         """Connect by TCP, and change to the server's Unix socket if that leads to the same server."""
         link, hello = yield from self._open(self.address, deadline, ("tcp", ""))
+        no_rdma = ""
+        if self.rdma.asked_for:
+            no_rdma = yield from self._connect_queue(link, hello, "")
+            if not no_rdma:
+                return link
         why_not = "the server has no Unix socket"
         if hello.instance == self._unreachable[0]:
             why_not = self._unreachable[1]
         elif hello.unix_socket:
             local = Address("shm", "", 0, hello.unix_socket, {})
             try:
-                found = yield from self._connect_locally(local, deadline, hello.instance)
+                found = yield from self._connect_locally(local, deadline, hello.instance, no_rdma)
             except InfiniStoreException as error:
                 why_not = f"no shared memory: {error}"
                 if isinstance(error, StoreUnavailable):  # a server that has no room for one more may have some later
@@ -239,11 +260,31 @@ class RemoteCalls(Generic[_Stream]):
         if self.address.scheme == "shm":
             self._close(link)
             raise StoreUnavailable(f"{self.address}: {why_not}")
-        link.open(hello, ("tcp", why_not), None)
         yield Use(link.stream)  # and not the one that was tried last
+        if self.address.scheme == "infinistore" and not self.rdma.asked_for and self.rdma.is_likely(hello):
+            no_rdma = yield from self._connect_queue(link, hello, f"; {why_not}")
+            if not no_rdma:
+                return link
+        link.open(hello, ("tcp", f"{no_rdma}; {why_not}" if no_rdma else why_not), None)
         return link
 
-    def _connect_locally(self, address: Address, deadline: float, instance: str | None = None) -> Call[Link[_Stream]]:
+    def _connect_queue(self, link: Link[_Stream], hello: HelloReply, why: str) -> Call[str]:
+        """Make a connection one that moves blocks by RDMA; return why not, or an empty text."""
+        try:
+            yield from link.connect_queue(self.rdma, hello, why=why)
+        except NoRdma as error:
+            if self.rdma.forced:
+                self._close(link)
+                raise StoreUnavailable(f"{self.address}: no RDMA: {error}") from error
+            return f"no RDMA: {error}"
+        except BaseException:
+            self._close(link)
+            raise
+        return ""
+
+    def _connect_locally(
+        self, address: Address, deadline: float, instance: str | None = None, no_rdma: str = ""
+    ) -> Call[Link[_Stream]]:
         """Connect by a Unix socket, to use shared memory; `instance` is the server that it must lead to."""
         link, hello = yield from self._open(address, deadline, ("unix", ""))
         if instance not in (None, hello.instance):
@@ -254,7 +295,8 @@ class RemoteCalls(Generic[_Stream]):
         except StoreUnavailable:
             self._close(link)
             raise
-        link.open(hello, ("shm", f"the server is on this host, at {address.path}"), pool)
+        why = f"the server is on this host, at {address.path}"
+        link.open(hello, ("shm", f"{no_rdma}; {why}" if no_rdma else why), pool)
         return link
 
     def _pool_of(self, instance: str) -> MappedPool:
@@ -306,6 +348,7 @@ class RemoteCalls(Generic[_Stream]):
             raise StoreUnavailable(self._closed)
 
     def _close(self, link: Link[_Stream]) -> None:
+        link.close()
         self._streams.discard(link.stream)
         link.stream.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from infinistore.client.copying import copy_blocks
 from infinistore.client.mapped_pool import MappedPool
-from infinistore.client.operations import Batch, RemoteOperations, expect, skipped_keys
+from infinistore.client.operations import Batch, RemoteOperations, Room, expect, skipped_keys
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange
@@ -73,14 +73,14 @@ class SharedMemoryOperations(RemoteOperations):
     def _get(
         self,
         keys: Sequence[str],
-        capacities: Sequence[int] | None,
-        room: Callable[[Sequence[int], int], list[memoryview]],
+        views: Sequence[memoryview] | None,
+        room: Room,
     ) -> Exchange[None]:
         first = 0
         while first < len(keys):
             part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
-            room_for = () if capacities is None else capacities[first : first + len(part)]
-            lease = Lease(part, numbers(room_for), self._inline_bytes)
+            capacities = () if views is None else map(len, views[first : first + len(part)])
+            lease = Lease(part, numbers(capacities), self._inline_bytes)
             reply = expect(LeaseReply, (yield from self._ask(lease)))
             self.holding = bool(reply.lease)
             self._check_reply(lease, reply)

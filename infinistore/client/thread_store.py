@@ -11,6 +11,7 @@ from infinistore.client.blocking_store import BlockingStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Attempt, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Receive, ReceiveDescriptors, Send
@@ -89,6 +90,9 @@ class RemoteThreadStore(BlockingStore):
     def close(self) -> None:
         """Close the connections; calls under way end first. Any number of times."""
         self._calls.close()
+
+    def _register(self, view: memoryview) -> Registration:
+        return self._calls.register(view)
 
     def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
         self._calls.check_open()

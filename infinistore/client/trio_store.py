@@ -11,6 +11,7 @@ from infinistore.client.async_store import AsyncStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
@@ -107,6 +108,9 @@ class _RemoteTrioStore(AsyncStore):
 
     def close(self) -> None:
         self._calls.close()
+
+    def _register(self, view: memoryview) -> Registration:
+        return self._calls.register(view)
 
     async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
         self._calls.check_open()

@@ -33,6 +33,7 @@ from infinistore.protocol.messages import (
     LeaseReply,
     Message,
     Put,
+    RdmaGetReply,
     Release,
     Reply,
     Request,
@@ -423,7 +424,11 @@ def _put_payload_bytes(put: Put) -> int:
 
 def _payload_bytes_of(reply: Reply) -> int:
     """How long the payload of this reply must be."""
-    if isinstance(reply, GetReply) or (isinstance(reply, LeaseReply) and not reply.lease):
+    if (
+        isinstance(reply, GetReply)
+        or (isinstance(reply, LeaseReply) and not reply.lease)
+        or (isinstance(reply, RdmaGetReply) and reply.inline)
+    ):
         return sum(size for size in reply.sizes if size != MISSING)
     return 0
 

@@ -42,6 +42,13 @@ __all__ = [
     "Purge",
     "Put",
     "PutReply",
+    "RdmaConnect",
+    "RdmaConnectReply",
+    "RdmaFetch",
+    "RdmaFill",
+    "RdmaGet",
+    "RdmaGetReply",
+    "RdmaPut",
     "Release",
     "ReleaseHold",
     "Reply",
@@ -95,7 +102,7 @@ class HelloReply:
     """The server's answer: who it is, and the limits that requests must keep to.
 
     `instance` is a random id, new in every run of a server. `unix_socket` is the path where the same server can be
-    reached from the same host, or empty.
+    reached from the same host, or empty. `rdma` is the link of the port that it serves RDMA by, or empty.
     """
 
     KIND: ClassVar[int] = 0x81
@@ -106,6 +113,7 @@ class HelloReply:
     max_batch_bytes: int = attrs.field(validator=_count)
     max_value_bytes: int = attrs.field(validator=_count)
     unix_socket: str = attrs.field(default="", validator=_text)
+    rdma: str = attrs.field(default="", validator=_text)
 
 
 @attrs.frozen
@@ -359,6 +367,114 @@ class Release:
 
 
 @attrs.frozen
+class RdmaConnect:
+    """Connect the client's queue pair to one that the server makes for it. From then on RDMA may be asked for.
+
+    `queue` and `packet` are the number of the queue pair and of its first packet; `gid` is 32 hexadecimal digits.
+    """
+
+    KIND: ClassVar[int] = 0x20
+    queue: int = attrs.field(validator=_count)
+    packet: int = attrs.field(validator=_count)
+    gid: str = attrs.field(validator=_text)
+    lid: int = attrs.field(default=0, validator=_count)
+    mtu: int = attrs.field(default=1024, validator=_count)
+    reads: int = attrs.field(default=1, validator=_count)
+
+
+@attrs.frozen
+class RdmaConnectReply:
+    """The server's end, which is ready. The fields are those of `RdmaConnect`."""
+
+    KIND: ClassVar[int] = 0xA0
+    queue: int = attrs.field(validator=_count)
+    packet: int = attrs.field(validator=_count)
+    gid: str = attrs.field(validator=_text)
+    lid: int = attrs.field(default=0, validator=_count)
+    mtu: int = attrs.field(default=1024, validator=_count)
+    reads: int = attrs.field(default=1, validator=_count)
+
+
+@attrs.frozen
+class RdmaPut:
+    """Store a batch that the server reads out of the client's registered memory. Answered like a Put.
+
+    `remote_keys` has one key for each block, or a single one for all. `checksums` is empty, or one for each block.
+    """
+
+    KIND: ClassVar[int] = 0x21
+    keys: Keys
+    sizes: Numbers
+    addresses: Numbers
+    remote_keys: Numbers
+    checksums: Numbers
+    replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class RdmaGet:
+    """Read a batch, which the server writes into the client's registered memory.
+
+    With `region_bytes` 0, `addresses` has a place for each block, of at least its capacity. Otherwise it has one, of a
+    span of so many bytes, and the blocks that are there go into it back to back. A batch of at most `inline_bytes`
+    comes as payload instead. One that is longer than the span is leased, to be fetched in pieces.
+    """
+
+    KIND: ClassVar[int] = 0x22
+    keys: Keys
+    capacities: Numbers
+    addresses: Numbers
+    remote_keys: Numbers
+    region_bytes: int = attrs.field(default=0, validator=_count)
+    inline_bytes: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class RdmaGetReply:
+    """`sizes` and `checksums` are as in a GetReply, with a checksum for each.
+
+    The blocks are where the request said; or, if `inline`, follow as payload; or, if `lease` is not 0, wait for
+    `RdmaFetch` and `Release`.
+    """
+
+    KIND: ClassVar[int] = 0xA2
+    sizes: Numbers
+    checksums: Numbers
+    lease: int = attrs.field(default=0, validator=_count)
+    inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class RdmaFill:
+    """Read a piece of a reserved batch out of the client's registered memory. The count in the reply is its length.
+
+    `first_byte` counts from the batch's beginning, its blocks end to end.
+    """
+
+    KIND: ClassVar[int] = 0x23
+    reservation: int = attrs.field(validator=_count)
+    first_byte: int = attrs.field(validator=_count)
+    length: int = attrs.field(validator=_count)
+    address: int = attrs.field(validator=_count)
+    remote_key: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class RdmaFetch:
+    """Write a piece of a leased batch into the client's registered memory. The count in the reply is its length.
+
+    `first_byte` counts from the beginning of the blocks that are there, end to end.
+    """
+
+    KIND: ClassVar[int] = 0x24
+    lease: int = attrs.field(validator=_count)
+    first_byte: int = attrs.field(validator=_count)
+    length: int = attrs.field(validator=_count)
+    address: int = attrs.field(validator=_count)
+    remote_key: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
 class CountReply:
     """The answer to every request that is answered by one number."""
 
@@ -397,6 +513,11 @@ Request: TypeAlias = (
     | Commit
     | Lease
     | Release
+    | RdmaConnect
+    | RdmaPut
+    | RdmaGet
+    | RdmaFill
+    | RdmaFetch
 )
 Reply: TypeAlias = (
     HelloReply
@@ -410,6 +531,8 @@ Reply: TypeAlias = (
     | MapArenasReply
     | ReserveReply
     | LeaseReply
+    | RdmaConnectReply
+    | RdmaGetReply
     | CountReply
     | ErrorReply
 )
@@ -432,6 +555,11 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Reserve: ReserveReply,
     Commit: PutReply,
     Lease: LeaseReply,
+    RdmaConnect: RdmaConnectReply,
+    RdmaPut: PutReply,
+    RdmaGet: RdmaGetReply,
+    RdmaFill: CountReply,
+    RdmaFetch: CountReply,
 }
 """Which reply answers which request, besides `ErrorReply`, which answers any. A `Release` is not answered."""
 

@@ -19,7 +19,7 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.keys import MAX_KEY_BYTES, check_keys
 from infinistore.protocol.connection import Exchange, Received, ServerConnection
-from infinistore.protocol.messages import Get, Lease, Reply
+from infinistore.protocol.messages import Get, Lease, RdmaGet, Reply
 from infinistore.server.growth import PoolGrowth
 from infinistore.transports.base import Stream, drive
 
@@ -108,7 +108,7 @@ class Conversation:
                         continue
             raise
 
-    def lease(self, request: Get | Lease) -> CoreLease:
+    def lease(self, request: Get | Lease | RdmaGet) -> CoreLease:
         """Pin what a request asks for, if there is room for all of it at the client's."""
         if request.capacities and len(request.capacities) != len(request.keys):
             raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
@@ -141,7 +141,7 @@ class Conversation:
         await self.send(self.connection.reply(reply, views), within_s)
 
 
-def _too_small(get: Get | Lease, sizes: Sequence[int]) -> BufferTooSmall:
+def _too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:
     key, size, capacity = next(
         found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
     )

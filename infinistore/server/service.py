@@ -28,13 +28,14 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
-from infinistore.errors import LimitExceeded, OutOfMemory, StoreUnavailable
+from infinistore.errors import ConfigError, InfiniStoreException, LimitExceeded, OutOfMemory, StoreUnavailable
 from infinistore.protocol.connection import ServerConnection
 from infinistore.protocol.messages import HelloReply, Tree
 from infinistore.server import details
 from infinistore.server.conversation import SessionLimits, Traffic
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.http import serve_http
+from infinistore.server.rdma import RdmaPool, open_rdma
 from infinistore.server.session import Service, Session
 from infinistore.server.slices import evict_in_slices
 from infinistore.statistics import (
@@ -45,6 +46,7 @@ from infinistore.statistics import (
     statistics_to_tree,
 )
 from infinistore.transports.base import Stream, drive
+from infinistore.transports.rdma_verbs import NoRdma
 from infinistore.transports.sockets import accept, listen_tcp, listen_unix
 from infinistore.transports.spin import Spinner
 
@@ -84,10 +86,10 @@ async def serve(
     Started in a nursery by `await nursery.start(serve, config)`, it gives a `ServerAddresses` once it listens.
 
     Raises:
-        ConfigError: an address, a port or a path that cannot be used.
+        ConfigError: an address, a port or a path that cannot be used; or no RDMA where it is required.
         OutOfMemory: the machine has no memory for the pool.
     """
-    refused: OutOfMemory | None = None
+    refused: InfiniStoreException | None = None
     with ExitStack() as resources:
         config = ServerConfig() if config is None else config
         token = read_token(config.token_file) if config.token_file else ""
@@ -99,10 +101,13 @@ async def serve(
             management = _start_management(config, token, managers, nursery)
             try:
                 pool.add_arena(await trio.to_thread.run_sync(_make_arena, config, 0, config.prealloc_bytes))
-            except OutOfMemory as error:
+                rdma = await trio.to_thread.run_sync(open_rdma, config, pool)
+            except (OutOfMemory, ConfigError) as error:
                 refused = error  # raised outside of the nursery, which would wrap it in a group
             else:
-                server = Server(config, pool, addresses, token)
+                if rdma is not None:
+                    resources.callback(rdma.close)
+                server = Server(config, pool, addresses, token, rdma)
                 if management is not None:
                     management.server = server
                 if handle_signals:
@@ -145,8 +150,11 @@ def _start_management(
 class Server:
     """A server that listens: its parts, for those who look into it."""
 
-    def __init__(self, config: ServerConfig, pool: Pool, addresses: ServerAddresses, token: str) -> None:
+    def __init__(
+        self, config: ServerConfig, pool: Pool, addresses: ServerAddresses, token: str, rdma: RdmaPool | None = None
+    ) -> None:
         self.config = config
+        self.rdma = rdma
         self.addresses = addresses
         self.core = StoreCore(
             pool,
@@ -172,7 +180,7 @@ class Server:
                 max_capacity_bytes=_max_pool_bytes(config, pool),
                 step_bytes=config.prealloc_bytes,
                 page_bytes=free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE,
-                make_arena=lambda index, length: _make_arena(config, index, length),
+                make_arena=self._make_arena,
             )
         self._service = Service(
             core=self.core,
@@ -185,6 +193,7 @@ class Server:
             token=token,
             growth=growth,
             shared_writes=config.shm_writes == "on",
+            rdma=rdma,
         )
 
     def _hello(self) -> HelloReply:
@@ -197,7 +206,18 @@ class Server:
             max_batch_bytes=config.max_batch_bytes,
             max_value_bytes=config.max_value_bytes,
             unix_socket=str(self.addresses.unix_socket or ""),
+            rdma="" if self.rdma is None else self.rdma.device.link,
         )
+
+    def _make_arena(self, index: int, length: int) -> Arena:
+        arena = _make_arena(self.config, index, length)
+        if self.rdma is not None:
+            try:
+                self.rdma.add_arena(arena)
+            except NoRdma as error:
+                arena.close()
+                raise OutOfMemory(str(error)) from error
+        return arena
 
     async def run(self, listeners: Sequence[socket.socket], on_listening: Callable[[], None]) -> None:
         """Serve until `drain` is called and the last session is over. Everything else ends with it."""

@@ -20,6 +20,7 @@ from infinistore.errors import (
     InvalidRequest,
     ProtocolError,
     StoreUnavailable,
+    TransferFailed,
 )
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import numbers
@@ -41,6 +42,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.server.conversation import Conversation, SessionLimits
 from infinistore.server.growth import PoolGrowth
+from infinistore.server.rdma import RdmaPool, RdmaRequest, RdmaRequests
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import answer
 from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
@@ -67,6 +69,7 @@ class Service:
     recorder: Recorder = attrs.field(factory=Recorder)
     shared_writes: bool = True
     """Whether clients that map the pool may write to it."""
+    rdma: RdmaPool | None = None
 
 
 class Session:
@@ -89,8 +92,9 @@ class Session:
         self.traffic = self._conversation.traffic
         self._scope = trio.CancelScope()
         self._finishing = False
-        self._shared_memory = (
-            SharedMemory(self._conversation, writable=service.shared_writes) if stream.passes_descriptors else None
+        self._shared_memory = SharedMemory(self._conversation, writable=service.shared_writes)
+        self._rdma = (
+            None if service.rdma is None else RdmaRequests(self._conversation, self._shared_memory, service.rdma)
         )
 
     @property
@@ -111,7 +115,9 @@ class Session:
             await self._until_quiet()
         finally:
             # What goes over the socket goes through this task, which is done. What the client does in mapped memory
-            # ended with its end of the stream; or the server is going, and the memory with it.
+            # ended with its end of the stream; or the server is going, and the memory with it. RDMA ends here.
+            if self._rdma is not None:
+                self._rdma.close()
             self._core.close_client(self._client)
             self._stream.close()
 
@@ -137,7 +143,7 @@ class Session:
 
         The end of its side of the stream proves that. Until then, however long it takes, nobody gets its room.
         """
-        if self._shared_memory is None or not self._client.pinned_bytes:
+        if not self._stream.passes_descriptors or not self._client.pinned_bytes:
             return
         self._core.quarantine(self._client)
         with suppress(StoreUnavailable):
@@ -208,14 +214,14 @@ class Session:
             elif isinstance(message, MatchPrefix) and not message.hold_us:
                 await self._match_prefix(message)
             elif isinstance(message, SharedMemoryRequest):
-                if self._shared_memory is None:
-                    raise ProtocolError("shared memory needs the server's Unix socket")
-                await self._shared_memory.answer(message, received)
+                await self._share(message, received)
+            elif isinstance(message, RdmaRequest):
+                await self._move_by_rdma(message, received)
             elif isinstance(message, Statistics):
                 await self._conversation.reply(StatisticsReply(await self._service.statistics(message.details)))
             else:
                 await self._conversation.reply(await answer(message, self._core, self._client))
-        except InvalidRequest as error:
+        except (InvalidRequest, TransferFailed) as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
             raise
@@ -273,6 +279,19 @@ class Session:
             )
         finally:
             self._core.release(lease)
+
+    async def _share(self, message: SharedMemoryRequest, received: Received) -> None:
+        if not self._stream.passes_descriptors:
+            if self._rdma is None or not self._rdma.connected:
+                raise ProtocolError("shared memory needs the server's Unix socket")
+            self._rdma.check_order(message)
+        await self._shared_memory.answer(message, received)
+
+    async def _move_by_rdma(self, message: RdmaRequest, received: Received) -> None:
+        if self._rdma is None:
+            raise TransferFailed("this server has no RDMA; its log says why")
+        await self._rdma.answer(message, received)
+        self.transport = "rdma"
 
     async def _match_prefix(self, match: MatchPrefix) -> None:
         matched = self._core.match_prefix(match.keys, touch=False)

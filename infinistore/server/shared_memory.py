@@ -60,6 +60,43 @@ class SharedMemory:
         else:
             await self._map_arenas(message)
 
+    def keep(self, lease: CoreLease) -> int:
+        """Keep a lease until the client releases it; return the number that it has from now on.
+
+        Raises:
+            LimitExceeded: too many are open; this one is still the caller's.
+        """
+        self._check_leases()
+        number = next(self._ids)
+        self._leases[number] = lease
+        return number
+
+    def open_lease(self, number: int) -> CoreLease:
+        """Return a lease that is kept.
+
+        Raises:
+            ProtocolError: there is none of this number.
+        """
+        lease = self._leases.get(number)
+        if lease is None:
+            raise ProtocolError(f"no lease {number} is open on this connection")
+        return lease
+
+    def open_reservation(self, number: int) -> Reservation:
+        """Return a reservation that is open.
+
+        Raises:
+            UnknownReservation: there is none of this number.
+        """
+        reservation = self._reservations.get(number)
+        if reservation is None:
+            raise UnknownReservation(f"no reservation {number} is open on this connection")
+        return reservation
+
+    def _check_leases(self) -> None:
+        if len(self._leases) >= MOST_OPEN:
+            raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
+
     async def _reserve(self, reserve: Reserve, received: Received) -> None:
         if len(self._reservations) >= MOST_OPEN:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
@@ -72,9 +109,7 @@ class SharedMemory:
     async def _commit(self, commit: Commit) -> None:
         """Make a batch visible that the client has written. If the keys do not fit it, it stays open."""
         self._conversation.check_lengths(commit.keys)
-        reservation = self._reservations.get(commit.reservation)
-        if reservation is None:
-            raise UnknownReservation(f"no reservation {commit.reservation} is open on this connection")
+        reservation = self.open_reservation(commit.reservation)
         checksums = commit.checksums.tolist() if commit.checksums else None
         skipped = self._core.commit(reservation, commit.keys, checksums, replace=commit.replace, free=False)
         del self._reservations[commit.reservation]
@@ -86,16 +121,14 @@ class SharedMemory:
 
     async def _lease(self, request: Lease, received: Received) -> None:
         """Keep a lease for the client to read; or send the blocks, if they are few bytes."""
-        if len(self._leases) >= MOST_OPEN:
-            raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
+        self._check_leases()
         conversation = self._conversation
         lease = conversation.lease(request)
         lengths = lease.lengths
         total = sum(lengths)
         sizes = numbers(length or MISSING for length in lengths)
         if total > request.inline_bytes:
-            number = next(self._ids)
-            self._leases[number] = lease
+            number = self.keep(lease)
             places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
             conversation.traffic.sent_bytes += total
             await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
@@ -107,10 +140,8 @@ class SharedMemory:
             self._core.release(lease)
 
     def _release(self, release: Release) -> None:
-        lease = self._leases.pop(release.lease, None)
-        if lease is None:
-            raise ProtocolError(f"no lease {release.lease} is open on this connection")
-        self._core.release(lease)
+        self._core.release(self.open_lease(release.lease))
+        del self._leases[release.lease]
 
     async def _map_arenas(self, message: MapArenas) -> None:
         conversation = self._conversation

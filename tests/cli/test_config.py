@@ -47,6 +47,8 @@ VALUES: dict[str, list[Any]] = {
     "ib_port": [1, "2"],
     "link_type": ["IB", "ethernet"],
     "hint_gid_index": [-1, "3"],
+    "require_rdma": [True, "off"],
+    "rdma_timeout": [1, "0.25"],
     "token_file": ["/etc/token", "token"],
     "insecure": [True, "false"],
     "max_connections": [1, "5000"],

@@ -21,6 +21,7 @@ from infinistore.config import ServerConfig
 from infinistore.core import StoreCore
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
 from tests.server.running import RunningServer, running_server, simulated_server
+from tests.transports.fake_rdma import fabric_in_use
 from tests.transports.memory_network import MemoryStream, random_chunks
 
 __all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "simulated_store"]
@@ -104,6 +105,8 @@ def _served(
 
 
 def _address(server: RunningServer, config: ServerConfig, options: dict[str, Any]) -> str:
+    if "device" in options:
+        return f"rdma://127.0.0.1:{server.server.addresses.port}"
     scheme = "shm" if "inline_bytes" in options else "unix"
     return server.url if config.unix_socket == "off" else f"{scheme}://{server.unix_path}"
 
@@ -149,6 +152,18 @@ def _shared(opener: Opener) -> Opener:
     return opened
 
 
+def _by_rdma(opener: Opener) -> Opener:
+    """The same by RDMA between devices of this process, with little staging, so that what is long goes in pieces."""
+
+    @contextmanager
+    def opened(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+        given = {"device": "fake1", "inline_bytes": 0, "staging_bytes": 16 * 1024, **options}
+        with fabric_in_use(), opener(loops, config, given, seed) as store:
+            yield store
+
+    return opened
+
+
 @contextmanager
 def _simulated(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.trio.entered(lambda: simulated_store(config, options, seed=seed)) as (store, server):
@@ -186,5 +201,8 @@ REMOTE: dict[str, Opener] = {
     "shm-threads": _shared(_remote_threads),
     "shm-trio": _shared(_remote_trio),
     "shm-asyncio": _shared(_remote_asyncio),
+    "rdma-threads": _by_rdma(_remote_threads),
+    "rdma-trio": _by_rdma(_remote_trio),
+    "rdma-asyncio": _by_rdma(_remote_asyncio),
 }
 STORES: dict[str, Opener] = {**EMBEDDED, **REMOTE}

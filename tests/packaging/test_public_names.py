@@ -31,6 +31,7 @@ PUBLIC_NAMES = [
     "ProtocolError",
     "ServerConfig",
     "StoreUnavailable",
+    "TransferFailed",
     "UnknownReservation",
     "ValueTooLarge",
     "VersionMismatch",

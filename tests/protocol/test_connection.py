@@ -47,6 +47,13 @@ from infinistore.protocol.messages import (
     Purge,
     Put,
     PutReply,
+    RdmaConnect,
+    RdmaConnectReply,
+    RdmaFetch,
+    RdmaFill,
+    RdmaGet,
+    RdmaGetReply,
+    RdmaPut,
     Release,
     ReleaseHold,
     Reply,
@@ -100,6 +107,13 @@ EXAMPLES: dict[type[Message], Message] = {
         Lease(ONE_KEY, numbers()),
         LeaseReply(1, numbers([5]), numbers([0]), numbers([2**48])),
         Release(1),
+        RdmaConnect(1, 2, "0" * 32),
+        RdmaConnectReply(3, 4, "f" * 32),
+        RdmaPut(ONE_KEY, numbers([5]), numbers([4096]), numbers([7]), numbers()),
+        RdmaGet(ONE_KEY, numbers([5]), numbers([4096]), numbers([7])),
+        RdmaGetReply(numbers([5]), numbers([0])),
+        RdmaFill(1, 0, 5, 4096, 7),
+        RdmaFetch(1, 0, 5, 4096, 7),
         CountReply(3),
         ErrorReply(OutOfMemory.code, "full"),
     )
@@ -509,7 +523,7 @@ every_error = pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name_
 
 
 def test_no_two_errors_have_the_same_code() -> None:
-    assert sorted(cls.code for cls in ERRORS) == list(range(1, 16))
+    assert sorted(cls.code for cls in ERRORS) == list(range(1, 17))
 
 
 @every_error

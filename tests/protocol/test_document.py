@@ -184,7 +184,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "the body of a Hello": f"{connection.MAX_HELLO_BYTES:,} bytes",
         "the body of another request": f"max_body_bytes, {service._MAX_BODY_BYTES // MIB} MiB",
         "the body of a reply, for the clients here": f"{connection.MAX_REPLY_BODY_BYTES // MIB} MiB",
-        "the payload of a Put, a GetReply or a LeaseReply": (
+        "the payload of a Put, a GetReply, a LeaseReply or an RdmaGetReply": (
             "the larger of max_batch_bytes and max_value_bytes, and 8 bytes for each of max_batch_keys"
         ),
         "the payload that a server drops to keep a connection": f"{session._DRAIN_BYTES // MIB} MiB",
@@ -215,6 +215,7 @@ def test_every_name_in_the_document_exists() -> None:
     header = {row[2] for row in rows(section("## Frames"))}
     known = {cls.__name__ for cls in KINDS.values()} | set(ERRORS) | fields | header | set(TYPES.values())
     elsewhere = {"INFS", "infinistore/protocol/", "stats()", "server", "store", "quarantined_bytes", "--shm-writes off"}
+    elsewhere |= {"InfiniBand", "Ethernet"}  # values of a field
     named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCUMENT, flags=re.DOTALL)))
     assert named - known - elsewhere == set()
     assert (Path(__file__).parents[2] / "infinistore/protocol/").is_dir()

@@ -1,0 +1,166 @@
+"""RDMA at the client: the device, the memory that callers register, and when to try it.
+
+The device is opened with the first connection that may use it. Where that fails, or a transfer failed, the reason is
+kept, and RDMA is tried again after a pause that doubles each time. Meanwhile other paths serve.
+"""
+
+import threading
+from collections.abc import Callable
+
+from infinistore.client.options import Options
+from infinistore.client.registration import Registration
+from infinistore.protocol.messages import HelloReply
+from infinistore.transports import rdma_verbs
+from infinistore.transports.rdma_memory import RegisteredMemory, RegisteredSpan, Staging
+from infinistore.transports.rdma_ports import there_is_rdma
+from infinistore.transports.rdma_verbs import Device, NoRdma
+
+__all__ = ["DEAD_AFTER_S", "ClientRdma"]
+
+DEAD_AFTER_S = 0.25
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class ClientRdma:
+    """What all connections of a store share. `forced`: the URL allows no other path. Any thread may use it."""
+
+    def __init__(self, options: Options, clock: Callable[[], float], *, forced: bool) -> None:
+        self.forced = forced
+        self.asked_for = forced or bool(options.device)
+        """Whether RDMA comes before shared memory."""
+        self.memory = RegisteredMemory()
+        self._options = options
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._device: Device | None = None
+        self._registrations: dict[Registration, RegisteredSpan | None] = {}
+        self._staging: list[Staging] = []
+        self._closed = False
+        self._users = 0  # connections that have a queue pair
+        self._reason = ""
+        self._try_again_at = 0.0
+        self._pause_s = 0.0
+
+    def is_likely(self, hello: HelloReply) -> bool:
+        """Whether both sides have a device, for who has not asked for one."""
+        return bool(hello.rdma) and there_is_rdma()
+
+    def device_for(self, hello: HelloReply) -> Device:
+        """Return the device to reach this server by.
+
+        Raises:
+            NoRdma: there is none, or it is not the time to try.
+        """
+        if not hello.rdma:
+            raise NoRdma("the server has no RDMA; its log says why")
+        with self._lock:
+            if self._reason and not self.forced and self._clock() < self._try_again_at:
+                raise NoRdma(f"{self._reason}; tried again in {self._try_again_at - self._clock():.0f} s")
+            try:
+                device = self._opened()
+                if device.link != hello.rdma:
+                    raise NoRdma(f"{device.place} is {device.link}, the server's port is {hello.rdma}")
+            except NoRdma as error:
+                self.failed(str(error))
+                raise
+            self._users += 1
+            return device
+
+    def release(self, staging: Staging | None) -> None:
+        """End what `device_for` began, when the queue pair is destroyed; `staging` may be used by others then."""
+        with self._lock:
+            if staging is not None:
+                self._staging.append(staging)
+            self._users -= 1
+            if self._closed and not self._users:
+                self._close_device()
+
+    def failed(self, reason: str) -> None:
+        """Note why RDMA did not work, and leave it alone for a while."""
+        with self._lock:
+            self._reason = reason
+            self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2 or _FIRST_PAUSE_S)
+            self._try_again_at = self._clock() + self._pause_s
+
+    def works(self) -> None:
+        """Note that bytes were moved."""
+        self._pause_s = 0.0
+        self._reason = ""
+
+    @property
+    def due(self) -> bool:
+        """Whether a new connection should try RDMA first, if it can be had at all."""
+        return self.asked_for and not (self._reason and self._clock() < self._try_again_at)
+
+    def register(self, view: memoryview) -> Registration:
+        """Register memory, now if a device is open, else when one is."""
+        registration = Registration(len(view), self._unregister)
+        with self._lock:
+            span = None if self._device is None else self._span(self._device, view)
+            self._registrations[registration] = span
+            registration.view = view
+            registration.registered = span is not None
+        return registration
+
+    def take_staging(self) -> Staging:
+        """Return a staging buffer that nobody uses.
+
+        Raises:
+            NoRdma: another one cannot be registered.
+        """
+        with self._lock:
+            if self._staging:
+                return self._staging.pop()
+            return Staging(self._opened(), self._options.staging_bytes)
+
+    def close(self) -> None:
+        """Unregister everything and close the device, when the calls that are under way have ended."""
+        with self._lock:
+            self._closed = True
+            if not self._users:
+                self._close_device()
+
+    def _close_device(self) -> None:
+        for registration in list(self._registrations):
+            registration.close()
+        self._staging.clear()
+        device, self._device = self._device, None
+        if device is not None:
+            device.close()
+
+    def let_go(self) -> None:
+        """In a forked child: the device is the parent's."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._closed = True
+        device, self._device = self._device, None
+        if device is not None:
+            device.abandon()
+
+    def _opened(self) -> Device:
+        if self._closed:
+            raise NoRdma("the store was closed")
+        if self._device is None:
+            options = self._options
+            device = rdma_verbs.open_device(options.device or None, options.ib_port, None, options.gid_index)
+            try:
+                for registration in self._registrations:
+                    self._registrations[registration] = self._span(device, registration.view)
+                    registration.registered = True
+            except BaseException:
+                device.close()
+                raise
+            self._device = device
+        return self._device
+
+    def _span(self, device: Device, view: memoryview) -> RegisteredSpan:
+        span = RegisteredSpan(device, view)
+        self.memory.add(span)
+        return span
+
+    def _unregister(self, registration: Registration) -> None:
+        with self._lock:
+            span = self._registrations.pop(registration, None)
+            if span is not None:
+                self.memory.remove(span)
+                span.close()

@@ -1,0 +1,244 @@
+"""RDMA devices by pyverbs: an open port, the memory registered with it, and its queue pairs.
+
+pyverbs is the Python binding of rdma-core. Two releases are about, 44 (Debian 12) and 59, and they differ in little:
+where the enumerations are, and that a completion channel tells its descriptor. `load_pyverbs` evens that out.
+
+Everything is closed explicitly and in order: what is left to the garbage collector is destroyed in any order, and
+pyverbs 44 crashes then. In a forked child nothing is closed at all, because the kernel would do it to the parent.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+from infinistore.transports.rdma_ports import Port, choose_port
+from infinistore.transports.rdma_queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
+from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma, Operation
+
+__all__ = ["Pyverbs", "load_pyverbs", "open_device"]
+
+MOST_REQUESTS = 4 * CHAIN
+"""Work requests in one queue pair: four batches in flight hide the time that posting the next one takes."""
+_EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
+_REMEDY = (
+    "install pyverbs for this Python (Debian, for the system's Python: apt-get install python3-pyverbs, and link"
+    " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"
+)
+_loading = threading.Lock()
+_opening = threading.Lock()  # a channel's descriptor is found by what was opened meanwhile
+
+
+@attrs.frozen
+class Pyverbs:
+    """The parts of pyverbs that are used, wherever this release has them."""
+
+    enums: Any
+    error: type[Exception]
+    device: Any
+    pd: Any
+    cq: Any
+    qp: Any
+    mr: Any
+    wr: Any
+    addr: Any
+
+
+def load_pyverbs(load: Callable[[str], Any] = import_module) -> Pyverbs:
+    """Import pyverbs.
+
+    Raises:
+        NoRdma: it is not installed, or does not fit this Python or this machine.
+    """
+    with _loading, _without_log_settings():
+        try:
+            load("pyverbs")
+            parts = [load(f"pyverbs.{name}") for name in ("device", "pd", "cq", "qp", "mr", "wr", "addr")]
+            error = load("pyverbs.pyverbs_error").PyverbsError
+            try:
+                enums = load("pyverbs.enums")
+            except ImportError:  # from some release after 44 on
+                enums = load("pyverbs.libibverbs_enums")
+        except ImportError as problem:
+            raise NoRdma(f"pyverbs cannot be imported ({problem}); {_REMEDY}") from None
+    return Pyverbs(enums, error, *parts)
+
+
+@contextmanager
+def _without_log_settings() -> Iterator[None]:
+    """Take back what importing pyverbs does to the root logger: it calls `logging.basicConfig`."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def open_device(name: str | None, port: int, link: str | None, gid_index: int) -> "VerbsDevice":
+    """Open a port; see `rdma_verbs.open_device`."""
+    chosen = choose_port(name, port, link, gid_index)  # first: without a device nobody needs pyverbs
+    return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index))
+
+
+class VerbsDevice:
+    """An open port of an RDMA device. See `rdma_verbs.Device` for what its methods promise."""
+
+    def __init__(self, pyverbs: Pyverbs, port: Port, choose_again: Callable[[], Port]) -> None:
+        self.name = port.device
+        self.link = port.link
+        self.port = port
+        self._pyverbs = pyverbs
+        self._choose_again = choose_again
+        self._closed = False
+        self._regions: set[VerbsRegion] = set()
+        self._queues: set[VerbsQueue] = set()
+        with self._refusing("cannot be opened"):
+            self._context = pyverbs.device.Context(name=port.device)
+        try:
+            with self._refusing("cannot be used"):
+                attributes = self._context.query_device()
+                found = self._context.query_port(port.number)
+                self._pd = pyverbs.pd.PD(self._context)
+        except BaseException:
+            self._context.close()
+            raise
+        self.limits = DeviceLimits(min(MOST_REQUESTS, attributes.max_qp_wr), found.max_msg_sz)
+        self.mtu = 128 << min(found.active_mtu, 5)  # enum ibv_mtu: 1 is 256 bytes
+        self.reads = max(1, min(attributes.max_qp_rd_atom, 16))
+        self.own_reads = max(1, min(attributes.max_qp_init_rd_atom, 16))
+        self._work = {
+            Operation.READ: WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_READ),
+            Operation.WRITE: WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_WRITE),
+        }
+
+    @property
+    def place(self) -> str:
+        """The port and the address it speaks from, for people."""
+        return self.port.describe()
+
+    def register(self, address: int, length: int, *, remote: bool, writable: bool = True) -> "VerbsRegion":
+        """Register memory."""
+        enums = self._pyverbs.enums
+        access = enums.IBV_ACCESS_LOCAL_WRITE if writable else 0
+        if remote:
+            access |= enums.IBV_ACCESS_REMOTE_READ | (enums.IBV_ACCESS_REMOTE_WRITE if writable else 0)
+        with self._refusing(
+            f"does not register {length} bytes of memory (is `ulimit -l` large enough? RDMA pins what it registers)"
+        ):
+            memory = self._pyverbs.mr.MR(self._pd, length, access, address=address)
+        region = VerbsRegion(memory, self._regions.discard)
+        self._regions.add(region)
+        return region
+
+    def create_queue(self, *, serves: bool) -> VerbsQueue:
+        """Make a queue pair."""
+        depth = self.limits.depth if serves else 1
+        made: list[Any] = []
+        try:
+            with self._refusing("has no more queue pairs"):
+                channel, fd = self._create_channel(made)
+                completions = self._pyverbs.cq.CQ(self._context, depth + 1, None, channel, 0)
+                made.append(completions)
+                pair = self._create_pair(completions, depth)
+        except BaseException:
+            for part in reversed(made):
+                part.close()
+            raise
+        queue = VerbsQueue(self._pyverbs, self, QueueParts(pair, completions, channel, fd), serves=serves)
+        self._queues.add(queue)
+        return queue
+
+    def _create_pair(self, completions: Any, depth: int) -> Any:
+        qp = self._pyverbs.qp
+        capacity = qp.QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+        wanted = qp.QPInitAttr(
+            qp_type=self._pyverbs.enums.IBV_QPT_RC, scq=completions, rcq=completions, cap=capacity, sq_sig_all=0
+        )
+        return qp.QP(self._pd, wanted)
+
+    def _create_channel(self, made: list[Any]) -> tuple[Any, int]:
+        """Return a completion channel and its descriptor, which no longer blocks: a wait in it would stop all threads.
+
+        pyverbs 44 does not tell the descriptor, so it is the one that was not there before.
+        """
+        with _opening:
+            before = _event_descriptors()
+            channel = self._pyverbs.cq.CompChannel(self._context)
+            made.append(channel)
+            fd = getattr(channel, "fd", None)
+            if fd is None:
+                (fd,) = _event_descriptors() - before
+        os.set_blocking(fd, False)
+        return channel, fd
+
+    def work(self, operation: Operation) -> WorkRequests:
+        """The work requests that all queue pairs of this device post: a device has copied them when a post returns."""
+        return self._work[operation]
+
+    def forget(self, queue: VerbsQueue) -> None:
+        """Note that a queue pair was closed."""
+        self._queues.discard(queue)
+
+    def look_again(self) -> None:
+        """Choose the port's address again: GIDs come and go with the network's addresses."""
+        with suppress(NoRdma):  # then it stays as it was, and fails as it did
+            self.port = self._choose_again()
+
+    def close(self) -> None:
+        """Close everything that was made of it, then the device."""
+        if self._closed:
+            return
+        self._closed = True
+        for queue in list(self._queues):
+            queue.close()
+        for region in list(self._regions):
+            region.close()
+        self._pd.close()
+        self._context.close()
+
+    def abandon(self) -> None:
+        """In a forked child: keep every object for ever, since destroying it would destroy the parent's."""
+        self._closed = True
+        for kept in (self, *self._regions, *self._queues):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._pyverbs.error as error:
+            raise NoRdma(f"the RDMA device {self.name} {what}: {error}") from error
+
+
+class VerbsRegion:
+    """Registered memory."""
+
+    def __init__(self, memory: Any, forget: Callable[["VerbsRegion"], None]) -> None:
+        self._memory = memory
+        self._forget = forget
+        self.local_key: int = memory.lkey
+        self.remote_key: int = memory.rkey
+
+    def close(self) -> None:
+        """Unregister."""
+        self._forget(self)
+        self._memory.close()
+
+
+def _event_descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == _EVENT_DESCRIPTOR:
+                found.add(int(name))
+        except OSError:
+            continue  # the one that listed the folder, or another thread's, closed since
+    return found

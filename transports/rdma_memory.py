@@ -1,0 +1,129 @@
+"""Memory of this process that a peer may read and write by RDMA: where it is, and by which key it is named."""
+
+import ctypes
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from infinistore.transports.rdma_plan import Placement
+from infinistore.transports.rdma_verbs import Device, Region
+
+__all__ = ["RegisteredMemory", "RegisteredSpan", "Staging", "address_of"]
+
+_ADDRESS = attrgetter("address")
+
+
+class RegisteredSpan:
+    """A span of memory that a device knows. It keeps the memory alive, and is gone for good after `close`."""
+
+    def __init__(self, device: Device, view: memoryview) -> None:
+        self.view = view
+        self.address = address_of(view)
+        self.end = self.address + len(view)
+        self.writable = not view.readonly
+        self._region: Region = device.register(self.address, len(view), remote=True, writable=self.writable)
+        self.key = self._region.remote_key
+
+    def close(self) -> None:
+        """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
+        self._region.close()
+        self.view = memoryview(b"")
+
+
+class RegisteredMemory:
+    """The spans that a caller has registered, to be found by address.
+
+    Lookups may run beside changes in other threads: they see the spans before a change, or after it.
+    """
+
+    def __init__(self) -> None:
+        self._spans: tuple[RegisteredSpan, ...] = ()
+        self._addresses: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, span: RegisteredSpan) -> None:
+        """Know a span from now on."""
+        self._replace([*self._spans, span])
+
+    def remove(self, span: RegisteredSpan) -> None:
+        """Forget a span, if it is known."""
+        self._replace([known for known in self._spans if known is not span])
+
+    def locate(self, views: Sequence[memoryview], *, writable: bool) -> Placement | None:
+        """Return where the peer finds these views; None unless every one of them lies in registered memory.
+
+        Where spans overlap, the one that begins last counts.
+        """
+        spans, starts = self._spans, self._addresses
+        if not spans:
+            return None
+        addresses: list[int] = []
+        keys: list[int] = []
+        span = spans[0]
+        for view in views:
+            address = address_of(view)
+            if not span.address <= address <= address + len(view) <= span.end:
+                found = bisect_right(starts, address) - 1
+                span = spans[found]
+                if found < 0 or address + len(view) > span.end:
+                    return None
+            if writable and not span.writable:
+                return None
+            addresses.append(address)
+            keys.append(span.key)
+        return Placement(addresses, keys)
+
+    def _replace(self, spans: Iterable[RegisteredSpan]) -> None:
+        ordered = tuple(sorted(spans, key=_ADDRESS))
+        # In this order: a lookup that runs meanwhile finds a place among the new ones, or none.
+        self._addresses, self._spans = tuple(map(_ADDRESS, ordered)), ordered
+
+
+class Staging:
+    """Registered memory of its own, for blocks that lie in memory that is not."""
+
+    def __init__(self, device: Device, length: int) -> None:
+        memory = mmap.mmap(-1, length)
+        memory.madvise(mmap.MADV_DONTFORK)
+        self.span = RegisteredSpan(device, memoryview(memory))
+
+    def __len__(self) -> int:
+        return len(self.span.view)
+
+    def views(self, lengths: Iterable[int]) -> list[memoryview]:
+        """Return spans of these lengths, end to end."""
+        memory = self.span.view
+        views = []
+        start = 0
+        for length in lengths:
+            views.append(memory[start : start + length])
+            start += length
+        return views
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer, as far as it is looked at; the rest is room for what the interpreter keeps there."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 120))
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.POINTER(_Buffer)]
+_release_buffer.restype = None
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a contiguous view are in memory."""
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
+    buffer = _Buffer()
+    _get_buffer(view, buffer, 0)
+    try:
+        return buffer.address or 0
+    finally:
+        _release_buffer(buffer)

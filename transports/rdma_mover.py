@@ -1,0 +1,91 @@
+"""Moving a batch over a queue pair, under Trio: keep the queue full, wait on its descriptor, notice what fails.
+
+The promise that everything above rests on: when `move` returns or raises, the device touches neither side's memory for
+it any more. Either all of it was completed, or the queue pair has been destroyed.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+
+import trio
+
+from infinistore.errors import TransferFailed
+from infinistore.transports.rdma_plan import Piece, Window
+from infinistore.transports.rdma_verbs import Operation, Queue, describe_status
+
+__all__ = ["BATCH", "RdmaMover"]
+
+BATCH = 64
+"""How many work requests share one completion."""
+_POLLS = 4  # before it goes to sleep: on real hardware a small batch is done by then
+
+
+class RdmaMover:
+    """One connected queue pair of the side that drives. One transfer at a time uses it."""
+
+    def __init__(self, queue: Queue, depth: int, place: str) -> None:
+        self._queue = queue
+        self._depth = depth
+        self._place = place
+        self._numbers = count(1)
+        self.broken = ""
+        """Why it moves nothing any more; empty while it does."""
+
+    async def move(self, operation: Operation, pieces: Sequence[Piece]) -> None:
+        """Carry out these pieces, and return when all are done. Any other way out destroys the queue pair.
+
+        Raises:
+            TransferFailed: one of them failed, or the queue pair did earlier.
+        """
+        if self.broken:
+            raise TransferFailed(self.broken)
+        window = Window(pieces, depth=self._depth, batch=min(BATCH, self._depth))
+        try:
+            await self._drive(operation, window)
+        except TransferFailed as error:
+            self.close(str(error))
+            raise
+        except BaseException:
+            if window.in_flight:
+                self.close("an earlier transfer was given up")
+            raise
+
+    async def _drive(self, operation: Operation, window: Window) -> None:
+        await trio.lowlevel.checkpoint()
+        queue = self._queue
+        expected: list[int] = []
+        idle = 0
+        while not window.done:
+            while batch := window.next_batch():
+                number = next(self._numbers)
+                queue.post(operation, batch, number)
+                expected.append(number)
+            completions = queue.poll()
+            if not completions:
+                idle += 1
+                if idle <= _POLLS:
+                    continue
+                queue.arm()
+                completions = queue.poll()  # what came before it was armed makes no event
+                if not completions:
+                    await self._wait()
+            for number, status in completions:
+                idle = 0
+                if status:
+                    raise TransferFailed(f"RDMA over {self._place}: {describe_status(status)}")
+                assert number == expected.pop(0), "a reliable connection completes in order"
+                window.complete()
+
+    async def _wait(self) -> None:
+        try:
+            await trio.lowlevel.wait_readable(self._queue.fd)
+        except trio.ClosedResourceError:
+            raise TransferFailed("the queue pair was closed on this side") from None
+        self._queue.take_events()
+
+    def close(self, why: str = "the connection is closed") -> None:
+        """Destroy the queue pair: nothing is read or written for it after this. Idempotent."""
+        if not self.broken:
+            self.broken = why
+            trio.lowlevel.notify_closing(self._queue.fd)
+            self._queue.close()
