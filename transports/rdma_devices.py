@@ -1,0 +1,291 @@
+"""The RDMA devices of this machine as the kernel shows them: ports, links, states, GID tables, network interfaces.
+
+Everything is read from files below a root that is given, /sys and /proc of this machine unless a test has recorded
+others, so that nothing here needs a device, a library or a privilege. What cannot be read counts as not there: devices
+and addresses may go while one looks. Which port and GID to use is decided in `rdma_choice`.
+
+The files are described in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net of the kernel.
+"""
+
+import enum
+import os
+import re
+from collections.abc import Iterator, Mapping
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+__all__ = [
+    "Address",
+    "Gid",
+    "GidKind",
+    "Interface",
+    "Link",
+    "RdmaDevice",
+    "RdmaPort",
+    "RdmaSystem",
+    "natural",
+    "read_system",
+    "roce_mtu_bytes",
+    "there_is_rdma",
+]
+
+ROOT: Final = Path("/")
+_DEVICES: Final = Path("sys/class/infiniband")
+_VERBS: Final = Path("sys/class/infiniband_verbs")
+_INTERFACES: Final = Path("sys/class/net")
+
+_IFF_UP: Final = 1
+_NOT_RUNNING: Final = {"down", "lowerlayerdown", "notpresent", "dormant"}
+_LOCAL_IPV4: Final = re.compile(r"\|-- ([\d.]+)\n(?: +/.*\n)*? +/32 host LOCAL$", re.MULTILINE)
+_LOCAL_IPV6: Final = re.compile(r"^([0-9a-f]{32}) ", re.MULTILINE)
+_ROCE_HEADERS_BYTES: Final = 96  # GRH, UDP, BTH, XRC, atomic and ICRC headers: what the kernel reserves of a frame
+
+Address = IPv4Address | IPv6Address
+
+
+class Link(enum.Enum):
+    """What a port is connected by. The value is the kernel's word; `flag` is that of --link-type."""
+
+    INFINIBAND = "InfiniBand"
+    ETHERNET = "Ethernet"
+
+    @property
+    def flag(self) -> str:
+        """How --link-type calls it."""
+        return "IB" if self is Link.INFINIBAND else "Ethernet"
+
+
+class GidKind(enum.Enum):
+    """What kind of network a GID is an address in."""
+
+    INFINIBAND = "InfiniBand"
+    ROCE_V1 = "RoCE v1"
+    ROCE_V2 = "RoCE v2"
+
+
+@attrs.frozen
+class Interface:
+    """A network interface of this network namespace."""
+
+    name: str
+    is_up: bool
+    """It was set up, and its link is there."""
+    mtu_bytes: int = 1500
+    is_vlan: bool = False
+
+
+@attrs.frozen
+class Gid:
+    """An entry of a port's GID table that is not empty."""
+
+    index: int
+    value: IPv6Address
+    kind: GidKind
+    interface: str | None = None
+    """The network interface that it belongs to. It may be of another network namespace, and so not in `interfaces`."""
+
+    @property
+    def address(self) -> Address:
+        """The address that it stands for: IPv4 where it is a mapped one."""
+        return self.value.ipv4_mapped or self.value
+
+    @property
+    def digits(self) -> str:
+        """The 32 hexadecimal digits."""
+        return self.value.packed.hex()
+
+
+@attrs.frozen
+class RdmaPort:
+    """A port of a device."""
+
+    number: int
+    link: Link | None
+    """None if the kernel calls it neither: such devices have no queue pairs that connect."""
+    state: str
+    """ACTIVE, DOWN, INIT (no subnet manager yet), ARMED, or ACTIVE_DEFER."""
+    physical_state: str = ""
+    """LinkUp, Polling, Disabled, ..."""
+    lid: int = 0
+    """Address in an InfiniBand subnet; 0 on Ethernet, and before a subnet manager has given one."""
+    rate: str = ""
+    gids: tuple[Gid, ...] = ()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it can send and receive."""
+        return self.state == "ACTIVE"
+
+
+@attrs.frozen
+class RdmaDevice:
+    """A device."""
+
+    name: str
+    ports: tuple[RdmaPort, ...] = ()
+    node_type: str = "CA"
+    """CA for InfiniBand and RoCE; RNIC is iWARP."""
+    driver: str = ""
+    firmware: str = ""
+    numa_node: int | None = None
+    is_software: bool = False
+    """Soft-RoCE (rxe) and soft iWARP (siw): no card behind it."""
+    verbs_node: str | None = None
+    """The character device through which programs reach it, such as /dev/infiniband/uverbs0; None if there is none."""
+    may_open: bool = True
+    """Whether that is there, and this process may read and write it. In containers it is often missing."""
+
+
+@attrs.frozen
+class RdmaSystem:
+    """All of it."""
+
+    devices: tuple[RdmaDevice, ...] = ()
+    interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
+    """Those of this network namespace."""
+    addresses: frozenset[Address] | None = None
+    """The addresses of this network namespace; None if they cannot be told."""
+
+
+def there_is_rdma(root: Path = ROOT) -> bool:
+    """Whether there is an RDMA device at all. Quick: to be asked before anything slow is imported."""
+    return any(True for _ in _entries(root / _DEVICES))
+
+
+def read_system(root: Path = ROOT) -> RdmaSystem:
+    """Read all devices, and the network interfaces and addresses of this network namespace. Never raises."""
+    nodes = {_text(path / "ibdev"): path.name for path in _entries(root / _VERBS) if path.name.startswith("uverbs")}
+    devices = [_device(root, folder, nodes.get(folder.name)) for folder in _entries(root / _DEVICES)]
+    return RdmaSystem(
+        tuple(sorted(devices, key=lambda device: natural(device.name))),
+        {folder.name: _interface(folder) for folder in _entries(root / _INTERFACES) if folder.is_dir()},
+        _addresses(root),
+    )
+
+
+def roce_mtu_bytes(interface_mtu_bytes: int) -> int:
+    """Return the MTU that RoCE gets over an interface: the largest of 256 to 4096 that fits a frame with headers."""
+    fitting = [size for size in (4096, 2048, 1024, 512, 256) if size <= interface_mtu_bytes - _ROCE_HEADERS_BYTES]
+    return fitting[0] if fitting else 256
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Sort mlx5_2 before mlx5_10."""
+    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
+
+
+def _device(root: Path, folder: Path, verbs_node: str | None) -> RdmaDevice:
+    hardware = folder / "device"
+    numa_node = _number(hardware / "numa_node")
+    node = root / "dev/infiniband" / verbs_node if verbs_node is not None else None
+    return RdmaDevice(
+        folder.name,
+        tuple(sorted((_port(port) for port in _entries(folder / "ports")), key=lambda port: port.number)),
+        node_type=_word(folder / "node_type"),
+        driver=_link_target(hardware / "driver"),
+        firmware=_text(folder / "fw_ver"),
+        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        is_software=not hardware.exists(),
+        verbs_node=f"/dev/infiniband/{verbs_node}" if verbs_node is not None else None,
+        may_open=node is not None and os.access(node, os.R_OK | os.W_OK),
+    )
+
+
+def _port(folder: Path) -> RdmaPort:
+    layer = _text(folder / "link_layer")
+    link = next((link for link in Link if link.value == layer), None)
+    return RdmaPort(
+        int(folder.name) if folder.name.isdecimal() else 0,
+        link,
+        _word(folder / "state"),
+        _word(folder / "phys_state"),
+        lid=_number(folder / "lid") or 0,
+        rate=_text(folder / "rate"),
+        gids=tuple(sorted(_gids(folder, link), key=lambda gid: gid.index)),
+    )
+
+
+def _gids(port: Path, link: Link | None) -> Iterator[Gid]:
+    for entry in _entries(port / "gids"):
+        try:
+            value = IPv6Address(_text(entry))
+        except ValueError:
+            continue
+        if not int(value) or not entry.name.isdecimal():  # an empty entry has no attributes either
+            continue
+        if link is Link.INFINIBAND:
+            yield Gid(int(entry.name), value, GidKind.INFINIBAND)
+            continue
+        kind = _text(port / "gid_attrs/types" / entry.name)
+        if kind:  # without, the entry has gone since
+            interface = _text(port / "gid_attrs/ndevs" / entry.name) or None
+            version = GidKind.ROCE_V2 if kind == GidKind.ROCE_V2.value else GidKind.ROCE_V1
+            yield Gid(int(entry.name), value, version, interface)
+
+
+def _interface(folder: Path) -> Interface:
+    is_set_up = bool((_number(folder / "flags") or 0) & _IFF_UP)
+    return Interface(
+        folder.name,
+        # Some drivers say "unknown" of a link that works, and so does lo.
+        is_up=is_set_up and _text(folder / "operstate") not in _NOT_RUNNING,
+        mtu_bytes=_number(folder / "mtu") or 1500,
+        is_vlan="DEVTYPE=vlan" in _text(folder / "uevent").splitlines(),
+    )
+
+
+def _addresses(root: Path) -> frozenset[Address] | None:
+    """The local addresses, of this network namespace alone: /proc/net is that of whoever reads it."""
+    routes = _text(root / "proc/net/fib_trie")
+    if not routes:
+        return None
+    found: set[Address] = {IPv4Address(text) for text in _LOCAL_IPV4.findall(routes) if _is_ipv4(text)}
+    inet6 = _text(root / "proc/net/if_inet6")  # no such file: no IPv6
+    found.update(IPv6Address(int(digits, 16)) for digits in _LOCAL_IPV6.findall(inet6))
+    return frozenset(found)
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    """What a file holds. An attribute that has no value now answers EINVAL, one that is gone ENOENT or ENODEV."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _word(path: Path) -> str:
+    """The word of an attribute such as `4: ACTIVE`."""
+    return _text(path).rpartition(":")[2].strip()
+
+
+def _number(path: Path) -> int | None:
+    """A number, decimal or with 0x."""
+    try:
+        return int(_text(path), 0)
+    except ValueError:
+        return None
+
+
+def _link_target(path: Path) -> str:
+    try:
+        return path.resolve(strict=True).name
+    except OSError:
+        return ""
