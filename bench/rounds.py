@@ -9,13 +9,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-__all__ = ["interleaved"]
+__all__ = ["interleaved", "interleaved_times"]
 
 
 def interleaved(
     things: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, seed: int = 1, warm_up: int = 2
 ) -> dict[str, float]:
-    """Return the median time of one call of each thing, in seconds.
+    """Return the median time of one call of each thing, in seconds; the arguments are those of `interleaved_times`."""
+    times = interleaved_times(things, rounds=rounds, calls=calls, seed=seed, warm_up=warm_up)
+    return {name: statistics.median(of_one) for name, of_one in times.items()}
+
+
+def interleaved_times(
+    things: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, seed: int = 1, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Return for each thing the time of one call in each round, in seconds.
 
     In each of `rounds` rounds each thing is called `calls` times in a row; the first `warm_up` rounds do not count.
     """
@@ -32,4 +40,4 @@ def interleaved(
             elapsed = time.perf_counter() - start
             if number >= warm_up:
                 times[name].append(elapsed / calls)
-    return {name: statistics.median(of_one) for name, of_one in times.items()}
+    return times

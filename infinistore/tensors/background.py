@@ -33,6 +33,9 @@ class Background(Generic[_Job]):
 
     `work` gets the jobs of one batch and sets the error of each that failed; what it raises is the error of all of
     them. A batch has at most `max_batch_bytes`, or one job. `belongs` may keep a job out of the batch of others.
+
+    With `linger_s`, jobs wait so long for others, until a quarter of a batch is there or somebody waits for them. Each
+    batch takes the interpreter's lock and wakes the store, whatever its size, so a few are better than many.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Background(Generic[_Job]):
         max_pending_bytes: int,
         max_batch_bytes: int,
         nice: int,
+        linger_s: float = 0.0,
         belongs: Callable[[list[_Job], _Job], bool] = lambda batch, job: True,
     ) -> None:
         for what, value in (("max_pending_bytes", max_pending_bytes), ("max_batch_bytes", max_batch_bytes)):
@@ -58,8 +62,11 @@ class Background(Generic[_Job]):
         self._name = name
         self._max_batch_bytes = max_batch_bytes
         self._nice = nice
+        self._linger_s = linger_s
         self._belongs = belongs
         self._queue: deque[_Job] = deque()
+        self._queued_bytes = 0
+        self._hurry = False
         self._lock = threading.Lock()
         self._work_to_do = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
@@ -102,7 +109,9 @@ class Background(Generic[_Job]):
             self.pending_bytes += job.total_bytes
             self.submitted += 1
             self._queue.append(job)
-            self._work_to_do.notify()
+            self._queued_bytes += job.total_bytes
+            if len(self._queue) == 1 or self._is_worth_a_batch():  # else the thread has been told, and lingers
+                self._work_to_do.notify()
         return True
 
     def wait(self, job: _Job, timeout_s: float | None) -> None:
@@ -133,7 +142,7 @@ class Background(Generic[_Job]):
             self._closed = True
             if not drain:
                 while self._queue:
-                    job = self._queue.popleft()
+                    job = self._take()
                     job.error = StoreUnavailable(f"the {self._name} was left before this was done")
                     self._finish([job])
             self._work_to_do.notify()
@@ -155,16 +164,29 @@ class Background(Generic[_Job]):
     def _next_batch(self) -> list[_Job]:
         with self._lock:
             while not self._queue and not self._closed:
+                self._hurry = False
                 self._work_to_do.wait()
+            if self._linger_s:
+                until = time.monotonic() + self._linger_s
+                while not self._is_worth_a_batch() and (left_s := until - time.monotonic()) > 0:
+                    self._work_to_do.wait(left_s)
             batch: list[_Job] = []
             batch_bytes = 0
             while self._queue:
                 job = self._queue[0]
                 if batch and (batch_bytes + job.total_bytes > self._max_batch_bytes or not self._belongs(batch, job)):
                     break
-                batch.append(self._queue.popleft())
+                batch.append(self._take())
                 batch_bytes += job.total_bytes
             return batch
+
+    def _take(self) -> _Job:
+        job = self._queue.popleft()
+        self._queued_bytes -= job.total_bytes
+        return job
+
+    def _is_worth_a_batch(self) -> bool:
+        return self._closed or self._hurry or 4 * self._queued_bytes >= self._max_batch_bytes
 
     def _finish(self, batch: list[_Job]) -> None:
         for job in batch:
@@ -176,8 +198,12 @@ class Background(Generic[_Job]):
         return self.pending_bytes + job.total_bytes <= self.max_pending_bytes
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait for progress, in haste."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not condition():
+            if not self._hurry:
+                self._hurry = True
+                self._work_to_do.notify()
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["LayerWriter", "LayerWriterStatistics", "Ticket"]
 
 _MAX_BATCH_BYTES = 16 * 1024 * 1024
+_LINGER_S = 0.02
+"""How long a small write waits for more. Layers come every few milliseconds; who waits for one ends that."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,6 +107,7 @@ class LayerWriter:
             max_pending_bytes=max_pending_bytes,
             max_batch_bytes=_MAX_BATCH_BYTES,
             nice=nice,
+            linger_s=_LINGER_S,
             belongs=_no_key_twice,
         )
 

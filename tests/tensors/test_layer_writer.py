@@ -14,7 +14,7 @@ import infinistore
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, OutOfMemory, StoreUnavailable, ValueTooLarge
-from infinistore.tensors import LayerWriter, Ticket
+from infinistore.tensors import LayerWriter, Ticket, layer_writer
 from tests.bad_days.servers import running_server_process
 from tests.bad_days.test_fork import in_child
 from tests.tensors.conftest import GatedStore, as_bytes, random_bytes, threads_named
@@ -85,6 +85,47 @@ def test_what_waits_goes_in_one_put(gated: GatedStore) -> None:
         writer.flush()
         assert gated.begun == writer.statistics().puts == 2
     assert all(stored_layer(gated.inner, number) == layer_bytes(number) for number in range(10))
+
+
+def test_a_small_write_waits_for_others_until_somebody_waits_for_it(
+    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
+    gated.gate.set()
+    with LayerWriter(gated) as writer:
+        for puts, wait in ((1, lambda ticket: writer.flush()), (2, Ticket.wait)):
+            write_layer(writer, 1)
+            ticket = write_layer(writer, 2)
+            assert gated.begun == puts - 1
+            wait(ticket)
+            assert gated.begun == puts
+        write_layer(writer, 4)
+    assert stored_layer(gated.inner, 4) == layer_bytes(4)
+
+
+def test_enough_small_writes_do_not_wait(gated: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
+    with LayerWriter(gated) as writer:
+        for number in range(5):
+            writer.write(torch.zeros(1 << 20, dtype=torch.uint8), [(f"key {number}", 0)], 1 << 20)
+        gated.entered.acquire()
+        gated.gate.set()
+
+
+def test_a_small_write_is_stored_without_anybody_waiting(gated: GatedStore) -> None:
+    with LayerWriter(gated) as writer:
+        write_layer(writer, 1)
+        gated.entered.acquire()
+        gated.gate.set()
+
+
+def test_a_write_that_waits_for_room_does_not_wait_for_more(gated: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
+    gated.gate.set()
+    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES) as writer:
+        for number in range(3):
+            write_layer(writer, number)
+    assert stored_layer(gated.inner, 2) == layer_bytes(2)
 
 
 def test_a_key_that_is_written_twice_has_its_last_value(gated: GatedStore) -> None:
