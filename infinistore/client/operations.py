@@ -48,7 +48,17 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.span import Span
 from infinistore.statistics import Stats, statistics_from_tree
 
-__all__ = ["Batch", "BlocksReply", "Operation", "Operations", "RemoteOperations", "Room", "expect", "skipped_keys"]
+__all__ = [
+    "Batch",
+    "BlocksReply",
+    "Operation",
+    "Operations",
+    "RemoteOperations",
+    "Room",
+    "expect",
+    "present_in",
+    "skipped_keys",
+]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Reply)
@@ -191,8 +201,12 @@ class RemoteOperations:
     def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
         lengths: list[int | None] = []
+        capacities = numbers(map(len, batch.views))
 
         def room(sizes: Sequence[int], first: int) -> list[memoryview]:
+            if first == 0 and sizes == capacities:  # nearly always: all there, and of the expected length
+                lengths[:] = sizes
+                return batch.views
             lengths[first:] = [None if size == MISSING else size for size in sizes]
             return [
                 view if len(view) == size else view[:size]
@@ -229,13 +243,13 @@ class RemoteOperations:
         checksums = len(reply.checksums) if not isinstance(request, Get) or request.checksums else len(reply.sizes)
         if not 0 < len(reply.sizes) <= len(request.keys) or checksums != len(reply.sizes):
             raise ProtocolError(f"a reply with {len(reply.sizes)} sizes to a request for {len(request.keys)} keys")
-        if request.capacities and any(map(gt, reply.sizes, request.capacities)):
+        if request.capacities and reply.sizes != request.capacities and any(map(gt, reply.sizes, request.capacities)):
             for size, capacity in zip(reply.sizes, request.capacities, strict=False):
                 if capacity < size != MISSING:
                     raise ProtocolError(f"the server sends {size} bytes where there is room for {capacity}")
         # Believe no more bytes, before there is memory for them, than the server said that it sends at a time.
         most = max(self._hello.max_batch_bytes, self._hello.max_value_bytes) + 8 * self._hello.max_batch_keys
-        total = sum(size for size in reply.sizes if size != MISSING)
+        total = sum(reply.sizes) - MISSING * reply.sizes.count(MISSING)
         if total > most:
             raise ProtocolError(f"the server sends {total} bytes, more than its limit of {most}")
 
@@ -245,10 +259,10 @@ class RemoteOperations:
         if not self._verify:
             yield from self._connection.read_payload(views)
             return
-        present = [i for i, size in enumerate(reply.sizes) if size != MISSING]
-        checker = _Checker(views, [reply.checksums[i] for i in present])
+        there = present_in(reply)
+        checker = _Checker(views, [reply.checksums[i] for i in there])
         yield from self._connection.read_payload(views, checker.progress)
-        yield from self._report([keys[present[i]] for i in checker.bad], len(views))
+        yield from self._report([keys[there[i]] for i in checker.bad], len(views))
 
     def _report(self, bad: list[str], count: int) -> Exchange[None]:
         """If blocks arrived that are not what was written, have the server look at its own bytes, and raise.
@@ -358,6 +372,13 @@ def skipped_keys(keys: Sequence[str], reply: PutReply) -> list[str]:
     if reply.skipped and max(reply.skipped) >= len(keys):
         raise ProtocolError(f"the server skipped block {max(reply.skipped)} of {len(keys)}")
     return [keys[index] for index in reply.skipped]
+
+
+def present_in(reply: GetReply | LeaseReply) -> Sequence[int]:
+    """Return which of the blocks that a reply tells of are there."""
+    if MISSING not in reply.sizes:  # nearly always
+        return range(len(reply.sizes))
+    return [i for i, size in enumerate(reply.sizes) if size != MISSING]
 
 
 class _Checker:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 
 from infinistore.client.copying import copy_blocks
 from infinistore.client.mapped_pool import MappedPool
-from infinistore.client.operations import Batch, RemoteOperations, Room, expect, skipped_keys
+from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange
 from infinistore.protocol.messages import (
-    MISSING,
     NO_CHECKSUM,
     Commit,
     HelloReply,
@@ -94,22 +93,22 @@ class SharedMemoryOperations(RemoteOperations):
             first += len(reply.sizes)
 
     def _copy_out(self, keys: Keys, reply: LeaseReply, targets: list[memoryview]) -> Exchange[None]:
-        present = [i for i, size in enumerate(reply.sizes) if size != MISSING]
-        places = [reply.places[i] for i in present]
+        there = present_in(reply)
+        places = [reply.places[i] for i in there]
         yield from self._know_arenas(places)
-        sources = self.pool.views(places, [reply.sizes[i] for i in present], writable=False)
+        sources = self.pool.views(places, [reply.sizes[i] for i in there], writable=False)
         checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
         yield from self._connection.notify(Release(reply.lease))
         self.holding = False
         if self._verify:
-            expected = [reply.checksums[i] for i in present]
+            expected = [reply.checksums[i] for i in there]
             bad = [i for i, (e, c) in enumerate(zip(expected, checksums, strict=True)) if e not in (NO_CHECKSUM, c)]
-            yield from self._report([keys[present[i]] for i in bad], len(present))
+            yield from self._report([keys[there[i]] for i in bad], len(there))
 
     def _know_arenas(self, places: Sequence[int] = (0,)) -> Exchange[None]:
         """Ask for the arenas that are named and not known yet."""
         first = len(self.pool)
-        if max(map(arena_of, places), default=-1) < first:
+        if not places or arena_of(max(places)) < first:
             return
         descriptors: list[int] = []
         try:
