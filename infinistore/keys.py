@@ -5,17 +5,42 @@ the wire, its keys joined by NUL, so that joining, splitting and checking a thou
 at both ends of every request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["MAX_JOINED_KEYS", "MAX_KEY_BYTES", "check_distinct", "check_keys", "join_keys", "split_keys"]
+__all__ = [
+    "MAX_JOINED_KEYS",
+    "MAX_KEY_BYTES",
+    "CheckedKeys",
+    "check_distinct",
+    "check_keys",
+    "join_keys",
+    "split_keys",
+]
 
 MAX_KEY_BYTES = 1024
 MAX_JOINED_KEYS = 1_000_000
 _SEPARATOR = "\0"
 
 
-def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> None:
-    """Raise `TypeError` or `ValueError`, naming the first offender, unless every key is one that a store takes."""
+class CheckedKeys(list[str]):
+    """Keys that a store takes, and the one text that they travel as: checking them has made it. Never changed.
+
+    Raises:
+        TypeError, ValueError: one of them is none; named is the first.
+    """
+
+    __slots__ = ("joined",)
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        super().__init__(keys)
+        self.joined = check_keys(self)
+
+
+def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> str:
+    """Raise `TypeError` or `ValueError`, naming the first offender, unless every key is one that a store takes.
+
+    Return them as one text.
+    """
     try:
         text = "".join(keys)
     except TypeError:
@@ -24,12 +49,14 @@ def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> None:
     if _SEPARATOR in text:
         number, key = next((i, k) for i, k in enumerate(keys) if _SEPARATOR in k)
         raise ValueError(f"key {number} has a NUL character, which no key may have: {key[:40]!r}")
-    _check_lengths(_SEPARATOR.join(keys), keys, max_key_bytes)
+    joined = _SEPARATOR.join(keys)
+    _check_lengths(joined, keys, max_key_bytes)
+    return joined
 
 
 def join_keys(keys: Sequence[str]) -> str:
     """Return checked keys as one text."""
-    return _SEPARATOR.join(keys)
+    return keys.joined if isinstance(keys, CheckedKeys) else _SEPARATOR.join(keys)
 
 
 def split_keys(joined: str) -> list[str]:

@@ -4,13 +4,13 @@ Raises `ValueError` and `TypeError`, as Python does for wrong arguments.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import TypeAlias
 
 from infinistore.client.buffers import BufferLike, plain_bytes, readable, writable
 from infinistore.client.operations import Batch
-from infinistore.keys import check_distinct, check_keys
+from infinistore.keys import CheckedKeys, check_distinct, check_keys
 
 __all__ = [
     "Pairs",
@@ -32,23 +32,21 @@ def key_list(keys: Iterable[str]) -> list[str]:
     """Return the keys as a list. A key may stand in it twice."""
     if isinstance(keys, str):
         raise TypeError(f"give a list of keys, not the one text {keys[:60]!r}")
-    checked = keys if isinstance(keys, list) else list(keys)
-    check_keys(checked)
-    return checked
+    return CheckedKeys(keys)
 
 
 def batch_to_put(items: Pairs) -> Batch:
     """Return keys and the bytes of their data. No key may stand there twice."""
-    keys, data = _columns(items)
-    check_keys(keys)
+    names, data = _columns(items)
+    keys = CheckedKeys(names)
     check_distinct(keys)
     return Batch(keys, plain_bytes(data) or list(map(readable, data)))
 
 
 def batch_to_get(items: Pairs) -> Batch:
     """Return keys and the bytes of their buffers, which can be written."""
-    keys, buffers = _columns(items)
-    check_keys(keys)
+    names, buffers = _columns(items)
+    keys = CheckedKeys(names)
     views = plain_bytes(buffers)
     if not views or any(map(_READONLY, views)):
         views = list(map(writable, buffers))
@@ -83,9 +81,9 @@ def check_ratios(low: float, high: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _columns(items: Pairs) -> tuple[list[str], list[BufferLike]]:
+def _columns(items: Pairs) -> tuple[Collection[str], Collection[BufferLike]]:
     if isinstance(items, Mapping):
-        return list(items.keys()), list(items.values())
+        return items.keys(), items.values()
     pairs = list(items)
     try:
         columns = list(zip(*pairs, strict=True))
@@ -95,4 +93,4 @@ def _columns(items: Pairs) -> tuple[list[str], list[BufferLike]]:
         if not pairs:
             return [], []
         raise TypeError("give a mapping, or pairs (key, buffer)")
-    return list(columns[0]), list(columns[1])
+    return columns[0], columns[1]

@@ -7,7 +7,7 @@ done that.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -45,7 +45,7 @@ def writable(buffer: BufferLike) -> memoryview:
     return view
 
 
-def plain_bytes(batch: Sequence[BufferLike]) -> list[memoryview] | None:
+def plain_bytes(batch: Collection[BufferLike]) -> list[memoryview] | None:
     """Return a whole batch as it is, if it is all memory views of bytes, none of them empty; else None.
 
     What a caller slices out of one large buffer is: looking at 64 of those one by one takes three times as long.

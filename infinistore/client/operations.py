@@ -7,8 +7,8 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from operator import gt, not_, truth
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from operator import gt, not_
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -229,7 +229,7 @@ class RemoteOperations:
         """
         first = 0
         while first < len(keys):
-            part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
+            part = self._key_part(keys, first)
             capacities = () if views is None else map(len, views[first : first + len(part)])
             get = Get(part, numbers(capacities), checksums=self._verify)
             reply = expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
@@ -286,7 +286,10 @@ class RemoteOperations:
             present = reply.present + present
         if present.translate(None, b"\0\1"):
             raise ProtocolError("the server says of a key that it is neither there nor missing")
-        return list(map(truth, present))
+        if not present:  # which cannot be cast
+            return []
+        # list(map(bool, present)) takes five times as long.
+        return cast("list[bool]", memoryview(present).cast("?").tolist())
 
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
         """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
@@ -363,8 +366,13 @@ class RemoteOperations:
         return expect(CountReply, (yield from self._ask(request))).count
 
     def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
+        return [self._key_part(keys, first) for first in range(0, len(keys), self._hello.max_batch_keys)]
+
+    def _key_part(self, keys: Sequence[str], first: int) -> Keys:
         most = self._hello.max_batch_keys
-        return [Keys(list(keys[first : first + most])) for first in range(0, len(keys), most)]
+        if isinstance(keys, list) and not first and len(keys) <= most:
+            return Keys(keys)
+        return Keys(list(keys[first : first + most]))
 
 
 def skipped_keys(keys: Sequence[str], reply: PutReply) -> list[str]:

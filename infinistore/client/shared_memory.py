@@ -77,7 +77,7 @@ class SharedMemoryOperations(RemoteOperations):
     ) -> Exchange[None]:
         first = 0
         while first < len(keys):
-            part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
+            part = self._key_part(keys, first)
             capacities = () if views is None else map(len, views[first : first + len(part)])
             lease = Lease(part, numbers(capacities), self._inline_bytes)
             reply = expect(LeaseReply, (yield from self._ask(lease)))

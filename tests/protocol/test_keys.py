@@ -6,7 +6,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinistore.keys import MAX_JOINED_KEYS, MAX_KEY_BYTES, check_distinct, check_keys, join_keys, split_keys
+from infinistore.keys import (
+    MAX_JOINED_KEYS,
+    MAX_KEY_BYTES,
+    CheckedKeys,
+    check_distinct,
+    check_keys,
+    join_keys,
+    split_keys,
+)
 
 from .strategies import lists_of_keys
 
@@ -80,8 +88,10 @@ def test_a_key_that_stands_twice_is_found(keys: list[str]) -> None:
 
 @given(lists_of_keys)
 def test_a_batch_comes_back_from_the_text_that_it_travels_as(keys: list[str]) -> None:
-    check_keys(keys)
+    assert check_keys(keys) == join_keys(keys)
     assert split_keys(join_keys(keys)) == keys
+    assert CheckedKeys(iter(keys)) == keys
+    assert join_keys(CheckedKeys(keys)) == join_keys(keys)
 
 
 @given(st.text("ab\u00e9\0\ud800", max_size=12) | st.lists(long_texts, max_size=3).map("\0".join))
