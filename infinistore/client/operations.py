@@ -382,7 +382,7 @@ def skipped_keys(keys: Sequence[str], reply: PutReply) -> list[str]:
     return [keys[index] for index in reply.skipped]
 
 
-def present_in(reply: GetReply | LeaseReply) -> Sequence[int]:
+def present_in(reply: BlocksReply) -> Sequence[int]:
     """Return which of the blocks that a reply tells of are there."""
     if MISSING not in reply.sizes:  # nearly always
         return range(len(reply.sizes))
