@@ -53,3 +53,16 @@ def test_decode_finds_what_prefill_left_and_no_more(url: str) -> None:
     assert run("decode", "a b c d e f g h") == "decode: loaded 4 of 4 chunks, every byte is right\n"
     assert run("decode", "a b c d Y f g h") == "decode: loaded 2 of 4 chunks, every byte is right\n"
     assert run("decode", "Z b c d e f g h") == "decode: loaded 0 of 4 chunks, every byte is right\n"
+
+
+def test_a_program_for_the_original_runs_as_it_is(url: str) -> None:
+    host, port = url.removeprefix("tcp://").split(":")
+
+    assert run_example("original_client.py", host, port) == (
+        "last match: 31\n"
+        "read back what was written: True\n"
+        "deleted: 32\n"
+        "still there: False\n"
+        "a read of what is missing is an error of its own\n"
+        "by TCP: a value for TCP\n"
+    )
