@@ -3,6 +3,8 @@
     infinistore --service-port 22345 &
     python examples/original_client.py 127.0.0.1 22345
 
+A third argument is the RDMA device to use, such as mlx5_0.
+
 Blocks move in an event loop, in a thread of its own, as engines do it; look-ups come from the main thread.
 """
 
@@ -65,12 +67,9 @@ def send_one_value(config: infinistore.ClientConfig) -> None:
 
 
 def main() -> None:
-    settings = {
-        "host_addr": sys.argv[1],
-        "service_port": int(sys.argv[2]),
-        "link_type": infinistore.LINK_ETHERNET,
-        "dev_name": "mlx5_0",
-    }
+    settings = {"host_addr": sys.argv[1], "service_port": int(sys.argv[2]), "link_type": infinistore.LINK_ETHERNET}
+    if len(sys.argv) > 3:
+        settings["dev_name"] = sys.argv[3]
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

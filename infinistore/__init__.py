@@ -37,20 +37,10 @@ from infinistore.errors import (
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
     from infinistore.client import open_store
-    from infinistore.dropin import (
-        LINK_ETHERNET,
-        LINK_IB,
-        TYPE_RDMA,
-        TYPE_TCP,
-        ClientConfig,
-        InfinityConnection,
-        Logger,
-        ServerConfig,
-        evict_cache,
-        get_kvmap_len,
-        purge_kv_map,
-        register_server,
-    )
+    from infinistore.dropin.config import LINK_ETHERNET, LINK_IB, TYPE_RDMA, TYPE_TCP, ClientConfig, ServerConfig
+    from infinistore.dropin.connection import InfinityConnection
+    from infinistore.dropin.logger import Logger
+    from infinistore.dropin.registered_server import evict_cache, get_kvmap_len, purge_kv_map, register_server
     from infinistore.server import serve
 
 __all__ = [
@@ -94,19 +84,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY_NAMES = {
-    "LINK_ETHERNET": "infinistore.dropin",
-    "LINK_IB": "infinistore.dropin",
-    "TYPE_RDMA": "infinistore.dropin",
-    "TYPE_TCP": "infinistore.dropin",
-    "ClientConfig": "infinistore.dropin",
-    "InfinityConnection": "infinistore.dropin",
-    "Logger": "infinistore.dropin",
-    "ServerConfig": "infinistore.dropin",
-    "evict_cache": "infinistore.dropin",
-    "get_kvmap_len": "infinistore.dropin",
+    "LINK_ETHERNET": "infinistore.dropin.config",
+    "LINK_IB": "infinistore.dropin.config",
+    "TYPE_RDMA": "infinistore.dropin.config",
+    "TYPE_TCP": "infinistore.dropin.config",
+    "ClientConfig": "infinistore.dropin.config",
+    "InfinityConnection": "infinistore.dropin.connection",
+    "Logger": "infinistore.dropin.logger",
+    "ServerConfig": "infinistore.dropin.config",
+    "evict_cache": "infinistore.dropin.registered_server",
+    "get_kvmap_len": "infinistore.dropin.registered_server",
     "open_store": "infinistore.client",
-    "purge_kv_map": "infinistore.dropin",
-    "register_server": "infinistore.dropin",
+    "purge_kv_map": "infinistore.dropin.registered_server",
+    "register_server": "infinistore.dropin.registered_server",
     "serve": "infinistore.server",
 }
 _LAZY_MODULES = frozenset({"aio", "blocking"})

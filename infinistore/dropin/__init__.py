@@ -5,23 +5,3 @@ answers; what was a crash or a hang there is an error here. `config.py` has the 
 the client, `memory.py` the caller's memory by address, `registered_server.py` a server inside the caller's process.
 New programs are better served by `open_store`.
 """
-
-from infinistore.dropin.config import LINK_ETHERNET, LINK_IB, TYPE_RDMA, TYPE_TCP, ClientConfig, ServerConfig
-from infinistore.dropin.connection import InfinityConnection
-from infinistore.dropin.logger import Logger
-from infinistore.dropin.registered_server import evict_cache, get_kvmap_len, purge_kv_map, register_server
-
-__all__ = [
-    "LINK_ETHERNET",
-    "LINK_IB",
-    "TYPE_RDMA",
-    "TYPE_TCP",
-    "ClientConfig",
-    "InfinityConnection",
-    "Logger",
-    "ServerConfig",
-    "evict_cache",
-    "get_kvmap_len",
-    "purge_kv_map",
-    "register_server",
-]

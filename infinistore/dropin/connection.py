@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 from infinistore.client.asyncio_store import RemoteAsyncioStore
@@ -18,8 +19,9 @@ from infinistore.client.thread_store import RemoteThreadStore
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig
 from infinistore.dropin.logger import Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, check_range, readable_memory, whole_number
-from infinistore.errors import InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
+from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
 from infinistore.keys import check_keys
+from infinistore.statistics import Stats
 
 if TYPE_CHECKING:
     import numpy
@@ -35,6 +37,7 @@ class _Stores:
     """The two stores of a connection, for one server."""
 
     def __init__(self, config: ClientConfig) -> None:
+        config.verify()  # it may have been changed
         address, options = make_options(config.url, {})
         assert address is not None
         self.blocking = RemoteThreadStore(address, options)
@@ -59,6 +62,8 @@ class InfinityConnection:
     """
 
     def __init__(self, config: ClientConfig) -> None:
+        if not isinstance(config, ClientConfig):
+            raise ConfigError(f"give a ClientConfig, not {type(config).__name__}")
         config.verify()
         self.config = config
         self.rdma_connected = False
@@ -83,7 +88,7 @@ class InfinityConnection:
         stores = _Stores(self.config)
         try:
             stores.blocking.connect()
-            self._keep(stores)
+            self._keep(stores, stores.blocking.stats())
         except BaseException:
             stores.close()
             raise
@@ -94,7 +99,7 @@ class InfinityConnection:
         stores = _Stores(self.config)
         try:
             await stores.asynchronous.connect()
-            self._keep(stores)
+            self._keep(stores, await stores.asynchronous.stats())
         except BaseException:
             stores.close()
             raise
@@ -127,7 +132,7 @@ class InfinityConnection:
     def register_mr(self, arg: Any, size: int | None = None) -> int:
         """Make memory known, so that blocks can be read into it and written from it. Returns 0.
 
-        `arg` is an address, with `size` in bytes; or a tensor on the CPU, or a writable buffer. The memory stays the
+        `arg` is an address, with `size` in bytes; or a tensor on the CPU, or a writable buffer. It stays the
         caller's: keep it until the connection is closed, or no call uses it any more. Registering the same address
         again replaces its size.
 
@@ -136,12 +141,16 @@ class InfinityConnection:
         """
         self._check_rdma()
         self._connected()
-        if hasattr(arg, "__index__") and not hasattr(arg, "data_ptr"):
+        if isinstance(arg, Integral):
             if size is None:
                 raise InvalidRequest("give the size of the memory in bytes beside its address")
-            self._regions.add(whole_number("ptr", arg), whole_number("size", size))
+            address = int(arg)
         else:
-            self._regions.add(*address_and_size(arg))
+            address, whole = address_and_size(arg)
+            size = whole if size is None else size
+            if whole_number("size", size) > whole:
+                raise InvalidRequest(f"the memory has {whole} bytes, not {size}")
+        self._regions.add(address, whole_number("size", size))
         return 0
 
     async def rdma_write_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
@@ -237,13 +246,21 @@ class InfinityConnection:
         store = self._connected().blocking
         return store.delete(_key_list(keys))
 
-    def _keep(self, stores: _Stores) -> None:
+    def _keep(self, stores: _Stores, statistics: Stats) -> None:
         with self._lock:
             self._check_unconnected()
             self._stores = stores
             # At the end of this object, and of the process: while threads still run, which closing may have to join.
             self._close_stores = weakref.finalize(self, stores.close)
             self.rdma_connected = self.config.connection_type == TYPE_RDMA
+        self._tell_path(statistics.transport, statistics.transport_reason)
+
+    def _tell_path(self, path: str, reason: str) -> None:
+        device = self.config.dev_name
+        if self.rdma_connected and device is not None and path == "tcp":  # slower than what was asked for by name
+            _log.warning("connected to %s by TCP, without the RDMA device %s: %s", self.config.url, device, reason)
+        else:
+            _log.info("connected to %s by %s: %s", self.config.url, path, reason)
 
     def _let_go(self) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import operator
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infinistore.errors import InvalidRequest
@@ -93,7 +94,7 @@ def whole_number(name: str, value: object) -> int:
 def check_range(address: int, size: int) -> None:
     """Raise `InvalidRequest` unless this can be memory at all."""
     if address <= 0:
-        raise InvalidRequest("ptr is null; give the address of the data" if not address else f"ptr is {address}")
+        raise InvalidRequest(f"ptr is {address or 'null'}; give the address of the data")
     if size <= 0:
         raise InvalidRequest(f"a size must be at least 1 byte, not {size}")
     if address + size > _LARGEST_ADDRESS:
@@ -136,22 +137,27 @@ def address_and_size(memory: Any) -> tuple[int, int]:
 def _check_writable(address: int, size: int) -> None:
     """Look the memory up in this process's map. Memory of a GPU is not there, or cannot be touched."""
     reached = address
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            span, access = line.split(" ", 2)[:2]
-            start, end = (int(text, 16) for text in span.split("-"))
-            if start > reached:
-                break
-            if reached < end:
-                if access[:2] != "rw":
-                    raise InvalidRequest(
-                        f"the memory at {reached:#x} cannot be written (its access is {access[:3]});"
-                        " register ordinary memory of this process"
-                    )
-                reached = end
-                if reached >= address + size:
-                    return
+    for start, end, access in _mapped_spans():
+        if start > reached:
+            break
+        if reached < end:
+            if not access.startswith("rw"):
+                raise InvalidRequest(
+                    f"the memory at {reached:#x} cannot be written (its access is {access}); give memory that can"
+                )
+            reached = end
+            if reached >= address + size:
+                return
     raise InvalidRequest(
         f"{size} bytes at {address:#x} are not memory of this process, or end at {reached:#x};"
         " memory of a GPU can be registered by RDMA only"
     )
+
+
+def _mapped_spans() -> Iterator[tuple[int, int, str]]:
+    """The address space of this process in order: from, to, and how it may be used, such as "rw-p"."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            span, access, _ = line.split(" ", 2)
+            start, end = span.split("-")
+            yield int(start, 16), int(end, 16), access

@@ -130,6 +130,8 @@ def test_what_a_closed_connection_knew_of_memory_is_forgotten(
         ((8, 100), "not memory of this process"),
         ((None, 100), "takes an address"),
         ((b"read-only",), "takes an address"),
+        ((bytearray(10), 11), "has 10 bytes, not 11"),
+        ((bytearray(10), 0), "at least 1 byte"),
         ((torch.zeros(4, 4).t(),), "not contiguous"),
     ],
 )

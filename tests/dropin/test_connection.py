@@ -55,6 +55,53 @@ def test_a_connection_of_type_tcp_takes_tcp(connect: Connect) -> None:
     assert (connection.rdma_connected, connection.transport) == (False, "tcp")
 
 
+@pytest.mark.parametrize("make", [lambda: bytearray(64), lambda: numpy.zeros(8), lambda: torch.zeros(2, 8)])
+def test_memory_is_registered_by_its_object_as_by_its_address(connection: InfinityConnection, make: Any) -> None:
+    memory: Any = make()
+    array: Any = numpy.asarray(memory)
+    view = memoryview(array).cast("B")
+    view[:] = b"v" * 64
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+    assert connection.register_mr(memory) == 0
+    write(connection, [("key", 0)], 64, address)
+    view[:] = bytes(64)
+    size: Any = numpy.int32(64)
+    assert connection.register_mr(numpy.uint64(address), size) == 0
+    read(connection, [("key", 0)], size, numpy.uint64(address))
+
+    assert bytes(view) == b"v" * 64
+
+
+def test_the_log_tells_how_the_bytes_go(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="infinistore.dropin"):
+        connection = connect()
+        asyncio.run(connect_again(connection))
+        connect(connection_type=infinistore.TYPE_TCP)
+
+    url = f"127.0.0.1:{connection.config.service_port}"
+    assert [(record.levelname, record.getMessage().partition(": ")[0]) for record in caplog.records] == [
+        ("INFO", f"connected to infinistore://{url} by {connection.transport}"),
+        ("INFO", f"connected to infinistore://{url} by {connection.transport}"),
+        ("INFO", f"connected to tcp://{url} by tcp"),
+    ]
+
+
+def test_a_device_that_was_named_and_is_replaced_by_tcp_is_worth_a_warning(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = connect(dev_name="mlx5_0")
+
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (connection.transport == "tcp")
+    assert all("by TCP, without the RDMA device mlx5_0: the server has no Unix socket" in line for line in warned)
+
+
+async def connect_again(connection: InfinityConnection) -> None:
+    connection.close()
+    await connection.connect_async()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_what_one_connection_writes_another_reads(connect: Connect, dtype: torch.dtype, new_loop: Any) -> None:
@@ -150,6 +197,38 @@ def test_many_clients_in_processes(config: ClientConfig) -> None:
     ends = [(process.communicate()[1], process.returncode) for process in processes]
 
     assert ends == [("", 0), ("", 0)]
+
+
+FORK = """
+import os, sys
+import infinistore
+
+config = infinistore.ClientConfig(
+    host_addr="127.0.0.1", service_port=int(sys.argv[1]), connection_type=infinistore.TYPE_RDMA
+)
+connection = infinistore.InfinityConnection(config)
+connection.connect()
+child = os.fork()
+if not child:
+    try:
+        connection.check_exist("key")
+    except infinistore.StoreUnavailable:
+        pass
+    connection.reconnect()
+    assert connection.check_exist("key") is False
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert connection.check_exist("key") is False
+assert not {"torch", "numpy"} & sys.modules.keys()
+"""
+
+
+def test_a_forked_child_reconnects_and_its_parent_goes_on(config: ClientConfig) -> None:
+    command = [sys.executable, "-W", "error", "-c", FORK, str(config.service_port)]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_key_exists_once_it_was_written(connection: InfinityConnection) -> None:
