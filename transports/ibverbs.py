@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from infinistore.transports.rdma_ports import Port, choose_port
+from infinistore.transports.rdma_choice import ChosenPort, choose_port
 from infinistore.transports.rdma_queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
 from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma, Operation
 
@@ -91,7 +91,7 @@ def open_device(name: str | None, port: int, link: str | None, gid_index: int) -
 class VerbsDevice:
     """An open port of an RDMA device. See `rdma_verbs.Device` for what its methods promise."""
 
-    def __init__(self, pyverbs: Pyverbs, port: Port, choose_again: Callable[[], Port]) -> None:
+    def __init__(self, pyverbs: Pyverbs, port: ChosenPort, choose_again: Callable[[], ChosenPort]) -> None:
         self.name = port.device
         self.link = port.link
         self.port = port
@@ -123,6 +123,11 @@ class VerbsDevice:
     def place(self) -> str:
         """The port and the address it speaks from, for people."""
         return self.port.describe()
+
+    @property
+    def reason(self) -> str:
+        """Why it is this port, and this address of it."""
+        return self.port.reason
 
     def register(self, address: int, length: int, *, remote: bool, writable: bool = True) -> "VerbsRegion":
         """Register memory."""

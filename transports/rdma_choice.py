@@ -108,8 +108,8 @@ class ChosenPort:
     reason: str
 
     def describe(self) -> str:
-        """Name it for people, with the reason."""
-        return f"{self.device} port {self.number} ({self.link}), {self.reason}"
+        """Name it for people."""
+        return f"{self.device} port {self.number} ({self.link}, GID index {self.gid_index})"
 
 
 class _Rank(enum.IntEnum):

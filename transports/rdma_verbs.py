@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import attrs
 
+from infinistore.transports.rdma_choice import NoRdma
 from infinistore.transports.rdma_plan import Piece
 
 __all__ = [
@@ -26,10 +27,6 @@ __all__ = [
     "describe_status",
     "open_device",
 ]
-
-
-class NoRdma(Exception):
-    """RDMA cannot be used here; the message says why and what would help, in one line."""
 
 
 class Operation(enum.Enum):
@@ -124,6 +121,10 @@ class Device(Protocol):
     @property
     def place(self) -> str:
         """The port and its address, for people."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is this port, and this address of it."""
 
     def register(self, address: int, length: int, *, remote: bool, writable: bool = True) -> Region:
         """Register memory; `remote` lets the peer of a queue pair read and, if it is writable, write it.

@@ -11,8 +11,8 @@ from infinistore.client.options import Options
 from infinistore.client.registration import Registration
 from infinistore.protocol.messages import HelloReply
 from infinistore.transports import rdma_verbs
+from infinistore.transports.rdma_devices import there_is_rdma
 from infinistore.transports.rdma_memory import RegisteredMemory, RegisteredSpan, Staging
-from infinistore.transports.rdma_ports import there_is_rdma
 from infinistore.transports.rdma_verbs import Device, NoRdma
 
 __all__ = ["DEAD_AFTER_S", "ClientRdma"]

@@ -110,7 +110,7 @@ def open_rdma(config: ServerConfig, pool: Pool) -> RdmaPool | None:
         wanted = config.dev_name is not None
         _log.log(logging.WARNING if wanted else logging.INFO, "serving without RDMA", extra={"reason": str(error)})
         return None
-    _log.info("serving RDMA", extra={"device": device.place})
+    _log.info("serving RDMA", extra={"device": device.place, "reason": device.reason})
     return rdma
 
 

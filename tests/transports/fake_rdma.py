@@ -136,6 +136,10 @@ class FakeDevice:
     def place(self) -> str:
         return f"{self.name} port 1"
 
+    @property
+    def reason(self) -> str:
+        return "made of memory copies"
+
     def register(self, address: int, length: int, *, remote: bool, writable: bool = True) -> FakeRegion:
         fabric = self.fabric
         with fabric.lock:

@@ -63,9 +63,9 @@ def test_soft_roce_as_recorded(tmp_path: Path) -> None:
     chosen = choose_port(root=rdma_trees.write_files(tmp_path, rdma_trees.RXE_IN_THE_GUEST))
 
     assert attrs.astuple(chosen)[:-1] == ("rxe0", 1, "Ethernet", 0, "00000000000000000000ffff0a4d0001", 1)
-    assert chosen.describe() == (
-        "rxe0 port 1 (Ethernet), GID 1 (RoCE v2, 10.77.0.1 on veth0): a routable IPv4 address; "
-        "the best of 2 that can be used here"
+    assert chosen.describe() == "rxe0 port 1 (Ethernet, GID index 1)"
+    assert chosen.reason == (
+        "GID 1 (RoCE v2, 10.77.0.1 on veth0): a routable IPv4 address; the best of 2 that can be used here"
     )
 
 
