@@ -61,6 +61,12 @@ class Stream(Protocol):
 class DescriptorStream(Stream, Protocol):
     """A stream whose peer is on this host and can be handed descriptors: a Unix socket."""
 
+    def stay_awake(self, seconds: float) -> None:
+        """Say that the peer will be heard of within this time: the next receive waits awake for it, if it may.
+
+        Others have their turn meanwhile.
+        """
+
     async def send_descriptors(self, views: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         """As `send_all`, with descriptors beside the first byte.
 

@@ -54,6 +54,7 @@ class SocketStream:
         self.socket = sock
         self._spinner = spinner
         self._credit = _YIELD_AFTER_BYTES
+        self._awake_until = 0.0
         self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
@@ -87,14 +88,30 @@ class SocketStream:
             except BlockingIOError:
                 count = self._spin(views)
                 if count is None:
-                    await self._wait(trio.lowlevel.wait_readable, deadline)
+                    if self._is_awake():
+                        await self._yield()
+                    else:
+                        await self._wait(trio.lowlevel.wait_readable, deadline)
                     continue
             except OSError as error:
                 raise broken(error) from error
             if self._spinner is not None:
                 self._spinner.moved(self)
             self._credit -= count + _CALL_COST_BYTES
+            self._awake_until = 0.0
             return count
+
+    def stay_awake(self, seconds: float) -> None:
+        """Wait awake for up to this time from now on, in short pieces, if the stream may do that at all."""
+        if self._spinner is not None:
+            self._awake_until = self._spinner.clock() + seconds
+
+    def _is_awake(self) -> bool:
+        return (
+            self._spinner is not None
+            and self._awake_until > self._spinner.clock()
+            and self._spinner.may_spin(self, self._awake_until)
+        )
 
     def _spin(self, views: Sequence[memoryview]) -> int | None:
         if self._spinner is None:
@@ -102,7 +119,7 @@ class SocketStream:
         # Others have to get their turn soon, or nobody would notice that they are there.
         self._credit -= _SPIN_COST_BYTES
         try:
-            return self._spinner.spin(self, views, lambda: _receive(self.socket, views))
+            return self._spinner.spin(self, views, lambda: _receive(self.socket, views), until=self._awake_until)
         except OSError as error:
             raise broken(error) from error
 

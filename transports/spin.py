@@ -37,7 +37,7 @@ class Spinner:
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:
         self._spin_s = spin_s
-        self._clock = clock
+        self.clock = clock
         self._last: object = None
         self._last_at = 0.0
         self._alone_since = 0.0
@@ -48,29 +48,37 @@ class Spinner:
 
     def moved(self, stream: object) -> None:
         """Note that bytes have moved on a stream."""
-        now = self._clock()
+        now = self.clock()
         if stream is not self._last:
             self._last = stream
             self._alone_since = now
         self._last_at = now
 
-    def spin(self, stream: object, views: Sequence[memoryview], attempt: Callable[[], int]) -> int | None:
+    def may_spin(self, stream: object, until: float = 0.0) -> bool:
+        """Whether to wait awake for a stream: one that is alone, and moved bytes lately or will until this time."""
+        now = self.clock()
+        return (
+            stream is self._last
+            and (now - self._last_at <= _RECENT_S or now < until)
+            and now - self._alone_since >= _ALONE_S
+            and self._spin_s > 0
+        )
+
+    def spin(
+        self, stream: object, views: Sequence[memoryview], attempt: Callable[[], int], *, until: float = 0.0
+    ) -> int | None:
         """Call `attempt` until it does not raise `BlockingIOError`, for a moment; `None` if that was in vain.
 
         `views` are what it fills. A long payload is left alone: taking each packet as it comes is slower than sleeping
-        until there are many, for both ends.
+        until there are many, for both ends. `until` is when the stream is known to move bytes: before that, a miss
+        says nothing.
         """
         if len(views) != 1 or len(views[0]) > _LONGEST_BYTES:
             return None
-        start = self._clock()
-        if (
-            stream is not self._last
-            or start - self._last_at > _RECENT_S
-            or start - self._alone_since < _ALONE_S
-            or not self._spin_s
-        ):
+        if not self.may_spin(stream, until):
             return None
-        if self._skip:
+        start = self.clock()
+        if self._skip and start >= until:
             self._skip -= 1
             return None
         end = start + self._spin_s
@@ -81,13 +89,13 @@ class Spinner:
                 result = attempt()
                 break
             except BlockingIOError:
-                now = self._clock()
+                now = self.clock()
         self._spins += 1
-        self._burned_s += self._clock() - start
-        if result is None:
-            self._skip = _TRY_AGAIN_AFTER
-        else:
+        self._burned_s += self.clock() - start
+        if result is not None:
             self._hits += 1
+        elif now >= until:
+            self._skip = _TRY_AGAIN_AFTER
         return result
 
     def statistics(self) -> SpinStatistics:

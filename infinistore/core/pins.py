@@ -38,7 +38,7 @@ class PinTable:
         counts = self.counts
         # Nearly always no block is pinned yet: then it is done at C speed.
         first = dict.fromkeys(entries, 1)
-        if len(first) == len(entries) and counts.keys().isdisjoint(first):
+        if len(first) == len(entries) and (not counts or counts.keys().isdisjoint(first)):
             counts.update(first)
             self.bytes += footprint_bytes
         else:

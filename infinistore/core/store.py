@@ -210,7 +210,7 @@ class StoreCore:
             keys, entries = keys[:fitting], entries[:fitting]
         found: Sequence[str] = keys
         pinned: list[Entry] = entries  # type: ignore[assignment]
-        if None in entries:
+        if not all(entries):
             found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
             pinned = [entry for entry in entries if entry is not None]
         lengths = list(map(_LENGTH, pinned))

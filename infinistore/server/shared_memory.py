@@ -6,7 +6,7 @@ leased until it says that it is done, or is gone.
 """
 
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.clients import Reservation
@@ -27,11 +27,14 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.places import place_of
 from infinistore.server.conversation import Conversation
+from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets import MAX_DESCRIPTORS
 
 __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
 SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Lease | Release
+_AWAKE_BYTES = 16 * 1024 * 1024
+_COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
 MOST_OPEN = 1024
 """How many reservations, and how many leases, one connection may have open: an empty one takes no room in the pool."""
 
@@ -105,6 +108,7 @@ class SharedMemory:
         self._reservations[number] = reservation
         places = [place_of(arena, offset) for arena, offset, _ in reservation.extents]
         await self._conversation.reply(ReserveReply(number, numbers(places)))
+        self._await_copying(sum(reserve.sizes))
 
     async def _commit(self, commit: Commit) -> None:
         """Make a batch visible that the client has written. If the keys do not fit it, it stays open."""
@@ -126,12 +130,13 @@ class SharedMemory:
         lease = conversation.lease(request)
         lengths = lease.lengths
         total = sum(lengths)
-        sizes = numbers(length or MISSING for length in lengths)
+        sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
         if total > request.inline_bytes:
             number = self.keep(lease)
             places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
             conversation.traffic.sent_bytes += total
             await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
+            self._await_copying(total)
             return
         try:
             reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
@@ -142,6 +147,12 @@ class SharedMemory:
     def _release(self, release: Release) -> None:
         self._core.release(self.open_lease(release.lease))
         del self._leases[release.lease]
+
+    def _await_copying(self, count: int) -> None:
+        """Stay awake while the client copies so many bytes: being woken up would take a good part of that time."""
+        if self._conversation.stream.passes_descriptors and count <= _AWAKE_BYTES:
+            stream = cast(DescriptorStream, self._conversation.stream)
+            stream.stay_awake(count / _COPIED_BYTES_PER_S)
 
     async def _map_arenas(self, message: MapArenas) -> None:
         conversation = self._conversation
