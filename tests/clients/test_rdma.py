@@ -1,0 +1,520 @@
+"""Stores that move blocks by RDMA: which way they choose, what they promise when it fails, and what they register.
+
+The devices are made of memory copies, with the checks of real ones (`tests.transports.fake_rdma`). What every store
+does, and the rule machine, run over them too: see `tests.clients.stores`.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import trio
+
+import infinistore
+from infinistore import aio, blocking
+from infinistore.client import rdma as client_rdma
+from infinistore.client.options import Options
+from infinistore.client.remote import RemoteCalls
+from infinistore.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    DeadlineExceeded,
+    LimitExceeded,
+    StoreUnavailable,
+    TransferFailed,
+)
+from infinistore.protocol.messages import HelloReply
+from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma
+from tests.bad_days.test_fork import in_child
+from tests.clients.test_cancellation import cancel_at_each_await
+from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
+from tests.transports.fake_rdma import Fabric, fabric_in_use
+
+REMOTE_ACCESS = 10
+LARGE = DeviceLimits(depth=256, longest_bytes=1 << 30)
+VALUE = bytes(range(256)) * 64
+
+
+@asynccontextmanager
+async def serving(
+    limits: DeviceLimits | None = None, **settings: Any
+) -> AsyncGenerator[tuple[Fabric, RunningServer], None]:
+    with fabric_in_use(limits) as fabric:
+        async with running_server(make_config(**settings)) as server:
+            yield fabric, server
+
+
+def rdma_url(server: RunningServer) -> str:
+    return f"rdma://127.0.0.1:{server.server.addresses.port}?inline_bytes=0&device=fake1"
+
+
+def best_url(server: RunningServer) -> str:
+    """RDMA if it can be had."""
+    return rdma_url(server).replace("rdma://", "infinistore://")
+
+
+async def way(url: str) -> tuple[str, str]:
+    """Which transport a store takes, and why; a block goes there and back."""
+    async with infinistore.open_store(url) as store:
+        await store.put("way", VALUE)
+        assert await store.get("way") == VALUE
+        stats = await store.stats()
+        return stats.transport, stats.transport_reason
+
+
+# Which way
+
+
+async def test_a_url_that_asks_for_rdma_gets_it() -> None:
+    async with serving() as (fabric, server):
+        for url in (rdma_url(server), best_url(server)):
+            before = fabric.moved_bytes
+            assert await way(url) == ("rdma", "by fake1 port 1")
+            assert fabric.moved_bytes - before == 2 * len(VALUE)
+        await server.quiet()
+
+
+async def test_without_a_word_of_rdma_it_is_taken_where_both_sides_have_a_device_and_no_memory_is_shared() -> None:
+    async with serving() as (_, server):
+        url = f"infinistore://127.0.0.1:{server.server.addresses.port}?inline_bytes=0"
+        assert await way(url) == ("tcp", "the server has no Unix socket")
+        with mock.patch.object(client_rdma, "there_is_rdma", return_value=True):
+            assert await way(url) == ("rdma", "by fake port 1; the server has no Unix socket")
+            assert (await way(url.replace("infinistore", "tcp")))[0] == "tcp"
+
+
+async def test_a_host_without_a_device_falls_back_and_says_why() -> None:
+    async with serving() as (fabric, server):
+        fabric.absent = "this host has no RDMA device"
+        transport, reason = await way(best_url(server))
+        assert transport == "tcp"
+        assert "this host has no RDMA device" in reason
+        with pytest.raises(StoreUnavailable, match="this host has no RDMA device"):
+            await way(rdma_url(server))
+        await server.quiet()
+
+
+async def test_shared_memory_comes_before_tcp_where_rdma_cannot_be_had(tmp_path: Any) -> None:
+    async with serving(unix_socket=str(tmp_path / "store.sock")) as (fabric, server):
+        assert (await way(best_url(server)))[0] == "rdma"
+        fabric.absent = "no device"
+        transport, reason = await way(best_url(server))
+        assert transport == "shm"
+        assert "no device" in reason
+
+
+async def test_a_server_without_a_device_says_so_and_serves_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    with fabric_in_use(absent="there is no RDMA device 'mlx5_7' here"):
+        async with running_server(make_config(dev_name="mlx5_7")) as server:
+            transport, reason = await way(best_url(server))
+            assert transport == "tcp"
+            assert "the server has no RDMA" in reason
+            with pytest.raises(StoreUnavailable, match="the server has no RDMA"):
+                await way(rdma_url(server))
+    (line,) = [record for record in caplog.records if record.getMessage() == "serving without RDMA"]
+    assert line.levelname == "WARNING"
+    assert "mlx5_7" in vars(line)["reason"]
+
+
+async def test_a_server_that_must_have_rdma_does_not_start_without() -> None:
+    with fabric_in_use(absent="port 1 of the RDMA device mlx5_0 is DOWN"), pytest.raises(BaseExceptionGroup) as caught:
+        async with running_server(make_config(require_rdma=True)):
+            raise AssertionError("it started")
+    assert caught.group_contains(ConfigError, match="--require-rdma: port 1 .* DOWN")
+
+
+@pytest.mark.parametrize("fault", ["refuses_queues", "refuses_to_connect"])
+async def test_a_device_that_refuses_queue_pairs_means_tcp(fault: str) -> None:
+    async with serving() as (fabric, server):
+        setattr(fabric, fault, True)
+        assert (await way(best_url(server)))[0] == "tcp"
+        with pytest.raises(StoreUnavailable, match="no RDMA"):
+            await way(rdma_url(server))
+        await server.quiet()
+
+
+# Memory
+
+
+async def test_blocks_in_registered_memory_are_moved_where_they_are() -> None:
+    async with serving(LARGE) as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        source, target = bytearray(VALUE * 4), bytearray(len(VALUE) * 4)
+        size = len(VALUE) // 4
+        registrations = [await store.register(source), await store.register(target)]
+        spans = [slice(first, first + size) for first in range(0, len(source), size)]
+        registered = fabric.registered_bytes
+        await store.put_many([(f"{i}", memoryview(source)[span]) for i, span in enumerate(spans)])
+        assert fabric.requests == 1, "blocks that touch on both sides are one request"
+        await store.get_many_into([(f"{i}", memoryview(target)[span]) for i, span in enumerate(spans)])
+        assert fabric.requests == 2
+        assert target == source
+        assert fabric.registered_bytes == registered, "no staging buffer was made"
+        for registration in registrations:
+            assert registration.registered
+            registration.close()
+
+
+async def test_an_arena_is_registered_once_and_nothing_is_registered_by_a_put_or_get() -> None:
+    async with serving(prealloc_bytes=MIB, auto_increase=True, max_pool_bytes=4 * MIB) as (fabric, server):
+        assert (fabric.registrations, fabric.registered_bytes) == (1, MIB)
+        async with infinistore.open_store(f"{rdma_url(server)}&staging_bytes=65536") as store:
+            with await store.register(bytearray(VALUE)) as registration:
+                registered = registration.view
+                await store.put("staged", bytes(VALUE))
+                assert (fabric.registrations, fabric.registered_bytes) == (3, MIB + len(VALUE) + 65536)
+                for number in range(20):
+                    await store.put(f"registered {number}", registered)
+                    await store.get_into(f"registered {number}", registered)
+                    await store.put_many({f"staged {number}": VALUE, f"long {number}": VALUE * 8})
+                    assert await store.get(f"long {number}") == VALUE * 8
+                arenas = server.core.statistics().arenas
+                assert arenas > 1, "the pool grew"
+                assert fabric.registrations == 3 + arenas - 1
+
+
+async def test_memory_that_the_system_does_not_let_be_pinned_is_an_error_that_says_so() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        fabric.refuses_to_register = True
+        with pytest.raises(LimitExceeded, match="ulimit -l"):
+            await store.register(bytearray(100))
+        fabric.refuses_to_register = False
+        await store.put("a", VALUE)
+
+
+async def test_a_pool_that_cannot_be_registered_when_it_grows_does_not_grow() -> None:
+    async with serving(prealloc_bytes=64 * KIB, auto_increase=True, max_pool_bytes=MIB) as (fabric, server):
+        fabric.refuses_to_register = True
+        async with infinistore.open_store(server.url) as store:
+            for number in range(20):
+                await store.put(f"{number}", VALUE)
+        assert server.core.statistics().arenas == 1
+
+
+async def test_without_rdma_registering_checks_its_argument_and_no_more() -> None:
+    async with infinistore.open_store() as store:
+        with pytest.raises(TypeError):
+            await store.register(5)
+        with pytest.raises(ValueError, match="empty"):
+            await store.register(b"")
+        with await store.register(bytearray(10)) as registration:
+            assert (registration.length, registration.registered) == (10, False)
+    with blocking.open_store() as threads_store:
+        threads_store.register(bytearray(10)).close()
+
+
+async def test_memory_registered_before_the_first_connection_is_known_to_it() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server), lazy=True) as store:
+        buffer = bytearray(VALUE)
+        with await store.register(buffer) as registration:
+            assert not registration.registered
+            await store.put("a", buffer)
+            assert registration.registered
+            assert fabric.registrations == 2, "the pool and the buffer: nothing was staged"
+
+
+async def test_part_of_a_batch_in_registered_memory_is_as_good_as_none() -> None:
+    async with serving() as (_, server), infinistore.open_store(rdma_url(server)) as store:
+        buffer = bytearray(VALUE)
+        with await store.register(buffer):
+            await store.put_many({"a": buffer, "b": b"elsewhere"})
+            other = bytearray(9)
+            buffer[:] = bytes(len(buffer))
+            assert await store.get_many_into({"a": buffer, "b": other, "c": bytearray(3)}) == [len(VALUE), 9, None]
+            assert (bytes(buffer), bytes(other)) == (VALUE, b"elsewhere")
+
+
+async def test_read_only_memory_can_be_put_from_and_not_read_into() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        with await store.register(VALUE):
+            count = fabric.registrations
+            await store.put("a", VALUE)
+            assert fabric.registrations == count
+            with pytest.raises(TypeError):
+                await store.get_into("a", VALUE)
+            assert await store.get("a") == VALUE
+
+
+async def test_thousands_of_blocks_go_in_one_call_through_a_short_queue() -> None:
+    async with (
+        serving(minimal_allocate_bytes=64) as (fabric, server),
+        infinistore.open_store(rdma_url(server)) as store,
+    ):
+        source = memoryview(bytearray(range(250)) * 400)
+        with await store.register(source):
+            items = {f"{i}": bytes(source[i * 25 : i * 25 + 20]) for i in range(4000)}
+            await store.put_many({f"{i}": source[i * 25 : i * 25 + 20] for i in range(4000)})
+            assert fabric.requests == 4000
+            assert {key: bytes(await store.get(key)) for key in list(items)[::400]} == dict(list(items.items())[::400])
+            assert list(map(bytes, filter(None, await store.get_many(items)))) == list(items.values())
+
+
+# Failure
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_call_whose_transfer_fails_goes_on_without_rdma(registered: bool) -> None:
+    async with serving() as (fabric, server), infinistore.open_store(best_url(server)) as store:
+        buffer = bytearray(VALUE)
+        if registered:
+            await store.register(buffer)
+        fabric.statuses.append(REMOTE_ACCESS)
+        await store.put("a", buffer)
+        assert (await store.stats()).transport == "tcp"
+        reason = (await store.stats()).transport_reason
+        assert "remote access error" in reason
+        assert "tried again in" in reason
+        assert await store.get("a") == VALUE
+        assert not fabric.queues, "the queue pairs that failed are gone"
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_get_whose_transfer_fails_goes_on_without_rdma(registered: bool) -> None:
+    async with serving() as (fabric, server), infinistore.open_store(best_url(server)) as store:
+        await store.put_many({"a": VALUE, "b": VALUE[1:]})
+        target = bytearray(len(VALUE))
+        if registered:
+            await store.register(target)
+        fabric.statuses.append(REMOTE_ACCESS)
+        assert await store.get_into("a", target) == len(VALUE)
+        assert target == VALUE
+        assert await store.get_many(["b", "a", "c"]) == [VALUE[1:], VALUE, None]
+
+
+async def test_a_long_batch_that_fails_between_its_pieces_goes_on_without_rdma() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(f"{best_url(server)}&staging_bytes=5000") as store:
+        fabric.statuses.extend([0, 0, 0, 0, REMOTE_ACCESS])
+        await store.put_many({"a": VALUE, "b": VALUE[1:]})
+        assert (await store.stats()).transport == "tcp"
+        assert await store.get("a") == VALUE
+        assert await store.get("b") == VALUE[1:]
+
+
+async def test_where_rdma_is_forced_a_failed_transfer_is_an_error_and_stores_nothing() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        await store.put("a", b"old")
+        fabric.statuses.append(REMOTE_ACCESS)
+        with pytest.raises(TransferFailed, match="remote access error"):
+            await store.put_many({"a": VALUE, "b": VALUE})
+        assert await store.get_many(["a", "b"]) == [b"old", None]
+        assert (await store.stats()).transport == "rdma", "a new queue pair was connected"
+
+
+async def test_rdma_is_tried_again_after_a_pause() -> None:
+    async with serving() as (fabric, server):
+        with mock.patch.object(client_rdma, "_FIRST_PAUSE_S", 0.0):
+            async with infinistore.open_store(best_url(server)) as store:
+                fabric.unplugged = True
+                await store.put("a", VALUE)
+                assert await store.get("a") == VALUE
+                fabric.unplugged = False
+                assert await store.get("a") == VALUE
+                assert (await store.stats()).transport == "rdma"
+
+
+async def test_the_pause_doubles_and_ends_with_success() -> None:
+    now = 0.0
+    with fabric_in_use(absent="nothing here") as fabric:
+        options = Options(device="fake1")
+        rdma = client_rdma.ClientRdma(options, lambda: now, forced=False)
+        pauses = []
+        hello = HelloReply("", "", 1, 1, 1, 1, rdma="Ethernet")
+        for _ in range(8):
+            with pytest.raises(NoRdma):
+                rdma.device_for(hello)
+            assert not rdma.due
+            pauses.append(rdma._pause_s)
+            now += rdma._pause_s
+        assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+        fabric.absent = ""
+        assert rdma.due
+        rdma.device_for(hello)
+        rdma.works()
+        assert rdma._pause_s == 0
+        rdma.release(None)
+        rdma.close()
+
+
+# The caller's memory
+
+
+async def test_nothing_is_written_to_the_callers_memory_after_a_cancelled_get() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        await store.put("a", VALUE)
+        target = bytearray(len(VALUE))
+        await store.register(target)
+        fabric.held = True
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.get_into, "a", target)
+                await until_work_is_held(fabric)
+                scope.cancel()
+        fabric.release()
+        assert not any(target)
+        assert fabric.moved_bytes == len(VALUE), "the put, and nothing since"
+        assert await store.get("a") == VALUE
+    await server.quiet()
+
+
+async def test_nothing_is_read_from_the_callers_memory_after_a_cancelled_put() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        source = bytearray(VALUE)
+        await store.register(source)
+        fabric.held = True
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.put, "a", source)
+                await until_work_is_held(fabric)
+                scope.cancel()
+        source[:] = bytes(len(source))
+        fabric.release()
+        assert fabric.moved_bytes == 0
+        assert not await store.exists("a")
+    await server.quiet()
+
+
+async def test_a_deadline_ends_a_transfer_and_its_queue_pairs() -> None:
+    async with serving() as (fabric, server):
+        target = bytearray(len(VALUE))
+        async with infinistore.open_store(rdma_url(server)) as store:
+            await store.put("a", VALUE)
+        async with infinistore.open_store(rdma_url(server), deadline_s=0.3) as store:
+            await store.register(target)
+            fabric.held = True
+            with pytest.raises(DeadlineExceeded):
+                await store.get_into("a", target)
+        fabric.release()
+        await server.quiet()
+        assert not any(target)
+        assert not fabric.queues
+
+
+async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_more() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(best_url(server)) as store:
+        await store.put("a", VALUE)
+        target = bytearray(len(VALUE))
+        registration = await store.register(target)
+        fabric.held = True
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.get_into, "a", target)
+            await until_work_is_held(fabric)
+            registration.close()
+            moved = fabric.moved_bytes
+            fabric.release()
+        assert fabric.moved_bytes == moved
+        assert target == VALUE, "the call went on without RDMA"
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_call_can_be_cancelled_at_each_of_its_waits(registered: bool) -> None:
+    async with serving() as (_, server):
+        source, target = bytearray(VALUE), bytearray(len(VALUE))
+        async with infinistore.open_store(f"{rdma_url(server)}&staging_bytes=5000") as store:
+            if registered:
+                await store.register(source)
+                await store.register(target)
+
+            async def there_and_back() -> None:
+                await store.put("a", source)
+                assert await store.get_into("a", target) == len(VALUE)
+                assert target == VALUE
+
+            async def what_was_put_is_whole() -> None:
+                assert await store.get_many(["a"]) in ([None], [VALUE])
+
+            assert await cancel_at_each_await(there_and_back, what_was_put_is_whole) > 3
+        await server.quiet()
+
+
+async def until_work_is_held(fabric: Fabric) -> None:
+    with trio.fail_after(20):
+        while not fabric.work:
+            await trio.lowlevel.checkpoint()
+
+
+# The ends of things
+
+
+async def test_a_block_that_changed_in_the_pool_is_a_mismatch_and_dropped() -> None:
+    async with serving() as (_, server), infinistore.open_store(rdma_url(server)) as store:
+        await store.put("a", VALUE)
+        entry = server.core._index.get("a")
+        assert entry is not None
+        server.core.pool.view(entry[:3])[7] ^= 1
+        target = bytearray(len(VALUE))
+        with pytest.raises(ChecksumMismatch):
+            await store.get_into("a", target)
+        assert not await store.exists("a")
+
+
+async def test_closing_a_store_closes_its_device_when_its_calls_have_ended() -> None:
+    async with serving() as (fabric, server):
+        async with trio.open_nursery() as nursery:
+            async with infinistore.open_store(rdma_url(server)) as store:
+                fabric.held = True
+                nursery.start_soon(store.put, "a", VALUE)
+                await until_work_is_held(fabric)
+            assert [device.name for device in fabric.devices] == ["fake", "fake1"]
+            fabric.release()
+        assert [device.name for device in fabric.devices] == ["fake"]
+
+
+async def test_a_server_that_stops_destroys_its_queue_pairs_before_its_memory_goes() -> None:
+    with fabric_in_use() as fabric:
+        async with (
+            running_server(make_config()) as server,
+            infinistore.open_store(rdma_url(server), deadline_s=5) as store,
+            trio.open_nursery() as nursery,
+        ):
+            fabric.held = True
+            nursery.start_soon(fails_to_put, store)
+            await until_work_is_held(fabric)
+            server.scope.cancel()
+        fabric.release()
+        assert fabric.moved_bytes == 0
+
+
+async def fails_to_put(store: Any) -> None:
+    with pytest.raises(StoreUnavailable):
+        await store.put("a", VALUE)
+
+
+async def test_other_drivers_use_it_too() -> None:
+    async with serving() as (fabric, server):
+
+        def with_threads() -> str:
+            with blocking.open_store(rdma_url(server)) as store, store.register(bytearray(VALUE)) as registration:
+                store.put("a", registration.view)
+                assert store.get("a") == VALUE
+                return store.stats().transport
+
+        async def with_asyncio() -> str:
+            async with aio.open_store(rdma_url(server)) as store:
+                with await store.register(bytearray(VALUE)) as registration:
+                    await store.put("b", registration.view)
+                    assert await store.get("b") == VALUE
+                    return (await store.stats()).transport
+
+        import asyncio
+
+        assert await trio.to_thread.run_sync(with_threads) == "rdma"
+        assert await trio.to_thread.run_sync(asyncio.run, with_asyncio()) == "rdma"
+        assert fabric.moved_bytes == 4 * len(VALUE)
+
+
+async def test_a_forked_child_leaves_the_parents_device_alone() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
+        await store.put("a", VALUE)
+        calls = store._calls  # type: ignore[attr-defined]
+        assert isinstance(calls, RemoteCalls)
+        device = calls.rdma._device
+
+        def in_the_child() -> None:
+            assert calls.rdma._device is None
+            assert device is not None
+            calls.close()
+
+        in_child(in_the_child)
+        assert await store.get("a") == VALUE
+        assert len(fabric.devices) == 2
