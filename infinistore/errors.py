@@ -148,7 +148,10 @@ class TransferFailed(StoreUnavailable):
 
 
 class LeaseStillInUse(ResourceWarning):
-    """A `lease` block was left while views of its memory were still alive; the memory stays pinned until they die."""
+    """A `lease` or `reserve` block was left while views, arrays or tensors of its memory were still alive.
+
+    Leased memory stays pinned until they die. Reserved memory is committed all the same: nobody may write there now.
+    """
 
 
 def _subclasses(cls: type[InfiniStoreException]) -> list[type[InfiniStoreException]]:

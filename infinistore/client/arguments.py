@@ -21,6 +21,7 @@ __all__ = [
     "check_page",
     "check_ratios",
     "key_list",
+    "sizes_to_reserve",
 ]
 
 _READONLY = attrgetter("readonly")
@@ -51,6 +52,20 @@ def batch_to_get(items: Pairs) -> Batch:
     if not views or any(map(_READONLY, views)):
         views = list(map(writable, buffers))
     return Batch(keys, views)
+
+
+def sizes_to_reserve(sizes: Mapping[str, int]) -> tuple[list[str], list[int]]:
+    """Return keys and the sizes of their blocks, in bytes."""
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"give a mapping of keys to sizes in bytes, not {type(sizes).__name__}")
+    keys = list(sizes)
+    check_keys(keys)
+    for key, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"the size of {key[:60]!r} is a whole number of bytes, not {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"a value has at least one byte; {key[:60]!r} was given {size}")
+    return keys, list(sizes.values())
 
 
 def check_hold(hold_s: float) -> None:

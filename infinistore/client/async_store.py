@@ -4,7 +4,7 @@ How an operation is carried out is the business of the subclasses, which have on
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from infinistore.client.arguments import (
@@ -16,8 +16,11 @@ from infinistore.client.arguments import (
     check_page,
     check_ratios,
     key_list,
+    sizes_to_reserve,
 )
 from infinistore.client.buffers import BufferLike, readable
+from infinistore.client.in_place import Kept
+from infinistore.client.leasing import AsyncLease, AsyncReservation
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
 from infinistore.client.registration import Registration
@@ -41,8 +44,17 @@ class AsyncStore(ABC):
     """
 
     @abstractmethod
-    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
-        """Carry out an operation. `idempotent`: it may be tried again; `payload`: it moves blocks."""
+    async def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
+        """Carry out an operation. `idempotent`: it may be tried again; `payload`: it moves blocks; `pinning`: what it
+        pins may outlive it; `kept`: it begins or ends a reservation, which belongs to one connection."""
 
     async def put(self, key: str, data: BufferLike) -> None:
         """Store one block; what the key had before is replaced.
@@ -115,6 +127,40 @@ class AsyncStore(ABC):
         """
         checked = batch_to_get(items)
         return await self._call(lambda ops: ops.get_many_into(checked), payload=True)
+
+    def lease(self, keys: Iterable[str], *, verify: bool = False) -> AsyncLease:
+        """Read blocks where they lie: `async with store.lease(keys) as views`.
+
+        `views` is a list of read-only memoryviews of the pool, None for each key that is not there. By TCP the views
+        are of a copy. What is leased stays as it is, whatever becomes of its key, and takes room until the last view,
+        slice, array or tensor of it is gone, even if the store is closed before or the server dies. When the block is
+        left, the views are released: using them is a ValueError from then on. Arrays and tensors made from them are
+        still good, keep all of the lease, and are worth the warning `LeaseStillInUse`.
+
+        `verify` hashes the blocks where they lie. What a reader of shared memory changes, with a tensor for example,
+        is changed for everybody.
+
+        Raises:
+            ChecksumMismatch: with `verify`, the bytes are not those that were written. By TCP also without.
+            LimitExceeded: the server pins no more for this client; let go of other leases.
+        """
+        return AsyncLease(self._call, key_list(keys), verify)
+
+    def reserve(self, sizes: Mapping[str, int]) -> AsyncReservation:
+        """Write blocks where they will lie: `async with store.reserve({key: size_bytes}) as views`.
+
+        `views` is a list of writable memoryviews, in the order of the mapping; what is in them at first is undefined.
+        When the block is left, the blocks are hashed and stored, visible all at once, as by `put_many`; if it is left
+        by an error, nothing is. By TCP, or where clients may not write to the pool, the views are of private memory,
+        and the blocks are put when the block is left. Nobody may write to arrays or tensors made from the views
+        afterwards: readers would find a wrong checksum. If any is alive, `LeaseStillInUse` warns.
+
+        Raises:
+            OutOfMemory: no room, even after evicting.
+            ValueTooLarge: a block is larger than the store takes.
+            LimitExceeded: more than can be stored at once, or than the server reserves for this client.
+        """
+        return AsyncReservation(self._call, *sizes_to_reserve(sizes))
 
     async def exists(self, key: str) -> bool:
         """Tell whether the key is there. Does not count as a use of it."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Unpack, cast
 from infinistore.client.address import Address
 from infinistore.client.async_store import AsyncStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
+from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.registration import Registration
@@ -55,7 +56,15 @@ class _EmbeddedAsyncioStore(AsyncStore):
         self._store = store
         self._verify = options.verify == "always"
 
-    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    async def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         self._store.check_usable()
         await asyncio.sleep(0)
         operations = EmbeddedOperations(self._store, verify=self._verify)
@@ -98,13 +107,21 @@ class RemoteAsyncioStore(AsyncStore):
     def _register(self, view: memoryview) -> Registration:
         return self._calls.register(view)
 
-    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    async def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         self._calls.check_open()
         attempt = self._calls.attempt(idempotent=idempotent)
         slots = self._payload_slots if payload else self._lookup_slots
         try:
             async with asyncio.timeout(self._calls.options.deadline_s), slots:
-                return await self._drive(self._calls.call(operation, attempt))
+                return await self._drive(self._calls.call(operation, attempt, pinning=pinning, kept=kept))
         except TimeoutError:
             raise self._calls.deadline_exceeded(attempt) from None
 

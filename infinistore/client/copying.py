@@ -6,7 +6,7 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.protocol.connection import Exchange, Pause
 
-__all__ = ["PAUSE_BYTES", "copy_blocks"]
+__all__ = ["PAUSE_BYTES", "copy_blocks", "hash_blocks"]
 
 PAUSE_BYTES = 4 * 1024 * 1024
 """After so many bytes others have their turn."""
@@ -25,5 +25,18 @@ def copy_blocks(
         copied += len(source)
         if copied >= PAUSE_BYTES:
             copied = 0
+            yield Pause()
+    return checksums
+
+
+def hash_blocks(views: Sequence[memoryview]) -> Exchange[list[int]]:
+    """Return the hash of each block, where it lies."""
+    checksums: list[int] = []
+    hashed = 0
+    for view in views:
+        checksums.append(xxh3_64_intdigest(view))
+        hashed += len(view)
+        if hashed >= PAUSE_BYTES:
+            hashed = 0
             yield Pause()
     return checksums

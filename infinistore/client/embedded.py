@@ -4,22 +4,22 @@ Every call into the core is under one lock, so a store may be used from several 
 lock, under a pin or into a reservation, so that a long copy keeps nobody from looking up a key.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import not_
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
-from infinistore.client.copying import PAUSE_BYTES, copy_blocks
+from infinistore.client.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.fork import FORKED, let_go_in_child
+from infinistore.client.in_place import Leased, ReservedRoom, Returns, Watch, views_at
 from infinistore.client.operations import Batch
 from infinistore.client.options import Options
 from infinistore.core.arena import create_arena
-from infinistore.core.clients import Lease
+from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.index import NO_CHECKSUM
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
@@ -41,7 +41,8 @@ class EmbeddedStore:
         self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
         self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
         self.core = StoreCore(self.pool, clock=clock, limits=CoreLimits(max_batch_keys=_MAX_BATCH_KEYS))
-        self.lock = threading.Lock()
+        self.lock: Returns[Lease | Reservation] = Returns(self._give_back)
+        self._looker: Client | None = None
         self._closed = ""
         let_go_in_child(self)
 
@@ -54,11 +55,11 @@ class EmbeddedStore:
     def let_go(self) -> None:
         """In a forked child: the memory is not there, and the lock may be held by a thread that is not there either."""
         self._closed = FORKED
-        self.lock = threading.Lock()
+        self.lock = Returns(self._give_back)
         for arena in self.pool.arenas:
             arena.abandon()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Take the lock for a call into the core, which is there until it is given back."""
         self.lock.acquire()
         try:
@@ -66,9 +67,28 @@ class EmbeddedStore:
         except StoreUnavailable:
             self.lock.release()
             raise
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+    @property
+    def looker(self) -> Client:
+        """Whose pins outlive the calls that make them: those of leases and reservations in place. Under the lock."""
+        if self._looker is None:
+            self._looker = self.core.open_client("in place")
+        return self._looker
+
+    def arena(self, index: int) -> memoryview:
+        """Return all the bytes of an arena."""
+        return self.pool.arenas[index].memory
+
+    def _give_back(self, pinned: Lease | Reservation) -> bool:
+        if isinstance(pinned, Lease):
+            self.core.release(pinned)
+        else:
+            self.core.abort(pinned)  # does nothing after a commit
+        return True
 
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
@@ -169,12 +189,50 @@ class EmbeddedOperations:
         finally:
             with self._lock:
                 self._core.release(lease)
+        self._report(bad, len(keys))
+        return buffers
+
+    def _report(self, bad: list[str], count: int) -> None:
+        """If blocks are not what was written, forget those that are bad in the pool, too, and raise."""
         if bad:
             with self._store:
                 for key in bad:
                     self._core.verify(key)
-            raise ChecksumMismatch(f"{len(bad)} of {len(keys)} blocks are not what was written, first {bad[0][:100]!r}")
-        return buffers
+            raise ChecksumMismatch(f"{len(bad)} of {count} blocks are not what was written, first {bad[0][:100]!r}")
+
+    def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
+        """Pin the batch, and return views of the pool."""
+        with self._store as store:
+            lease = self._core.lease(store.looker, keys)
+            watch = Watch(store.lock.leave, lease)
+            present = views_at(watch, store.arena, lease.extents, writable=False)
+        found = iter(present)
+        views = [None if entry is None else next(found) for entry in lease.entries]
+        if verify:
+            checksums = [checksum for checksum, view in zip(lease.checksums, views, strict=True) if view is not None]
+            hashes = yield from hash_blocks(present)
+            wrong = [c not in (NO_CHECKSUM, found) for c, found in zip(checksums, hashes, strict=True)]
+            if any(wrong):
+                watch.release(views, [])  # the error keeps this frame
+                watch.done()
+                there = [key for key, view in zip(keys, views, strict=True) if view is not None]
+                self._report(list(compress(there, wrong)), len(keys))
+        return Leased(views, watch)
+
+    def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:
+        """Take room for a batch in the pool, which the caller writes."""
+        yield from ()
+        with self._store as store:
+            reservation = self._core.reserve(store.looker, sizes)
+            watch = Watch(store.lock.leave, reservation)
+            memory = views_at(watch, store.arena, reservation.extents, writable=True)
+        return ReservedRoom(keys, memory, watch, reservation)
+
+    def commit(self, room: ReservedRoom) -> Exchange[None]:
+        """Hash what was written where it lies, and make it visible."""
+        checksums = (yield from hash_blocks(room.memory)) if self._verify else None
+        with self._store:
+            self._core.commit(room.reservation, room.keys, checksums)
 
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Ask which keys are there."""

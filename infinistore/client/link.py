@@ -1,11 +1,12 @@
 """A connection that has said hello, as every driver keeps it."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import RemoteOperations
 from infinistore.client.options import Options
+from infinistore.client.pins import HasSocket, Pins
 from infinistore.client.rdma import DEAD_AFTER_S, ClientRdma
 from infinistore.client.rdma_operations import RdmaOperations
 from infinistore.client.shared_memory import SharedMemoryOperations
@@ -31,6 +32,7 @@ class Link(Generic[_Stream]):
         self._options = options
         self._clock = clock
         self._connection = ClientConnection()
+        self.pins = Pins(cast(HasSocket, stream), self._connection)
         self._operations: RemoteOperations | None = None
 
     def greet(self) -> Exchange[HelloReply]:
@@ -108,6 +110,7 @@ class Link(Generic[_Stream]):
                 remaining_us=self._remaining_us,
                 pool=pool,
                 inline_bytes=self._options.inline_bytes,
+                pins=self.pins,
             )
 
     @property
@@ -119,7 +122,12 @@ class Link(Generic[_Stream]):
     @property
     def usable(self) -> bool:
         """Whether another request may follow. Not while one is half-way, nor after it was given up there."""
-        return self._connection.state is State.READY and not self.operations.holding
+        return self.at_rest and not self.operations.holding and not self.pins.reserved
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no request is half-way."""
+        return self._connection.state is State.READY
 
     def _remaining_us(self) -> int:
         # At least 1: 0 would mean that the caller waits for ever.

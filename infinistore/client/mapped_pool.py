@@ -76,6 +76,14 @@ class MappedPool:
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
         return views
 
+    def read_only(self, arena: int) -> memoryview:
+        """Return all the bytes of an arena, to be read. Errors are those of `views`."""
+        return self._memory(arena, writable=False)
+
+    def writable_memory(self, arena: int) -> memoryview:
+        """Return all the bytes of an arena, to be written. Errors are those of `views`."""
+        return self._memory(arena, writable=True)
+
     def close(self) -> None:
         """Give up the descriptors and the mappings; views that are still held stay good."""
         with self._lock:

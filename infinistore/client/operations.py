@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from xxhash import xxh3_64_intdigest
 
+from infinistore.client.in_place import Leased, PrivateBlocks, ReservedRoom, private_room
 from infinistore.errors import ChecksumMismatch, LimitExceeded, ProtocolError, ValueTooLarge
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange
@@ -91,6 +92,15 @@ class Operations(Protocol):
     def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths."""
 
+    def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
+        """Pin the batch and return views of it; `verify` checks their checksums."""
+
+    def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:
+        """Take room for a batch that the caller will write."""
+
+    def commit(self, room: ReservedRoom) -> Exchange[None]:
+        """Store what was written to the room, visible at once."""
+
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Tell for each key whether it is there."""
 
@@ -150,7 +160,7 @@ class RemoteOperations:
 
     def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
-        self._check_sizes(batch)
+        self._check_sizes(batch.keys, list(map(len, batch.views)))
         if replace:
             return (yield from self._put_parts(batch, replace))
         present = yield from self._exists(batch.keys, touch=True)
@@ -168,10 +178,10 @@ class RemoteOperations:
             skipped += yield from self._put_part(part, replace)
         return skipped
 
-    def _check_sizes(self, batch: Batch) -> None:
+    def _check_sizes(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
         limit = self._hello.max_value_bytes
-        if max(map(len, batch.views), default=0) > limit:
-            key, size = next((key, len(view)) for key, view in zip(*batch, strict=True) if len(view) > limit)
+        if max(sizes, default=0) > limit:
+            key, size = next((key, size) for key, size in zip(keys, sizes, strict=True) if size > limit)
             raise ValueTooLarge(f"the value of {key[:100]!r} has {size} bytes; this store takes at most {limit}")
 
     def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
@@ -272,6 +282,36 @@ class RemoteOperations:
         if bad:
             yield from self._ask(Verify(Keys(bad)))
             raise ChecksumMismatch(f"{len(bad)} of {count} blocks are not what was written, first {bad[0][:100]!r}")
+
+    def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
+        """Read the batch into memory of its own, and return views of that: here nobody can look at the pool."""
+        blocks = PrivateBlocks()
+        verified, self._verify = self._verify, self._verify or verify
+        try:
+            yield from self._get(keys, None, lambda sizes, first: blocks.add(sizes))
+        finally:
+            self._verify = verified
+        return Leased(blocks.views, blocks.watch)
+
+    def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:
+        """Take memory of its own for a batch: here nobody can write to the pool."""
+        yield from ()
+        self._check_room(keys, sizes)
+        return private_room(keys, sizes)
+
+    def _check_room(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
+        """A reservation is committed in one step, so it cannot be split like a put."""
+        self._check_sizes(keys, sizes)
+        most_keys, most_bytes = self._hello.max_batch_keys, self._hello.max_batch_bytes
+        if len(sizes) > most_keys or (len(sizes) > 1 and sum(sizes) > most_bytes):
+            raise LimitExceeded(
+                f"a reservation of {len(sizes)} blocks and {sum(sizes)} bytes is above what the server stores at once:"
+                f" {most_keys} blocks and {most_bytes} bytes; make several"
+            )
+
+    def commit(self, room: ReservedRoom) -> Exchange[None]:
+        """Put what was written to memory of its own."""
+        yield from self.put_many(Batch(room.keys, room.memory), True)
 
     def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
         """Ask which keys are there."""

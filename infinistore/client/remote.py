@@ -11,6 +11,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -18,6 +19,7 @@ import attrs
 from infinistore.client.address import Address
 from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.health import Health
+from infinistore.client.in_place import Kept
 from infinistore.client.link import Link
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Operation
@@ -103,6 +105,7 @@ class RemoteCalls(Generic[_Stream]):
         self._clock = clock
         self._health = Health(clock, random.Random())
         self._idle: list[Link[_Stream]] = []
+        self._pinned: list[Link[_Stream]] = []  # not in use, but what was leased over them is still looked at
         self._streams: set[_Stream] = set()
         self._closed = ""
         self._local: Address | None = None  # where the server was found on this host
@@ -122,10 +125,13 @@ class RemoteCalls(Generic[_Stream]):
         link = yield from self._connect(attempt.deadline)
         self._give_back(link)
 
-    def call(self, operation: Operation[_T], attempt: Attempt) -> Call[_T]:
+    def call(
+        self, operation: Operation[_T], attempt: Attempt, *, pinning: bool = False, kept: Kept | None = None
+    ) -> Call[_T]:
         """Carry out an operation; what is idempotent is tried again, until the deadline.
 
-        What is not is tried again only if nothing of it was sent.
+        What is not is tried again only if nothing of it was sent. `pinning`: what it pins may outlive the call. `kept`
+        has the connection that the operation must use, and keeps it if the server still has room for it afterwards.
         """
         while True:
             self.check_open()
@@ -133,7 +139,7 @@ class RemoteCalls(Generic[_Stream]):
             attempt.stage = _Stage.CONNECTING
             link: Link[_Stream] | None = None
             try:
-                link = yield from self._take(attempt.deadline)
+                link = yield from self._take(attempt.deadline, pinning, kept)
                 attempt.stage = _Stage.ASKING
                 result = yield from operation(link.operations)
             except StoreUnavailable as error:
@@ -155,7 +161,10 @@ class RemoteCalls(Generic[_Stream]):
                 return result
             finally:
                 if link is not None:
-                    self._give_back(link)
+                    if kept is not None and link.at_rest and link.pins.reserved:
+                        kept.keep(link, self._take_back)
+                    else:
+                        self._give_back(link)
             yield Sleep(delay_s)
 
     def register(self, view: memoryview) -> Registration:
@@ -205,8 +214,14 @@ class RemoteCalls(Generic[_Stream]):
             self._pool.let_go()
         self.rdma.let_go()
 
-    def _take(self, deadline: float) -> Call[Link[_Stream]]:
-        while (link := self._next_idle()) is not None:
+    def _take(self, deadline: float, pinning: bool, kept: Kept | None) -> Call[Link[_Stream]]:
+        if kept is not None and kept.link is not None:
+            found: Link[_Stream] = kept.link
+            kept.link = None
+            found.deadline = deadline
+            yield Use(found.stream)
+            return found
+        while (link := self._next(pinning)) is not None:
             if not link.stream.is_stale():
                 link.deadline = deadline
                 yield Use(link.stream)
@@ -325,21 +340,36 @@ class RemoteCalls(Generic[_Stream]):
         return link, hello
 
     def _give_back(self, link: Link[_Stream]) -> None:
-        if link.usable:
-            self._idle.append(link)
-        else:
+        for other in self._pinned:
+            other.pins.flush()
+        if not link.usable:
             self._close(link)
+        elif link.pins.any:
+            self._pinned.append(link)
+        else:
+            self._idle.append(link)
         if self._closed:  # looked at last: another thread may be closing the store
             self._close_idle()
 
-    def _next_idle(self) -> Link[_Stream] | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
+    def _take_back(self, link: Link[_Stream]) -> None:
+        """Have a connection back that was kept for a reservation: it goes back, if it has not, by its finalizer."""
+        link.pins.reserved = False
+        self._give_back(link)
+
+    def _next(self, pinning: bool) -> Link[_Stream] | None:
+        """Return a connection that nobody uses. One with pins is for more of them, so that few connections have any:
+        whatever else goes wrong on a connection closes it, and that has to wait for the pins."""
+        for links in (self._pinned, self._idle) if pinning else (self._idle,):
+            with suppress(IndexError):  # other threads take from them, too
+                return links.pop()
+        for link in [link for link in self._pinned if not link.pins.any]:
+            with suppress(ValueError):
+                self._pinned.remove(link)
+                return link
+        return None
 
     def _close_idle(self) -> None:
-        while (link := self._next_idle()) is not None:
+        while (link := self._next(pinning=True)) is not None:
             self._close(link)
 
     def check_open(self) -> None:
@@ -349,8 +379,16 @@ class RemoteCalls(Generic[_Stream]):
 
     def _close(self, link: Link[_Stream]) -> None:
         link.close()
-        self._streams.discard(link.stream)
-        link.stream.close()
+        if not link.pins.any:
+            self._streams.discard(link.stream)
+            link.stream.close()
+            return
+
+        def close() -> None:  # from any thread; nobody waits for the stream by now
+            self._streams.discard(link.stream)
+            link.stream.socket.close()
+
+        link.pins.close_after(close)
 
 
 def _check_peer(stream: ClientStream, address: Address) -> None:

@@ -7,14 +7,18 @@ one round trip beats two. A call that is given up between them closes its connec
 import os
 from collections.abc import Callable, Sequence
 
-from infinistore.client.copying import copy_blocks
+from infinistore.client.copying import copy_blocks, hash_blocks
+from infinistore.client.in_place import Leased, ReservedRoom, Watch, private_room, views_at
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
+from infinistore.client.pins import Pins
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange
 from infinistore.protocol.messages import (
+    MISSING,
     NO_CHECKSUM,
+    Abort,
     Commit,
     HelloReply,
     Keys,
@@ -27,7 +31,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.protocol.places import arena_of
+from infinistore.protocol.places import arena_of, offset_of
 
 __all__ = ["SharedMemoryOperations"]
 
@@ -45,9 +49,11 @@ class SharedMemoryOperations(RemoteOperations):
         remaining_us: Callable[[], int],
         pool: MappedPool,
         inline_bytes: int,
+        pins: Pins,
     ) -> None:
         super().__init__(connection, hello, verify=verify, path=path, remaining_us=remaining_us)
         self.pool = pool
+        self.pins = pins
         self._inline_bytes = inline_bytes
 
     def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
@@ -104,6 +110,84 @@ class SharedMemoryOperations(RemoteOperations):
             expected = [reply.checksums[i] for i in there]
             bad = [i for i, (e, c) in enumerate(zip(expected, checksums, strict=True)) if e not in (NO_CHECKSUM, c)]
             yield from self._report([keys[there[i]] for i in bad], len(there))
+
+    def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
+        """Pin the batch in the server's pool, in as many parts as the server makes of it, and return views of that."""
+        with self.pins:
+            owed: list[Release | Abort] = []
+            watch = self.pins.watch(owed)
+            views: list[memoryview | None] = []
+            checksums: list[int] = []
+            try:
+                while len(views) < len(keys):
+                    part = Keys(list(keys[len(views) : len(views) + self._hello.max_batch_keys]))
+                    request = Lease(part, numbers())
+                    reply = expect(LeaseReply, (yield from self._ask(request)))
+                    if reply.lease:
+                        owed.append(Release(reply.lease))
+                    self._check_reply(request, reply)
+                    views += yield from self._views_of(reply, watch)
+                    checksums += reply.checksums
+                if verify:
+                    yield from self._check_in_place(keys, views, checksums)
+            except BaseException:
+                watch.release(views, [])  # the error keeps this frame
+                watch.done()
+                raise
+            return Leased(views, watch)
+
+    def _views_of(self, reply: LeaseReply, watch: Watch) -> Exchange[list[memoryview | None]]:
+        places = reply.places if reply.lease else [0] * len(reply.sizes)
+        if len(places) != len(reply.sizes):
+            raise ProtocolError(f"{len(places)} places for {len(reply.sizes)} blocks")
+        extents = [
+            (arena_of(place), offset_of(place), size)
+            for place, size in zip(places, reply.sizes, strict=True)
+            if size != MISSING
+        ]
+        if extents and not reply.lease:
+            raise ProtocolError("the server sends blocks that were to be leased")
+        yield from self._know_arenas(places)
+        present = iter(views_at(watch, self.pool.read_only, extents, writable=False))
+        return [None if size == MISSING else next(present) for size in reply.sizes]
+
+    def _check_in_place(
+        self, keys: Sequence[str], views: Sequence[memoryview | None], checksums: Sequence[int]
+    ) -> Exchange[None]:
+        present = [(key, view, c) for key, view, c in zip(keys, views, checksums, strict=True) if view is not None]
+        hashes = yield from hash_blocks([view for _, view, _ in present])
+        bad = [key for (key, _, c), found in zip(present, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
+        del present
+        yield from self._report(bad, len(hashes))
+
+    def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:
+        """Take room for a batch in the server's pool, which the caller writes; private memory if nobody may write."""
+        self._check_room(keys, sizes)
+        yield from self._know_arenas()
+        if not self.pool.writable or not keys:
+            return private_room(keys, sizes)
+        with self.pins:
+            reply = expect(ReserveReply, (yield from self._ask(Reserve(numbers(sizes)))))
+            owed: list[Release | Abort] = [Abort(reply.reservation)]
+            watch = self.pins.watch(owed)
+            self.pins.reserved = True
+            if len(reply.places) != len(sizes):
+                raise ProtocolError(f"{len(reply.places)} places for {len(sizes)} blocks")
+            yield from self._know_arenas(reply.places)
+            extents = zip(map(arena_of, reply.places), map(offset_of, reply.places), sizes, strict=True)
+            memory = views_at(watch, self.pool.writable_memory, extents, writable=True)
+            return ReservedRoom(keys, memory, watch, reply.reservation, owed)
+
+    def commit(self, room: ReservedRoom) -> Exchange[None]:
+        """Hash what was written where it lies, and make it visible."""
+        if room.reservation is None:
+            return (yield from super().commit(room))
+        checksums = (yield from hash_blocks(room.memory)) if self._verify else []
+        with self.pins:
+            commit = Commit(room.reservation, Keys(room.keys), numbers(checksums))
+            expect(PutReply, (yield from self._ask(commit)))
+            room.owed.clear()
+            self.pins.reserved = False
 
     def _know_arenas(self, places: Sequence[int] = (0,)) -> Exchange[None]:
         """Ask for the arenas that are named and not known yet."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Unpack, cast
 from infinistore.client.address import Address
 from infinistore.client.blocking_store import BlockingStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
+from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.registration import Registration
@@ -50,7 +51,15 @@ class _EmbeddedThreadStore(BlockingStore):
         self._store = store
         self._verify = options.verify == "always"
 
-    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         operations = EmbeddedOperations(self._store, verify=self._verify)
         exchange = operation(operations)
         try:
@@ -94,7 +103,15 @@ class RemoteThreadStore(BlockingStore):
     def _register(self, view: memoryview) -> Registration:
         return self._calls.register(view)
 
-    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         self._calls.check_open()
         attempt = self._calls.attempt(idempotent=idempotent)
         slots = self._payload_slots if payload else self._lookup_slots
@@ -103,7 +120,7 @@ class RemoteThreadStore(BlockingStore):
         except queue.Empty:
             raise self._calls.deadline_exceeded(attempt) from None
         try:
-            return self._drive(self._calls.call(operation, attempt), attempt)
+            return self._drive(self._calls.call(operation, attempt, pinning=pinning, kept=kept), attempt)
         finally:
             slots.put(None)
 

@@ -9,6 +9,7 @@ import trio
 from infinistore.client.address import Address
 from infinistore.client.async_store import AsyncStore
 from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
+from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
 from infinistore.client.registration import Registration
@@ -75,7 +76,15 @@ class _EmbeddedTrioStore(AsyncStore):
         self._store = store
         self._verify = options.verify == "always"
 
-    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    async def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         self._store.check_usable()
         await trio.lowlevel.checkpoint()
         operations = EmbeddedOperations(self._store, verify=self._verify)
@@ -112,12 +121,20 @@ class _RemoteTrioStore(AsyncStore):
     def _register(self, view: memoryview) -> Registration:
         return self._calls.register(view)
 
-    async def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    async def _call(
+        self,
+        operation: Operation[_T],
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> _T:
         self._calls.check_open()
         attempt = self._calls.attempt(idempotent=idempotent)
         with trio.CancelScope(deadline=attempt.deadline):
             async with self._payload_slots if payload else self._lookup_slots:
-                return await self._drive(self._calls.call(operation, attempt))
+                return await self._drive(self._calls.call(operation, attempt, pinning=pinning, kept=kept))
         raise self._calls.deadline_exceeded(attempt)
 
     async def _drive(self, call: Call[_T]) -> _T:

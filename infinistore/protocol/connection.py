@@ -9,7 +9,7 @@ What may happen, and where it leads (both ends; the server hears requests and sp
     HELLO    -- a Hello -->                     REPLYING
     READY    -- a request without payload -->   REPLYING
     READY    -- a Put -->                       PAYLOAD    -- all its payload, kept or discarded -->  REPLYING
-    READY    -- a Release, which has no reply --> READY
+    READY    -- a Release or Abort, which have no reply --> READY
     REPLYING -- the reply -->                   READY
     any      -- a fatal error reply -->         CLOSED
 
@@ -26,7 +26,9 @@ from infinistore.protocol.codec import HEADER_BYTES, Header, decode_body, encode
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
+    ONE_WAY,
     REPLIES,
+    Abort,
     ErrorReply,
     GetReply,
     Hello,
@@ -244,7 +246,7 @@ class ServerConnection:
         self._request_id = header.request_id
         kind = KINDS[header.kind]
         # Refused before it is decoded: whatever is in it, nobody wants it.
-        if kind not in REPLIES and kind is not Release:
+        if kind not in REPLIES and kind not in ONE_WAY:
             raise ProtocolError(f"a client may not send {kind.__name__}")
         if (kind is Hello) != (self.state is State.HELLO):
             raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
@@ -363,8 +365,8 @@ class ClientConnection:
                 return error_from_code(reply.code, reply.message)
         return None
 
-    def notify(self, message: Release) -> Exchange[None]:
-        """Send the one request that has no reply."""
+    def notify(self, message: Release | Abort) -> Exchange[None]:
+        """Send a request that has no reply."""
         assert self.state is State.READY
         self.state = State.PAYLOAD
         yield Send([memoryview(encode_head(message, request_id=0))])

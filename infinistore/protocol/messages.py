@@ -16,7 +16,9 @@ __all__ = [
     "KINDS",
     "MISSING",
     "NO_CHECKSUM",
+    "ONE_WAY",
     "PROTOCOL_VERSION",
+    "Abort",
     "Commit",
     "CountReply",
     "Delete",
@@ -360,10 +362,18 @@ class LeaseReply:
 
 @attrs.frozen
 class Release:
-    """End a lease. The one request that has no reply: the client need not wait."""
+    """End a lease. It has no reply: the client need not wait."""
 
     KIND: ClassVar[int] = 0x15
     lease: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class Abort:
+    """Give the room of a reservation back. It has no reply, either."""
+
+    KIND: ClassVar[int] = 0x16
+    reservation: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -513,6 +523,7 @@ Request: TypeAlias = (
     | Commit
     | Lease
     | Release
+    | Abort
     | RdmaConnect
     | RdmaPut
     | RdmaGet
@@ -561,6 +572,9 @@ REPLIES: dict[type[Request], type[Reply]] = {
     RdmaFill: CountReply,
     RdmaFetch: CountReply,
 }
-"""Which reply answers which request, besides `ErrorReply`, which answers any. A `Release` is not answered."""
+"""Which reply answers which request, besides `ErrorReply`, which answers any. What is in `ONE_WAY` is not answered."""
 
-KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), Release, ErrorReply)}
+ONE_WAY: tuple[type[Request], ...] = (Release, Abort)
+"""The requests that have no reply."""
+
+KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), *ONE_WAY, ErrorReply)}

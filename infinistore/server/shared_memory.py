@@ -15,6 +15,7 @@ from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Received
 from infinistore.protocol.messages import (
     MISSING,
+    Abort,
     Commit,
     Lease,
     LeaseReply,
@@ -32,7 +33,7 @@ from infinistore.transports.sockets import MAX_DESCRIPTORS
 
 __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
-SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Lease | Release
+SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Abort | Lease | Release
 _AWAKE_BYTES = 16 * 1024 * 1024
 _COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
 MOST_OPEN = 1024
@@ -56,6 +57,8 @@ class SharedMemory:
             await self._reserve(message, received)
         elif isinstance(message, Commit):
             await self._commit(message)
+        elif isinstance(message, Abort):
+            self._abort(message)
         elif isinstance(message, Lease):
             await self._lease(message, received)
         elif isinstance(message, Release):
@@ -122,6 +125,12 @@ class SharedMemory:
             await self._conversation.reply(PutReply(numbers(skipped)))
         finally:
             self._core.free_replaced(reservation)  # while the client reads the answer
+
+    def _abort(self, abort: Abort) -> None:
+        reservation = self._reservations.pop(abort.reservation, None)
+        if reservation is None:
+            raise ProtocolError(f"no reservation {abort.reservation} is open on this connection")
+        self._core.abort(reservation)
 
     async def _lease(self, request: Lease, received: Received) -> None:
         """Keep a lease for the client to read; or send the blocks, if they are few bytes."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import abc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -23,13 +24,21 @@ class Awaitable:
     def __init__(self, store: blocking.BlockingStore) -> None:
         self._store = store
 
-    def __getattr__(self, name: str) -> Callable[..., abc.Awaitable[Any]]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._store, name)
+        if name in ("lease", "reserve"):
+            return lambda *arguments, **named: _as_async(method(*arguments, **named))
 
         async def call(*arguments: Any, **named: Any) -> Any:
             return method(*arguments, **named)
 
         return call
+
+
+@asynccontextmanager
+async def _as_async(block: AbstractContextManager[_T]) -> abc.AsyncGenerator[_T, None]:
+    with block as value:
+        yield value
 
 
 def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], abc.Awaitable[_T]], **options: Any) -> _T:

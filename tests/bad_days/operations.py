@@ -9,7 +9,7 @@ from infinistore.aio import AsyncStore, PrefixMatch
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 
-__all__ = ["OPERATIONS", "Operation", "check_contents", "outcome", "prepare", "works_again"]
+__all__ = ["NEW", "OPERATIONS", "Operation", "check_contents", "outcome", "prepare", "works_again"]
 
 OLD = {"k0": b"\x10" * 3000, "k1": bytes(range(256)) * 8, "k2": b"\x33"}
 NEW = {"k0": b"\xee" * 2500, "k1": b"\xdd" * 100, "new": b"\x5c" * 4000}
@@ -51,6 +51,17 @@ async def _stats(store: AsyncStore, _: object) -> int:
     return (await store.stats()).store.keys
 
 
+async def _lease(store: AsyncStore, _: object) -> list[bytes | None]:
+    async with store.lease(["k0", "missing", "k1"]) as views:
+        return [None if view is None else bytes(view) for view in views]
+
+
+async def _reserve(store: AsyncStore, _: object) -> None:
+    async with store.reserve({key: len(value) for key, value in NEW.items()}) as views:
+        for view, value in zip(views, NEW.values(), strict=True):
+            view[:] = value
+
+
 def _put_not_replacing(store: AsyncStore, _: object) -> Awaitable[list[str]]:
     return store.put_many({"k0": NEW["k0"], **ADDED}, replace=False)
 
@@ -68,6 +79,8 @@ OPERATIONS = [
     ),
     Operation("get_into", _get_into, (3000, OLD["k0"]), reads=True),
     Operation("get_many_into", _get_many_into, ([3000, None, 2048], [OLD["k0"], b"", OLD["k1"]]), reads=True),
+    Operation("lease", _lease, [OLD["k0"], None, OLD["k1"]], reads=True),
+    Operation("reserve", _reserve, None, retried=False),
     Operation("exists", lambda store, _: store.exists("k2"), True),
     Operation("exists_many", lambda store, _: store.exists_many(["k2", "missing"]), [True, False]),
     Operation("match_prefix", lambda store, _: store.match_prefix(["k0", "k1", "missing", "k2"]), PrefixMatch(2)),

@@ -10,8 +10,9 @@ from infinistore import blocking, errors
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
 from infinistore.client import remote
+from infinistore.client.in_place import Kept, private_room
 from tests.bad_days.clients import Awaitable, run_at_once
-from tests.bad_days.operations import OPERATIONS, prepare
+from tests.bad_days.operations import NEW, OPERATIONS, prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "promises.md").read_text()
 
@@ -37,7 +38,17 @@ class Recorded(AsyncStore):
     def __init__(self) -> None:
         self.idempotent: bool | None = None
 
-    async def _call(self, operation: Any, *, idempotent: bool = True, payload: bool = False) -> Any:
+    async def _call(
+        self,
+        operation: Any,
+        *,
+        idempotent: bool = True,
+        payload: bool = False,
+        pinning: bool = False,
+        kept: Kept | None = None,
+    ) -> Any:
+        if kept is not None and idempotent:  # a reservation is made; how it is committed is what counts
+            return private_room(list(NEW), list(map(len, NEW.values())))
         self.idempotent = idempotent
         raise errors.StoreUnavailable("recorded")
 

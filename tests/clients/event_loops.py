@@ -149,10 +149,25 @@ class _AsBlocking:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
 
+        if name in ("lease", "reserve"):
+            return lambda *arguments, **options: _entered_in(self._loop, method(*arguments, **options))
+
         def call(*arguments: Any, **options: Any) -> Any:
             return self._loop.run(lambda: method(*arguments, **options))
 
         return call
+
+
+@contextmanager
+def _entered_in(loop: LoopThread, block: AbstractAsyncContextManager[_T]) -> Iterator[_T]:
+    """The block of an asynchronous store, for `with`: it is entered and left in the loop of the store."""
+    value = loop.run(block.__aenter__)
+    try:
+        yield value
+    except BaseException as error:
+        loop.run(block.__aexit__, type(error), error, error.__traceback__)
+        raise
+    loop.run(block.__aexit__, None, None, None)
 
 
 def as_blocking(store: Any, loop: LoopThread) -> BlockingStore:

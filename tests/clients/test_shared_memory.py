@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -345,7 +346,14 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     connection.state = State.READY
     hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
     operations = SharedMemoryOperations(
-        connection, hello, verify=True, path=("shm", ""), remaining_us=lambda: 1, pool=pool, inline_bytes=0
+        connection,
+        hello,
+        verify=True,
+        path=("shm", ""),
+        remaining_us=lambda: 1,
+        pool=pool,
+        inline_bytes=0,
+        pins=mock.Mock(),
     )
     exchange = operations._know_arenas([1 << 48])
     assert isinstance(next(exchange), Send)

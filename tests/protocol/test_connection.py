@@ -22,7 +22,9 @@ from infinistore.protocol.connection import ClientConnection, Received, ServerCo
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
+    ONE_WAY,
     REPLIES,
+    Abort,
     Commit,
     CountReply,
     Delete,
@@ -107,6 +109,7 @@ EXAMPLES: dict[type[Message], Message] = {
         Lease(ONE_KEY, numbers()),
         LeaseReply(1, numbers([5]), numbers([0]), numbers([2**48])),
         Release(1),
+        Abort(1),
         RdmaConnect(1, 2, "0" * 32),
         RdmaConnectReply(3, 4, "f" * 32),
         RdmaPut(ONE_KEY, numbers([5]), numbers([4096]), numbers([7]), numbers()),
@@ -191,12 +194,13 @@ def test_there_is_an_example_of_every_message() -> None:
 @pytest.mark.parametrize("state", [State.HELLO, State.READY])
 def test_a_server_takes_what_the_table_allows_and_refuses_the_rest(state: State, kind: type[Message]) -> None:
     connection = server(state)
-    allowed = kind is Hello if state is State.HELLO else kind in (*REPLIES, Release) and kind is not Hello
+    allowed = kind is Hello if state is State.HELLO else kind in (*REPLIES, *ONE_WAY) and kind is not Hello
     if allowed:
         received = Wire(whole_frame(kind)).run(connection.receive())
         assert received is not None
         assert received.message == EXAMPLES[kind]
-        assert connection.state is {Put: State.PAYLOAD, Release: State.READY}.get(kind, State.REPLYING)
+        after = State.PAYLOAD if kind is Put else State.READY if kind in ONE_WAY else State.REPLYING
+        assert connection.state is after
     else:
         with pytest.raises(ProtocolError, match=rf"{kind.__name__}"):
             Wire(whole_frame(kind)).run(connection.receive())

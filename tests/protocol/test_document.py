@@ -17,13 +17,13 @@ from infinistore.protocol.messages import (
     KINDS,
     MISSING,
     NO_CHECKSUM,
+    ONE_WAY,
     PROTOCOL_VERSION,
     REPLIES,
     ErrorReply,
     Keys,
     Message,
     Numbers,
-    Release,
     Tree,
 )
 from infinistore.server import requests, service, session
@@ -94,10 +94,10 @@ def test_the_fields_of_a_message_are_described_with_type_and_default(cls: type[M
 @every_message
 def test_requests_and_replies_stand_in_their_sections_and_a_request_names_its_reply(cls: type[Message]) -> None:
     heading = f"### `{cls.__name__}`"
-    is_request = cls in REPLIES or cls is Release
+    is_request = cls in REPLIES or cls in ONE_WAY
     assert (heading in section("## Requests")) == is_request
     assert (heading in section("## Replies")) == (not is_request)
-    assert ("It has no reply." in section_of(cls)) == (cls is Release)
+    assert ("It has no reply." in section_of(cls)) == (cls in ONE_WAY)
     if cls in REPLIES:
         assert f"Answered by `{REPLIES[cls].__name__}`" in prose(section_of(cls))
 

@@ -12,6 +12,7 @@ from infinistore.protocol.codec import encode_head, numbers
 from infinistore.protocol.connection import ClientConnection, ServerConnection, State
 from infinistore.protocol.messages import (
     MISSING,
+    ONE_WAY,
     REPLIES,
     ErrorReply,
     Exists,
@@ -22,7 +23,6 @@ from infinistore.protocol.messages import (
     Keys,
     Message,
     Put,
-    Release,
     Reply,
     Request,
 )
@@ -45,7 +45,7 @@ def converse_as_server(wire: Wire) -> None:
                 room = [memoryview(bytearray(length)) for length in lengths]
                 wire.run(connection.read_payload(room))
             hello = isinstance(message, Hello)
-            if not isinstance(message, Release):
+            if not isinstance(message, ONE_WAY):
                 wire.run(connection.reply(HELLO_REPLY if hello else ErrorReply(1, "")))
             assert connection.state is State.READY
         assert connection.state is State.CLOSED

@@ -73,13 +73,13 @@ class GatedStore(BlockingStore):
         self.begun = 0
         self.failure: Exception | None = None
 
-    def _call(self, operation: Operation[_T], *, idempotent: bool = True, payload: bool = False) -> _T:
+    def _call(self, operation: Operation[_T], **how: Any) -> _T:
         self.begun += 1
         self.entered.release()
         self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return self.inner._call(operation, idempotent=idempotent, payload=payload)
+        return self.inner._call(operation, **how)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -1,0 +1,351 @@
+"""Reading and writing in place: what every kind of store does, whether its views are of the pool or of a copy."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infinistore.core.statistics import StoreStatistics
+from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
+from tests.clients.conftest import Remotes
+from tests.clients.stores import Opened
+from tests.server.running import KIB, MIB
+
+BLOCKS = {"a": b"a" * 70_000, "b": bytes(range(256)) * 512, "short": b"short"}
+
+
+@pytest.fixture(params=[False, True], ids=["", "with torch"])
+def torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Both worlds: where PyTorch is loaded, and where it is not."""
+    if request.param:
+        yield pytest.importorskip("torch")
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        yield None
+
+
+def is_in_place(opened: Opened) -> bool:
+    """Whether the views of this store are of the pool itself."""
+    return opened.server is None or opened.store.stats().transport == "shm"
+
+
+def statistics(opened: Opened) -> StoreStatistics:
+    """What the core says, when it has heard all that was sent."""
+    found: StoreStatistics = opened.look(opened.core.statistics)
+    return found
+
+
+# Reading
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_lease_gives_read_only_views_and_none_for_what_is_missing(opened: Opened, verify: bool) -> None:
+    opened.store.put_many(BLOCKS)
+    with opened.store.lease(["a", "missing", "short", "b", "a"], verify=verify) as views:
+        assert [view if view is None else bytes(view) for view in views] == [
+            BLOCKS["a"],
+            None,
+            BLOCKS["short"],
+            BLOCKS["b"],
+            BLOCKS["a"],
+        ]
+        assert all(view is None or view.readonly for view in views)
+        if is_in_place(opened):
+            assert statistics(opened).leases == 1
+    assert statistics(opened).leases == 0
+
+
+def test_a_lease_of_nothing_and_one_of_what_is_missing_pin_nothing(opened: Opened) -> None:
+    with opened.store.lease([]) as nothing, opened.store.lease(["missing"], verify=True) as missing:
+        assert (nothing, missing) == ([], [None])
+        assert statistics(opened).pinned_bytes == 0
+
+
+def test_a_lease_used_after_its_block_is_a_value_error(opened: Opened) -> None:
+    opened.store.put_many(BLOCKS)
+    with opened.store.lease(["a"]) as views:
+        (view,) = views
+        assert view is not None
+        del view
+    assert views[0] is not None
+    with pytest.raises(ValueError, match="released memoryview"):
+        bytes(views[0])
+
+
+def test_loop_variables_are_no_false_alarm(opened: Opened, torch: Any) -> None:
+    opened.store.put_many(BLOCKS)
+    total = 0
+    with opened.store.lease(list(BLOCKS)) as views:
+        for view in views:
+            assert view is not None
+            total += len(view)
+    assert total == sum(map(len, BLOCKS.values()))
+    if torch:  # which may have made a tensor from it that nobody can see
+        del view
+    assert statistics(opened).pinned_bytes == 0
+
+
+def test_leased_bytes_outlive_replacement_deletion_and_eviction_until_the_last_array_is_gone(
+    opened: Opened, torch: Any
+) -> None:
+    names = ["replaced", "deleted", "evicted"]
+    blocks = {name: os.urandom(100 * KIB) for name in names}
+    opened.store.put_many(blocks)
+    with pytest.warns(LeaseStillInUse, match="307200 bytes"), opened.store.lease(names) as views:
+        arrays = [np.frombuffer(view, np.uint8) for view in views if view is not None]
+    opened.store.put("replaced", b"another")
+    opened.store.delete(["deleted"])
+    for index in range(16):
+        opened.store.put(f"filler {index}", bytes(512 * KIB))
+    opened.store.purge()
+    assert [array.tobytes() for array in arrays] == list(blocks.values())
+    part = arrays[2][50:60].reshape(2, 5)
+    arrays.clear()
+    in_place = is_in_place(opened)
+    assert statistics(opened).pinned_bytes >= 300 * KIB * in_place
+    assert part.tobytes() == blocks["evicted"][50:60]
+    del part
+    assert statistics(opened).used_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:The given .* is not writable:UserWarning")
+def test_tensors_keep_a_lease_however_they_were_made(opened: Opened) -> None:
+    torch = pytest.importorskip("torch")
+    opened.store.put_many(BLOCKS)
+    with pytest.warns(LeaseStillInUse), opened.store.lease(["a", "b"]) as (a, b):  # noqa: PT031
+        assert a is not None and b is not None
+        direct = torch.frombuffer(a, dtype=torch.uint8)
+        by_array = torch.from_numpy(np.frombuffer(b, np.uint8))
+    opened.store.purge()
+    for index in range(8):
+        opened.store.put(f"filler {index}", b"x" * (512 * KIB))
+    assert bytes(direct.numpy()) == BLOCKS["a"]
+    assert bytes(by_array.numpy()) == BLOCKS["b"]
+    pinned = is_in_place(opened)
+    opened.store.purge()
+    for tensor in ("by_array", "direct"):
+        assert bool(statistics(opened).pinned_bytes) == pinned, tensor
+        a = b = None
+        if tensor == "by_array":
+            del by_array
+        else:
+            del direct
+    assert statistics(opened).used_bytes == 0
+
+
+def test_a_lease_that_is_left_by_an_error_does_not_warn_and_raises_that_error(opened: Opened) -> None:
+    opened.store.put_many(BLOCKS)
+    with warnings.catch_warnings(), pytest.raises(KeyError):  # noqa: PT012
+        warnings.simplefilter("error")
+        with opened.store.lease(["a"]) as views:
+            array = np.frombuffer(views[0], np.uint8)  # type: ignore[arg-type]
+            raise KeyError(array)
+    del array
+    gc.collect()
+
+
+def test_the_last_array_may_die_in_another_thread_in_a_cycle_or_inside_a_call(opened: Opened) -> None:
+    opened.store.put_many(BLOCKS)
+
+    def arrays() -> list[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LeaseStillInUse)
+            with opened.store.lease(list(BLOCKS)) as views:
+                return [np.frombuffer(view, np.uint8) for view in views if view is not None]
+
+    held = [arrays()]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert statistics(opened).leases == 0
+
+    cycle: list[Any] = arrays()
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert statistics(opened).leases == 0
+
+    def keys() -> Iterator[str]:
+        held.clear()
+        yield "a"
+
+    held.append(arrays())
+    assert opened.store.exists_many(keys()) == [True]
+    assert statistics(opened).leases == 0
+
+
+def test_a_lease_goes_in_as_many_parts_as_the_server_makes_of_it(remotes: Remotes) -> None:
+    opened = remotes.open(max_batch_keys=3, max_batch_bytes=64 * KIB, max_value_bytes=64 * KIB)
+    items = {f"key {index}": os.urandom(20 * KIB) for index in range(20)}
+    opened.store.put_many(items)
+    with opened.store.lease([*items, "missing"], verify=True) as views:
+        assert [view if view is None else bytes(view) for view in views] == [*items.values(), None]
+        del views
+    assert statistics(opened).leases == 0
+
+
+def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
+    opened.store.put_many(BLOCKS)
+    entry = opened.core._index.get("b")
+    assert entry is not None
+    opened.core.pool.view(entry[:3])[7] ^= 1
+    with pytest.raises(ChecksumMismatch, match="1 of 2 blocks"), opened.store.lease(["a", "b"], verify=True):
+        pass
+    assert not opened.store.exists("b")  # the server has looked, too
+    assert statistics(opened).leases == 0
+
+
+def test_what_one_client_pins_is_bounded_and_that_is_said(opened: Opened) -> None:
+    blocks = {f"key {index}": bytes([index]) * MIB for index in range(3)}
+    opened.store.put_many(blocks)
+    with opened.store.lease(["key 0", "key 1"]) as views:
+        if is_in_place(opened):
+            with pytest.raises(LimitExceeded, match=r"max_pinned_ratio.*release"), opened.store.lease(["key 2"]):
+                pass
+        assert views[1] is not None
+        assert views[1][5] == 1
+    with opened.store.lease(["key 2"]) as views:
+        assert views[0] is not None
+        assert views[0][5] == 2
+
+
+# Writing
+
+
+def test_what_is_reserved_is_seen_by_nobody_before_the_block_is_left_and_by_all_then(opened: Opened) -> None:
+    opened.store.put("a", b"old")
+    with opened.store.reserve({key: len(value) for key, value in BLOCKS.items()}) as views:
+        assert [len(view) for view in views] == [len(value) for value in BLOCKS.values()]
+        for view, value in zip(views, BLOCKS.values(), strict=True):
+            view[:] = value
+        assert opened.store.get_many(BLOCKS) == [bytearray(b"old"), None, None]
+    assert opened.store.get_many(BLOCKS) == list(map(bytearray, BLOCKS.values()))
+    with pytest.raises(ValueError, match="released memoryview"):
+        views[0][0] = 1
+    assert statistics(opened).reservations == 0
+
+
+def test_a_reservation_that_is_left_by_an_error_stores_nothing_and_gives_its_room_back(opened: Opened) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyError), opened.store.reserve({"a": MIB, "b": MIB}) as views:  # noqa: PT012
+            views[0][:3] = b"abc"
+            raise KeyError
+        assert opened.store.exists_many(["a", "b"]) == [False, False]
+        found = statistics(opened)
+        assert (found.reservations, found.used_bytes) == (0, 0)
+
+
+def test_the_room_of_a_failed_reservation_is_nobody_elses_while_an_array_can_write_there(opened: Opened) -> None:
+    with pytest.raises(KeyError), opened.store.reserve({"a": MIB}) as views:  # noqa: PT012
+        array = np.frombuffer(views[0], np.uint8)
+        raise KeyError
+    opened.store.put_many({f"key {index}": bytes(512 * KIB) for index in range(4)})
+    array[:] = 255
+    assert opened.store.get_many([f"key {index}" for index in range(4)]) == [bytearray(512 * KIB)] * 4
+    assert statistics(opened).reservations == is_in_place(opened)
+    del array, views
+    gc.collect()
+    assert statistics(opened).reservations == 0
+
+
+def test_an_array_that_outlives_its_reservation_is_worth_a_warning(opened: Opened) -> None:
+    with pytest.warns(LeaseStillInUse, match="do not write"), opened.store.reserve({"a": 1000}) as views:  # noqa: PT031
+        array = np.frombuffer(views[0], np.uint8)
+        array[:] = 7
+    assert opened.store.get("a") == bytes([7]) * 1000
+    del array
+    assert statistics(opened).reservations == 0
+
+
+def test_reservations_and_leases_do_not_disturb_each_other(opened: Opened) -> None:
+    opened.store.put_many(BLOCKS)
+    with opened.store.lease(["a"]) as (leased,), opened.store.reserve({"x": 5, "a": 4}) as (x, a):
+        assert leased is not None
+        with opened.store.reserve({"y": 3}) as (y,), opened.store.lease(["b"], verify=True) as (other,):
+            assert other is not None
+            x[:], a[:], y[:] = b"xxxxx", b"new!", b"yyy"
+            assert bytes(leased) == BLOCKS["a"]
+            assert bytes(other) == BLOCKS["b"]
+            del y, other
+        assert opened.store.get_many(["x", "y", "a"]) == [None, bytearray(b"yyy"), bytearray(BLOCKS["a"])]
+        del x, a
+        assert bytes(leased) == BLOCKS["a"]
+        del leased
+    assert opened.store.get_many(["x", "y", "a"]) == list(map(bytearray, (b"xxxxx", b"yyy", b"new!")))
+    found = statistics(opened)
+    assert (found.reservations, found.leases, found.pinned_bytes) == (0, 0, 0)
+
+
+def test_a_reservation_that_cannot_be_is_refused_and_the_store_goes_on(opened: Opened) -> None:
+    with pytest.raises(ValueTooLarge), opened.store.reserve({"big": 64 * MIB}):
+        pass
+    if is_in_place(opened):
+        with pytest.raises(OutOfMemory), opened.store.reserve(dict.fromkeys("abcdefg", MIB)):
+            pass
+    with opened.store.reserve({"a": 3}) as views:
+        views[0][:] = b"abc"
+    assert opened.store.get("a") == b"abc"
+    assert statistics(opened).reservations == 0
+
+
+def test_a_reservation_is_never_split(remotes: Remotes) -> None:
+    opened = remotes.open(max_batch_keys=3, max_batch_bytes=64 * KIB, max_value_bytes=64 * KIB)
+    for sizes in (dict.fromkeys("abcd", 10), dict.fromkeys("abc", 30 * KIB)):
+        with pytest.raises(LimitExceeded, match="make several"), opened.store.reserve(sizes):
+            pass
+    with opened.store.reserve({"one": 64 * KIB}) as views:
+        views[0][:] = bytes(64 * KIB)
+    assert opened.store.get("one") == bytes(64 * KIB)
+
+
+def test_a_reservation_of_nothing_stores_nothing(opened: Opened) -> None:
+    with opened.store.reserve({}) as views:
+        assert views == []
+    assert statistics(opened).keys == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ([("a", 1)], TypeError),
+        ({"a": 0}, ValueError),
+        ({"a": -1}, ValueError),
+        ({"": 1}, ValueError),
+        ({"a": 1.0}, TypeError),
+        ({"a": True}, TypeError),
+        ({"k" * 1025: 1}, ValueError),
+        ({5: 1}, TypeError),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_before_anything_is_sent(
+    opened: Opened, sizes: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        opened.store.reserve(sizes)
+
+
+@pytest.mark.parametrize("keys", ["abc", [""], ["k" * 1025], [5]])
+def test_keys_that_make_no_sense_are_refused_before_anything_is_sent(opened: Opened, keys: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        opened.store.lease(keys)
+
+
+def test_at_the_end_of_the_process_live_arrays_do_no_harm() -> None:
+    code = """
+import numpy
+from infinistore import blocking
+with blocking.open_store(pool_bytes=1 << 20) as store:
+    store.put("a", b"abc")
+    with store.lease(["a"]) as views:
+        array = numpy.frombuffer(views[0], numpy.uint8)
+print(array.tobytes().decode())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("abc\n", "")
