@@ -101,7 +101,7 @@ class RemoteAsyncioStore(AsyncStore):
             raise self._calls.deadline_exceeded(attempt) from None
 
     def close(self) -> None:
-        """Close the connections; calls under way end first. Any number of times."""
+        """Close the connections; those of calls under way, when they end. Any number of times."""
         self._calls.close()
 
     def _register(self, view: memoryview) -> Registration:

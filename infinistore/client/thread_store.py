@@ -97,7 +97,7 @@ class RemoteThreadStore(BlockingStore):
         self._drive(self._calls.first(attempt), attempt)
 
     def close(self) -> None:
-        """Close the connections; calls under way end first. Any number of times."""
+        """Close the connections; those of calls under way, when they end. Any number of times."""
         self._calls.close()
 
     def _register(self, view: memoryview) -> Registration:

@@ -114,7 +114,7 @@ class InfinityConnection:
         self.connect()
 
     def close(self) -> None:
-        """Close the connection and forget what was registered. Calls under way end first. Any number of times."""
+        """Close the connection and forget what was registered; calls under way end by themselves. Any number of times."""
         self._let_go()
         self._regions.clear()
 

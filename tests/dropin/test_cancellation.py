@@ -161,3 +161,24 @@ def test_connecting_can_be_cancelled(proxy: Proxy) -> None:
         ClientConfig(host_addr="127.0.0.1", service_port=proxy.port, connection_type=TYPE_RDMA)
     ) as connection:
         asyncio.run(run(connection))
+
+
+def test_closing_does_not_disturb_a_call_that_is_under_way(proxy: Proxy) -> None:
+    memory = bytearray(b"v" * SIZE)
+
+    async def run(connection: InfinityConnection) -> None:
+        await connection.rdma_write_cache_async(BLOCKS, MIB, pointer(memory))
+        memory[:] = bytes(SIZE)
+        proxy.arm(Fault(Action.STALL, Direction.REPLY, SIZE // 2))
+        task = asyncio.ensure_future(connection.rdma_read_cache_async(BLOCKS, MIB, pointer(memory)))
+        await asyncio.to_thread(proxy.struck.wait)
+
+        connection.close()
+        proxy.release()
+
+        assert await task == 200
+        assert memory == b"v" * SIZE
+
+    with connected(proxy.port) as connection:
+        connection.register_mr(pointer(memory), SIZE)
+        asyncio.run(run(connection))
