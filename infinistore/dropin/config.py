@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from infinistore import config as native
+from infinistore.client.options import StoreOptions
 from infinistore.config import server_settings
 from infinistore.dropin.logger import LOG_LEVELS
 from infinistore.errors import ConfigError
@@ -85,6 +86,13 @@ class ClientConfig:
             _check_one_of("link_type", self.link_type, (LINK_IB, LINK_ETHERNET))
         if self.log_level is not None:
             _check_one_of("log_level", self.log_level, tuple(LOG_LEVELS))
+
+    @property
+    def options(self) -> StoreOptions:
+        """What `open_store` takes beside the address."""
+        if self.connection_type == TYPE_TCP:
+            return {}
+        return {"device": self.dev_name or "", "ib_port": self.ib_port, "gid_index": self.hint_gid_index}
 
     @property
     def url(self) -> str:

@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from infinistore.client.asyncio_store import RemoteAsyncioStore
 from infinistore.client.options import make_options
+from infinistore.client.registration import Registration
 from infinistore.client.thread_store import RemoteThreadStore
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig
 from infinistore.dropin.logger import Logger
-from infinistore.dropin.memory import Region, Regions, address_and_size, check_range, readable_memory, whole_number
+from infinistore.dropin.memory import (
+    Region,
+    Regions,
+    address_and_size,
+    check_range,
+    find_region,
+    readable_memory,
+    whole_number,
+)
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
 from infinistore.keys import check_keys
 from infinistore.statistics import Stats
@@ -38,10 +47,22 @@ class _Stores:
 
     def __init__(self, config: ClientConfig) -> None:
         config.verify()  # it may have been changed
-        address, options = make_options(config.url, {})
+        address, options = make_options(config.url, config.options)
         assert address is not None
         self.blocking = RemoteThreadStore(address, options)
         self.asynchronous = RemoteAsyncioStore(address, options)
+        self._registrations: dict[int, Registration] = {}
+
+    def register(self, region: Region) -> None:
+        """Make memory known to RDMA, where there is any; what was registered at this address before is not any more.
+
+        Only for what moves registered memory, which is the asyncio store.
+        """
+        before = self._registrations.pop(region.address, None)
+        if before is not None:
+            before.close()
+        # `register` waits for nothing, but only says so to an event loop, and none may be running here.
+        self._registrations[region.address] = self.asynchronous._register(region.view)
 
     def close(self) -> None:
         self.blocking.close()
@@ -114,7 +135,10 @@ class InfinityConnection:
         self.connect()
 
     def close(self) -> None:
-        """Close the connection and forget what was registered; calls under way end by themselves. Any number of times."""
+        """Close the connection and forget what was registered. Any number of times.
+
+        Calls under way end by themselves.
+        """
         self._let_go()
         self._regions.clear()
 
@@ -138,9 +162,9 @@ class InfinityConnection:
 
         Raises:
             InvalidRequest: no memory of this process, or it cannot be written.
+            LimitExceeded: RDMA is in use, and the system does not let so much memory be pinned.
         """
-        self._check_rdma()
-        self._connected()
+        stores = self._connected_by_rdma()
         if isinstance(arg, Integral):
             if size is None:
                 raise InvalidRequest("give the size of the memory in bytes beside its address")
@@ -150,7 +174,9 @@ class InfinityConnection:
             size = whole if size is None else size
             if whole_number("size", size) > whole:
                 raise InvalidRequest(f"the memory has {whole} bytes, not {size}")
-        self._regions.add(address, whole_number("size", size))
+        region = find_region(address, whole_number("size", size))
+        stores.register(region)
+        self._regions.add(region)
         return 0
 
     async def rdma_write_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
@@ -249,6 +275,8 @@ class InfinityConnection:
     def _keep(self, stores: _Stores, statistics: Stats) -> None:
         with self._lock:
             self._check_unconnected()
+            for region in self._regions.all():
+                stores.register(region)
             self._stores = stores
             # At the end of this object, and of the process: while threads still run, which closing may have to join.
             self._close_stores = weakref.finalize(self, stores.close)
@@ -280,12 +308,9 @@ class InfinityConnection:
             raise StoreUnavailable("this connection is not open; call connect() or connect_async() first")
         return stores
 
-    def _check_rdma(self) -> None:
+    def _connected_by_rdma(self) -> _Stores:
         if self.config.connection_type != TYPE_RDMA:
             raise InvalidRequest("this method is for connections of TYPE_RDMA; this one is of TYPE_TCP")
-
-    def _connected_by_rdma(self) -> _Stores:
-        self._check_rdma()
         return self._connected()
 
     def _region(self, ptr: int) -> tuple[Region, int]:

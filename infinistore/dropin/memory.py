@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from infinistore.errors import InvalidRequest
 
-__all__ = ["Region", "Regions", "address_and_size", "readable_memory", "whole_number"]
+__all__ = ["Region", "Regions", "address_and_size", "check_range", "find_region", "readable_memory", "whole_number"]
 
 _LARGEST_ADDRESS = (1 << 63) - 1
 _MS_ASYNC = 1
@@ -27,7 +27,7 @@ _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Region(NamedTuple):
-    """Memory that was registered: `view` has its bytes, from `address` on."""
+    """Memory that can be read and written: `view` has its bytes, from `address` on."""
 
     address: int
     view: memoryview
@@ -45,18 +45,15 @@ class Regions:
         self._lock = threading.Lock()
         self._by_address: dict[int, Region] = {}
 
-    def add(self, address: int, size: int) -> Region:
-        """Register `size` bytes from `address` on; what began there before is forgotten.
-
-        Raises:
-            InvalidRequest: no memory of this process, or it cannot be written.
-        """
-        check_range(address, size)
-        _check_writable(address, size)
-        region = Region(address, _view_of_memory(address, size, _PY_BUF_WRITE))
+    def add(self, region: Region) -> None:
+        """Take it up; what began at its address before is forgotten."""
         with self._lock:
-            self._by_address[address] = region
-        return region
+            self._by_address[region.address] = region
+
+    def all(self) -> list[Region]:
+        """Return all of them."""
+        with self._lock:
+            return list(self._by_address.values())
 
     def at(self, address: int) -> Region:
         """Return the region that an address is in: the one that begins there, else the one that reaches furthest.
@@ -67,8 +64,7 @@ class Regions:
         region = self._by_address.get(address)
         if region is not None:
             return region
-        with self._lock:
-            around = [region for region in self._by_address.values() if region.address <= address < region.end]
+        around = [region for region in self.all() if region.address <= address < region.end]
         if not around:
             raise InvalidRequest(f"the memory at {address:#x} is not registered; call register_mr(ptr, size) first")
         return max(around, key=lambda region: region.end)
@@ -77,6 +73,17 @@ class Regions:
         """Forget all of it."""
         with self._lock:
             self._by_address.clear()
+
+
+def find_region(address: int, size: int) -> Region:
+    """Return memory that can be read and written.
+
+    Raises:
+        InvalidRequest: it is no memory of this process, or it cannot be written.
+    """
+    check_range(address, size)
+    _check_writable(address, size)
+    return Region(address, _view_of_memory(address, size, _PY_BUF_WRITE))
 
 
 def whole_number(name: str, value: object) -> int:

@@ -93,6 +93,15 @@ def test_where_a_client_connects_to(settings: dict[str, Any], url: str) -> None:
     assert client_config(**settings).url == url
 
 
+def test_settings_for_rdma_go_to_the_store() -> None:
+    config = client_config(dev_name="mlx5_0", ib_port=2)
+    config.hint_gid_index = 3
+
+    assert config.options == {"device": "mlx5_0", "ib_port": 2, "gid_index": 3}
+    assert client_config().options == {"device": "", "ib_port": 1, "gid_index": -1}
+    assert client_config(connection_type="TCP", dev_name="mlx5_0").options == {}
+
+
 @pytest.mark.parametrize("make", [ClientConfig, ServerConfig])
 def test_a_misspelt_keyword_is_refused_and_a_foreign_one_passed_over(
     make: Any, caplog: pytest.LogCaptureFixture

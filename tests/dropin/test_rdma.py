@@ -1,0 +1,108 @@
+"""Connections of TYPE_RDMA where there is RDMA: between devices of this process, which check what real ones check."""
+
+import asyncio
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import infinistore
+from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
+from infinistore.dropin.registered_server import RegisteredServer
+from tests.dropin.conftest import run_server
+from tests.transports.fake_rdma import Fabric, fabric_in_use
+
+SIZE = 300_000
+
+
+def pointer(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with fabric_in_use() as fabric:
+        yield fabric
+
+
+@pytest.fixture
+def server(fabric: Fabric, tmp_path: Path) -> Iterator[RegisteredServer]:
+    """A server with RDMA and a Unix socket."""
+    running = run_server(unix_socket=str(tmp_path / "s"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def connection(server: RegisteredServer) -> Iterator[InfinityConnection]:
+    config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
+    config.dev_name = "fake1"
+    with InfinityConnection(config) as connection:
+        connection.connect()
+        yield connection
+
+
+def move(connection: InfinityConnection, memory: bytearray) -> None:
+    """Write the memory, and read it back."""
+    blocks = [(f"key{offset}", offset) for offset in range(0, SIZE, SIZE // 3)]
+    before = bytes(memory)
+    asyncio.run(connection.rdma_write_cache_async(blocks, SIZE // 3, pointer(memory)))
+    memory[:] = bytes(SIZE)
+    asyncio.run(connection.rdma_read_cache_async(blocks, SIZE // 3, pointer(memory)))
+    assert memory == before
+
+
+def test_rdma_comes_before_shared_memory_if_a_device_is_named(connection: InfinityConnection) -> None:
+    memory = bytearray(range(250)) * (SIZE // 250)
+    connection.register_mr(pointer(memory), SIZE)
+
+    assert connection.transport == "rdma"
+    move(connection, memory)
+
+
+def test_registered_memory_is_known_to_the_device_until_the_connection_is_closed(
+    connection: InfinityConnection, fabric: Fabric
+) -> None:
+    memory = bytearray(b"v" * SIZE)
+    connection.register_mr(pointer(memory), SIZE)
+    move(connection, memory)
+
+    def known() -> list[tuple[int, int]]:
+        regions = [region for device in fabric.devices for region in device.regions.values()]
+        return [(region.address, region.length) for region in regions if region.address == pointer(memory)]
+
+    assert known() == [(pointer(memory), SIZE)]
+    connection.register_mr(pointer(memory), SIZE // 3)
+    assert known() == [(pointer(memory), SIZE // 3)]
+    connection.register_mr(pointer(memory), SIZE)
+    connection.reconnect()
+    move(connection, memory)
+    assert known() == [(pointer(memory), SIZE)]
+    connection.close()
+    assert known() == []
+
+
+def test_a_read_with_a_missing_key_writes_nothing(connection: InfinityConnection) -> None:
+    memory = bytearray(b"v" * SIZE)
+    connection.register_mr(pointer(memory), SIZE)
+    move(connection, memory)
+
+    memory[:] = bytes(SIZE)
+    blocks = [("key0", SIZE // 3), ("missing", 0)]
+
+    with pytest.raises(infinistore.InfiniStoreKeyNotFound):
+        asyncio.run(connection.rdma_read_cache_async(blocks, SIZE // 3, pointer(memory)))
+
+    assert not any(memory)
+
+
+def test_a_value_smaller_than_the_block_size_leaves_the_rest_as_it_is(connection: InfinityConnection) -> None:
+    memory = bytearray(b"v" * SIZE)
+    connection.register_mr(pointer(memory), SIZE)
+    asyncio.run(connection.rdma_write_cache_async([("key", 0)], SIZE // 2, pointer(memory)))
+    memory[:] = b"r" * SIZE
+
+    asyncio.run(connection.rdma_read_cache_async([("key", 0)], SIZE, pointer(memory)))
+
+    assert memory == b"v" * (SIZE // 2) + b"r" * (SIZE - SIZE // 2)
