@@ -231,6 +231,15 @@ class BlockingStore(ABC):
     def _register(self, view: memoryview) -> Registration:
         return Registration(len(view))
 
+    def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """For `infinistore.tensors`: the pool as it is mapped into this process, each arena to be read and, if that is
+        allowed, to be written. Empty where the pool is out of reach, or not known yet."""
+        return []
+
+    def _verifies(self) -> bool:
+        """For `infinistore.tensors`: whether readers check what they read."""
+        return True
+
     def stats(self, details: bool = False) -> Stats:
         """Statistics of the store; `transport` says which path is in use, `transport_reason` why.
 

@@ -79,6 +79,11 @@ class EmbeddedStore:
             self._looker = self.core.open_client("in place")
         return self._looker
 
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return all the bytes of each arena, to be read and to be written; none when the store is closed."""
+        with self.lock:
+            return [] if self._closed else [(arena.memory, arena.memory) for arena in self.pool.arenas]
+
     def arena(self, index: int) -> memoryview:
         """Return all the bytes of an arena."""
         return self.pool.arenas[index].memory
@@ -213,7 +218,7 @@ class EmbeddedOperations:
             hashes = yield from hash_blocks(present)
             wrong = [c not in (NO_CHECKSUM, found) for c, found in zip(checksums, hashes, strict=True)]
             if any(wrong):
-                watch.release([view for view in views if view is not None], views)  # the error keeps this frame
+                watch.release(views, [])  # the error keeps this frame
                 watch.done()
                 there = [key for key, view in zip(keys, views, strict=True) if view is not None]
                 self._report(list(compress(there, wrong)), len(keys))

@@ -195,6 +195,11 @@ class RemoteCalls(Generic[_Stream]):
         self._close_idle()
         return self._health.failed(error, attempt.probe)
 
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped here; see `MappedPool.arenas`."""
+        with self._pool_lock:
+            return [] if self._pool is None or self._closed else self._pool.arenas()
+
     def close(self) -> None:
         """Close the connections that nobody uses; the others are closed when their calls are done."""
         self._closed = self._closed or "this store is closed; open another one"

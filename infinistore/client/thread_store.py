@@ -51,6 +51,12 @@ class _EmbeddedThreadStore(BlockingStore):
         self._store = store
         self._verify = options.verify == "always"
 
+    def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self._store.mapped_arenas()
+
+    def _verifies(self) -> bool:
+        return self._verify
+
     def _call(
         self,
         operation: Operation[_T],
@@ -99,6 +105,12 @@ class RemoteThreadStore(BlockingStore):
     def close(self) -> None:
         """Close the connections; those of calls under way, when they end. Any number of times."""
         self._calls.close()
+
+    def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self._calls.mapped_arenas()
+
+    def _verifies(self) -> bool:
+        return self._calls.options.verify == "always"
 
     def _register(self, view: memoryview) -> Registration:
         return self._calls.register(view)

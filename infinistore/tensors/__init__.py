@@ -13,13 +13,14 @@ Needs PyTorch: `pip install infinistore[torch]`. It is not imported before a ten
 """
 
 from infinistore.tensors.blocks import read_blocks, write_blocks
-from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing
+from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing, CudaError
 from infinistore.tensors.layer_loader import LayerLoader
 from infinistore.tensors.layer_writer import LayerWriter, LayerWriterStatistics, Ticket
 
 __all__ = [
     "BlockSizeMismatch",
     "BlocksMissing",
+    "CudaError",
     "LayerLoader",
     "LayerWriter",
     "LayerWriterStatistics",

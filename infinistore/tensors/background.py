@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from traceback import clear_frames
 from typing import Generic, TypeVar
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
@@ -23,6 +24,13 @@ class Job:
         self.total_bytes = total_bytes
         self.done = False
         self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Note why it failed."""
+        # A job may be kept for long, with its error, whose traceback keeps what functions had in their hands: tensors,
+        # and views of the pool, whose room would not come back.
+        clear_frames(error.__traceback__)
+        self.error = error
 
 
 _Job = TypeVar("_Job", bound=Job)
@@ -143,7 +151,7 @@ class Background(Generic[_Job]):
             if not drain:
                 while self._queue:
                     job = self._take()
-                    job.error = StoreUnavailable(f"the {self._name} was left before this was done")
+                    job.fail(StoreUnavailable(f"the {self._name} was left before this was done"))
                     self._finish([job])
             self._work_to_do.notify()
             self._progress.notify_all()
@@ -156,7 +164,7 @@ class Background(Generic[_Job]):
                 self._work(batch)
             except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever submitted the jobs
                 for job in batch:
-                    job.error = error
+                    job.fail(error)
             with self._lock:
                 self._finish(batch)
                 self._progress.notify_all()

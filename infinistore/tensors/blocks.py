@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from infinistore.blocking import BlockingStore
 from infinistore.client import AsyncStore
-from infinistore.tensors.tensor_blocks import Blocks, TensorBlocks, blocks_to_read, blocks_to_write
+from infinistore.tensors.devices import Staging, Transfer, make_transfer
+from infinistore.tensors.tensor_blocks import Blocks, blocks_to_read, blocks_to_write
 from infinistore.tensors.transfers import get_blocks, get_blocks_async, put_blocks, put_blocks_async
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def write_blocks(
     """
     checked = blocks_to_write(tensor, blocks, block_size_bytes)
     if isinstance(store, AsyncStore):
-        return put_blocks_async(store, [checked])
-    put_blocks(_blocking(store), [checked])
+        return put_blocks_async(store, [make_transfer(store, checked)])
+    put_blocks(_blocking(store), [make_transfer(store, checked)], Staging(None))
     return None
 
 
@@ -64,15 +65,15 @@ def read_blocks(
     """
     checked = blocks_to_read(tensor, blocks, block_size_bytes)
     if isinstance(store, AsyncStore):
-        return _read_async(store, checked)
-    (problem,) = get_blocks(_blocking(store), [checked])
+        return _read_async(store, make_transfer(store, checked))
+    (problem,) = get_blocks(_blocking(store), [make_transfer(store, checked)], Staging(None))
     if problem is not None:
         raise problem
     return None
 
 
-async def _read_async(store: AsyncStore, blocks: TensorBlocks) -> None:
-    (problem,) = await get_blocks_async(store, [blocks])
+async def _read_async(store: AsyncStore, transfer: Transfer) -> None:
+    (problem,) = await get_blocks_async(store, [transfer])
     if problem is not None:
         raise problem
 

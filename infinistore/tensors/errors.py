@@ -1,8 +1,8 @@
-"""The errors of reading blocks into tensors, beside those of `infinistore.errors`."""
+"""The errors of tensors, beside those of `infinistore.errors`."""
 
 from infinistore.errors import InfiniStoreException, KeyNotFound
 
-__all__ = ["BlockSizeMismatch", "BlocksMissing"]
+__all__ = ["BlockSizeMismatch", "BlocksMissing", "CudaError"]
 
 
 class BlocksMissing(KeyNotFound):
@@ -15,3 +15,7 @@ class BlocksMissing(KeyNotFound):
 
 class BlockSizeMismatch(InfiniStoreException):
     """A stored block has another length than the block it was to be read into."""
+
+
+class CudaError(InfiniStoreException):
+    """A call to CUDA failed. The message names the call and what CUDA said."""

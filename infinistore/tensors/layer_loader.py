@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Self
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.tensors.background import Background, Job
-from infinistore.tensors.tensor_blocks import Blocks, TensorBlocks, blocks_to_read
+from infinistore.tensors.devices import Staging, Transfer, make_transfer
+from infinistore.tensors.tensor_blocks import Blocks, blocks_to_read
 from infinistore.tensors.transfers import get_blocks
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ _MAX_BATCH_BYTES = 4 * 1024 * 1024
 
 
 class _Load(Job):
-    def __init__(self, blocks: TensorBlocks) -> None:
-        super().__init__(blocks.total_bytes)
-        self.blocks = blocks
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(transfer.blocks.total_bytes)
+        self.transfer = transfer
 
 
 class LayerLoader:
@@ -54,6 +55,7 @@ class LayerLoader:
         if not deadline_s > 0:
             raise ValueError(f"deadline_s must be a number of seconds above 0, not {deadline_s!r}")
         self._store = store
+        self._staging = Staging(store)
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._layers: dict[Hashable, list[_Load]] = {}
@@ -77,6 +79,7 @@ class LayerLoader:
     def close(self) -> None:
         """Leave the block, for those who cannot use `with`; idempotent. No tensor is written any more afterwards."""
         self._background.close(drain=False)
+        self._staging.close()
 
     def load(self, layer: Hashable, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> None:
         """Read blocks into a tensor, soon; several times for one layer if it has several tensors.
@@ -88,7 +91,7 @@ class LayerLoader:
             DeadlineExceeded: too much was pending for `deadline_s`. Nothing of this is read.
             ValueError, TypeError: as of `read_blocks`, or more bytes than `max_pending_bytes`. Nothing is read.
         """
-        job = _Load(blocks_to_read(tensor, blocks, block_size_bytes))
+        job = _Load(make_transfer(self._store, blocks_to_read(tensor, blocks, block_size_bytes)))
         self._background.submit(job, wait=True, timeout_s=self._deadline_s)
         with self._lock:
             self._layers.setdefault(layer, []).append(job)
@@ -115,7 +118,7 @@ class LayerLoader:
     def _load_batch(self, jobs: list[_Load]) -> None:
         """In the thread: read what waits, in one get; if that fails as a whole, each by itself."""
         try:
-            problems = get_blocks(self._store, [job.blocks for job in jobs])
+            problems = get_blocks(self._store, [job.transfer for job in jobs], self._staging)
         except (StoreUnavailable, DeadlineExceeded):
             raise
         except Exception:
@@ -131,4 +134,4 @@ class LayerLoader:
         try:
             self._load_batch([job])
         except Exception as error:  # noqa: BLE001 - it is raised by `wait`
-            job.error = error
+            job.fail(error)

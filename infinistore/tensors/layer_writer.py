@@ -9,7 +9,8 @@ import attrs
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.tensors.background import Background, Job
-from infinistore.tensors.tensor_blocks import Blocks, TensorBlocks, blocks_to_write
+from infinistore.tensors.devices import Staging, Transfer, make_transfer
+from infinistore.tensors.tensor_blocks import Blocks, blocks_to_write
 from infinistore.tensors.transfers import put_blocks
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ class LayerWriterStatistics:
 class Ticket(Job):
     """What became of one write. Until it is `done`, the blocks' part of the tensor must not change."""
 
-    def __init__(self, writer: "LayerWriter", blocks: TensorBlocks) -> None:
-        super().__init__(blocks.total_bytes)
+    def __init__(self, writer: "LayerWriter", transfer: Transfer) -> None:
+        super().__init__(transfer.blocks.total_bytes)
         self.dropped = False
-        self.blocks: TensorBlocks | None = blocks
+        self.transfer: Transfer | None = transfer
         self._writer = writer
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -95,6 +96,7 @@ class LayerWriter:
         if not deadline_s > 0:
             raise ValueError(f"deadline_s must be a number of seconds above 0, not {deadline_s!r}")
         self._store = store
+        self._staging = Staging(store)
         self._block = when_full == "block"
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -118,13 +120,13 @@ class LayerWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._background.close(drain=kind is None)
+        self._close(drain=kind is None)
         if kind is None:
             self._report()
 
     def close(self) -> None:
         """Leave the block, for those who cannot use `with`; idempotent. Waits for all writes; raises as `flush`."""
-        self._background.close(drain=True)
+        self._close(drain=True)
         self._report()
 
     def write(self, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> Ticket:
@@ -139,10 +141,10 @@ class LayerWriter:
                 write is stored; call again to go on.
         """
         self._report()
-        ticket = Ticket(self, blocks_to_write(tensor, blocks, block_size_bytes))
+        ticket = Ticket(self, make_transfer(self._store, blocks_to_write(tensor, blocks, block_size_bytes)))
         if not self._background.submit(ticket, wait=self._block, timeout_s=self._deadline_s):
             ticket.dropped = ticket.done = True
-            ticket.blocks = None
+            ticket.transfer = None
             with self._lock:
                 self._dropped_writes += 1
                 self._dropped_bytes += ticket.total_bytes
@@ -172,6 +174,10 @@ class LayerWriter:
             puts=self._puts,
         )
 
+    def _close(self, *, drain: bool) -> None:
+        self._background.close(drain=drain)
+        self._staging.close()
+
     def _report(self) -> None:
         """Raise an error that nobody was told of."""
         with self._lock:
@@ -198,17 +204,17 @@ class LayerWriter:
                     self._store_batch([ticket])
 
     def _put(self, tickets: list[Ticket]) -> None:
-        put_blocks(self._store, [ticket.blocks for ticket in tickets if ticket.blocks is not None])
+        put_blocks(self._store, [ticket.transfer for ticket in tickets if ticket.transfer is not None], self._staging)
         self._puts += 1
         for ticket in tickets:
-            ticket.blocks = None  # the tensor may go
+            ticket.transfer = None  # the tensor may go
             self._stored_writes += 1
             self._stored_bytes += ticket.total_bytes
 
     def _failed(self, tickets: list[Ticket], error: Exception) -> None:
         for ticket in tickets:
-            ticket.blocks = None
-            ticket.error = error
+            ticket.transfer = None
+            ticket.fail(error)
             self._failed_writes += 1
         with self._lock:
             self._unreported = self._unreported or error
@@ -216,6 +222,6 @@ class LayerWriter:
 
 def _no_key_twice(batch: list[Ticket], ticket: Ticket) -> bool:
     """A put has each key once; a later write of the same key goes into the next one, and wins."""
-    assert ticket.blocks is not None
-    keys = set(ticket.blocks.keys)
-    return all(other.blocks is None or keys.isdisjoint(other.blocks.keys) for other in batch)
+    assert ticket.transfer is not None
+    keys = set(ticket.transfer.blocks.keys)
+    return all(other.transfer is None or keys.isdisjoint(other.transfer.blocks.keys) for other in batch)

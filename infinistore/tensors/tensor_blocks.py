@@ -57,6 +57,13 @@ class TensorBlocks:
             elements, index = self._rows()
             return elements[index].contiguous().view(-1).view(torch.uint8).view(len(self.keys), self.block_bytes)
 
+    def new_rows(self) -> "torch.Tensor":
+        """Make a tensor like that of `gather`, on the same device, with anything in it."""
+        import torch
+
+        with torch.inference_mode():
+            return torch.empty((len(self.keys), self.block_bytes), dtype=torch.uint8, device=self.tensor.device)
+
     def scatter(self, rows: "torch.Tensor") -> None:
         """Copy a contiguous tensor like that of `gather` into the blocks."""
         import torch

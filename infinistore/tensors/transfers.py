@@ -1,12 +1,23 @@
-"""Blocks of tensors put into a store and read from one: several tensors' blocks in one batch."""
+"""Blocks of tensors put into a store and read from one: several tensors' blocks in one batch.
 
-from collections.abc import Generator, Iterable, Sequence
+Where the bytes go, by where the tensor is and whether the store's pool is mapped into this process:
+
+* On the CPU, in one piece each: the store moves them from and to the tensor itself.
+* On the CPU, scattered: by way of a contiguous copy.
+* On a device, the pool mapped: between the device and the pool, under a reservation or a lease.
+* On a device otherwise: by way of memory of this process that the device likes.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from infinistore.errors import BufferTooSmall, InfiniStoreException
+from infinistore.errors import BufferTooSmall, InfiniStoreException, LimitExceeded
+from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
+from infinistore.tensors.devices import Staging, Transfer
 from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing
 from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
+from infinistore.tensors.threads import in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -17,84 +28,166 @@ if TYPE_CHECKING:
 __all__ = ["get_blocks", "get_blocks_async", "put_blocks", "put_blocks_async"]
 
 _Pairs: TypeAlias = list[tuple[str, memoryview]]
+_T = TypeVar("_T")
+_Problem: TypeAlias = InfiniStoreException | None
 
 
-def put_blocks(store: "BlockingStore", batch: Sequence[TensorBlocks]) -> None:
+def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> None:
     """Store the blocks of all these tensors, visible at once."""
-    store.put_many(_sources(batch))
+    if _is_within_reach(store, batch) and _put_in_place(store, batch):
+        return
+    store.put_many(_sources(batch, staging))
 
 
-async def put_blocks_async(store: "AsyncStore", batch: Sequence[TensorBlocks]) -> None:
+async def put_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> None:
     """The same for an asynchronous store."""
-    await store.put_many(_sources(batch))
+    if any(transfer.on_device or transfer.blocks.starts is None for transfer in batch):
+        pairs = await in_thread(lambda: _sources(batch, Staging(None)))
+    else:
+        pairs = _sources(batch, Staging(None))
+    await store.put_many(pairs)
 
 
-def get_blocks(store: "BlockingStore", batch: Sequence[TensorBlocks]) -> list[InfiniStoreException | None]:
+def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> list[_Problem]:
     """Read the blocks of all these tensors; return for each tensor None, or what was wrong with its blocks.
 
     Raises:
         BlockSizeMismatch: a stored block is longer than its place in a tensor; nothing was written to any.
     """
-    targets = list(map(_Target, batch))
+    if _is_within_reach(store, batch):
+        return _get_in_place(store, batch)
+    targets = _targets(batch, staging)
     with _longer_blocks_refused():
         lengths = store.get_many_into(pair for target in targets for pair in target.pairs)
     return _finish(targets, lengths)
 
 
-async def get_blocks_async(store: "AsyncStore", batch: Sequence[TensorBlocks]) -> list[InfiniStoreException | None]:
+async def get_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> list[_Problem]:
     """The same for an asynchronous store."""
-    targets = list(map(_Target, batch))
+    targets = _targets(batch, Staging(None))
     with _longer_blocks_refused():
         lengths = await store.get_many_into(pair for target in targets for pair in target.pairs)
+    if any(target.beside is not None for target in targets):
+        return await in_thread(lambda: _finish(targets, lengths))
     return _finish(targets, lengths)
 
 
-def _sources(batch: Sequence[TensorBlocks]) -> _Pairs:
+# Between a device and the pool
+
+
+def _is_within_reach(store: "BlockingStore", batch: Sequence[Transfer]) -> bool:
+    """Whether a device is concerned and the pool is mapped; if so, it is pinned for the device."""
+    devices = {transfer.copies for transfer in batch if isinstance(transfer.copies, CudaCopies)}
+    arenas = [MappedArena(*arena) for arena in store._mapped_arenas()] if devices else []
+    for copies in devices:
+        copies.use_pool(arenas)
+    return bool(arenas)
+
+
+def _put_in_place(store: "BlockingStore", batch: Sequence[Transfer]) -> bool:
+    """Copy into the pool; False if it takes not so much at once."""
+    sizes = {key: transfer.blocks.block_bytes for transfer in batch for key in transfer.blocks.keys}
+    try:
+        with store.reserve(sizes) as views:
+            _copy_out(batch, views)
+    except LimitExceeded:
+        return False
+    return True
+
+
+def _copy_out(batch: Sequence[Transfer], views: Sequence[memoryview]) -> None:
+    for transfer, part in zip(batch, _parts(batch, views), strict=True):
+        transfer.copies.to_host(transfer.blocks, part, transfer.after)
+
+
+def _get_in_place(store: "BlockingStore", batch: Sequence[Transfer]) -> list[_Problem]:
+    keys = [key for transfer in batch for key in transfer.blocks.keys]
+    with store.lease(keys, verify=store._verifies()) as views:
+        return _copy_in(batch, views)
+
+
+def _copy_in(batch: Sequence[Transfer], views: Sequence[memoryview | None]) -> list[_Problem]:
+    # In a function of its own: a view that a variable holds when the lease is left counts as in use.
+    problems: list[_Problem] = []
+    for transfer, part in zip(batch, _parts(batch, views), strict=True):
+        problem = _find_problem(transfer.blocks, [None if view is None else len(view) for view in part])
+        if problem is None:
+            transfer.copies.to_device([view for view in part if view is not None], transfer.blocks, transfer.after)
+        problems.append(problem)
+    return problems
+
+
+# By way of this process's memory, and without
+
+
+def _sources(batch: Sequence[Transfer], staging: Staging) -> _Pairs:
+    """Where the bytes of each block are, after they were brought within reach."""
+    rooms = staging.rows([transfer for transfer in batch if transfer.on_device])
     pairs: _Pairs = []
-    for blocks in batch:
-        if blocks.starts is not None:
+    for transfer in batch:
+        blocks = transfer.blocks
+        if transfer.on_device:
+            views = _rows(rooms.pop(0))
+            transfer.copies.to_host(blocks, views, transfer.after)
+        elif blocks.starts is not None:
             views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
         else:
-            views = _rows(blocks.gather(), blocks)
+            views = _rows(blocks.gather())
         pairs += zip(blocks.keys, views, strict=True)
     return pairs
 
 
 class _Target:
-    """Where the blocks of one tensor are read: in place, or beside it, and from there into the tensor."""
+    """Where the blocks of one tensor are read: in place, or `beside` it, and from there into the tensor."""
 
-    def __init__(self, blocks: TensorBlocks) -> None:
-        import torch
-
-        self._blocks = blocks
-        self._beside: torch.Tensor | None = None
-        if blocks.starts is not None:
-            views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
+    def __init__(self, transfer: Transfer, beside: "torch.Tensor | None") -> None:
+        blocks = transfer.blocks
+        self.transfer = transfer
+        self.beside = beside
+        if beside is None:
+            assert blocks.starts is not None
+            self._views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
         else:
-            self._beside = torch.empty((len(blocks.keys), blocks.block_bytes), dtype=torch.uint8)
-            views = _rows(self._beside, blocks)
-        self.pairs = list(zip(blocks.keys, views, strict=True))
+            self._views = _rows(beside)
+        self.pairs = list(zip(blocks.keys, self._views, strict=True))
 
-    def finish(self, lengths: Sequence[int | None]) -> InfiniStoreException | None:
-        keys, size = self._blocks.keys, self._blocks.block_bytes
-        missing = [key for key, length in zip(keys, lengths, strict=True) if length is None]
-        if missing:
-            return BlocksMissing(missing, len(keys))
-        for key, length in zip(keys, lengths, strict=True):
-            if length != size:
-                return BlockSizeMismatch(f"{key[:100]!r} has {length} bytes, and was to be read as {size}")
-        if self._beside is not None:
-            self._blocks.scatter(self._beside)
-        return None
+    def finish(self, lengths: Sequence[int | None]) -> _Problem:
+        transfer = self.transfer
+        problem = _find_problem(transfer.blocks, lengths)
+        if problem is None and transfer.on_device:
+            transfer.copies.to_device(self._views, transfer.blocks, transfer.after)
+        elif problem is None and self.beside is not None:
+            transfer.blocks.scatter(self.beside)
+        return problem
 
 
-def _finish(targets: list[_Target], lengths: list[int | None]) -> list[InfiniStoreException | None]:
-    first = 0
-    found: list[InfiniStoreException | None] = []
-    for target in targets:
-        found.append(target.finish(lengths[first : first + len(target.pairs)]))
-        first += len(target.pairs)
-    return found
+def _targets(batch: Sequence[Transfer], staging: Staging) -> list[_Target]:
+    rooms = staging.rows([transfer for transfer in batch if transfer.on_device])
+    targets: list[_Target] = []
+    for transfer in batch:
+        beside: torch.Tensor | None = None
+        if transfer.on_device:
+            beside = rooms.pop(0)
+        elif transfer.blocks.starts is None:
+            beside = transfer.blocks.new_rows()
+        targets.append(_Target(transfer, beside))
+    return targets
+
+
+def _finish(targets: list[_Target], lengths: Sequence[int | None]) -> list[_Problem]:
+    parts = _parts([target.transfer for target in targets], lengths)
+    return [target.finish(part) for target, part in zip(targets, parts, strict=True)]
+
+
+def _find_problem(blocks: TensorBlocks, lengths: Sequence[int | None]) -> _Problem:
+    """Tell what is wrong with stored blocks of these lengths, None for one that is not there."""
+    missing = [key for key, length in zip(blocks.keys, lengths, strict=True) if length is None]
+    if missing:
+        return BlocksMissing(missing, len(blocks.keys))
+    for key, length in zip(blocks.keys, lengths, strict=True):
+        if length != blocks.block_bytes:
+            return BlockSizeMismatch(f"{key[:100]!r} has {length} bytes, and was to be read as {blocks.block_bytes}")
+    return None
 
 
 @contextmanager
@@ -105,8 +198,17 @@ def _longer_blocks_refused() -> Generator[None, None, None]:
         raise BlockSizeMismatch(str(error)) from error
 
 
-def _rows(rows: "torch.Tensor", blocks: TensorBlocks) -> list[memoryview]:
-    return _views(rows.view(-1), range(0, blocks.total_bytes, blocks.block_bytes), blocks.block_bytes)
+def _parts(batch: Sequence[Transfer], items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Cut a list with one item for each block into a part for each transfer."""
+    first = 0
+    for transfer in batch:
+        count = len(transfer.blocks.keys)
+        yield items[first : first + count]
+        first += count
+
+
+def _rows(rows: "torch.Tensor") -> list[memoryview]:
+    return _views(rows.view(-1), range(0, rows.numel(), rows.shape[1]), rows.shape[1])
 
 
 def _views(memory: "torch.Tensor", starts: Iterable[int], size: int) -> list[memoryview]:

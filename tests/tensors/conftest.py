@@ -81,6 +81,9 @@ class GatedStore(BlockingStore):
             raise self.failure
         return self.inner._call(operation, **how)
 
+    def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self.inner._mapped_arenas()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 

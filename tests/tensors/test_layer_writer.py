@@ -399,4 +399,4 @@ def test_a_tensor_is_let_go_when_it_is_stored(store: BlockingStore) -> None:
     with LayerWriter(store) as writer:
         ticket = write_layer(writer, 1)
         ticket.wait()
-        assert ticket.blocks is None
+        assert ticket.transfer is None

@@ -1,0 +1,157 @@
+"""CUDA itself, through PyTorch and, where it is installed, cuda-bindings: the few calls that `CudaCopies` makes.
+
+Nothing is decided here, because nothing here runs where there is no GPU. Sources: the CUDA Runtime API, "Memory
+Management" (cudaMemcpyBatchAsync: CUDA 12.8; cudaHostRegister) and "Stream Management"; PyTorch, "CUDA semantics".
+"""
+
+import ctypes
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinistore.tensors.device_copies import Pieces
+from infinistore.tensors.errors import CudaError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TorchCuda", "cuda_bindings"]
+
+_FIRST_WITH_BATCHES = 12080
+_PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable: pinned for every device; cudaHostRegisterReadOnly
+
+
+class TorchCuda:
+    """CUDA as PyTorch uses it. `bindings` is `cuda.bindings.runtime`, or None."""
+
+    def __init__(self, bindings: Any = None) -> None:
+        self._bindings = bindings
+        self.batches = bindings is not None and _takes_batches(bindings)
+
+    def new_stream(self, device: "torch.device") -> "torch.cuda.Stream":
+        """Make a stream beside those that compute."""
+        import torch
+
+        return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+
+    def record(self, device: "torch.device") -> "torch.cuda.Event":
+        """Return an event on this thread's current stream of the device."""
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def wait_event(self, stream: "torch.cuda.Stream", event: "torch.cuda.Event") -> None:
+        """Let the stream go on after the event."""
+        stream.wait_event(event)
+
+    def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
+        """What PyTorch does inside, it does on this stream, and on its device."""
+        import torch
+
+        return torch.cuda.stream(stream)
+
+    def copy(self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
+        """Tell the stream to copy pieces, by one call if there is a way."""
+        with self.on(stream):
+            if self.batches and len(pieces.sizes) > 1:
+                self._copy_batch(stream, memory, pieces, to_host=to_host)
+                return
+            for here, there, size in zip(*pieces, strict=True):
+                on_device, on_host = memory[here : here + size], _host_tensor(there, size)
+                target, source = (on_host, on_device) if to_host else (on_device, on_host)
+                target.copy_(source, non_blocking=True)
+
+    def _copy_batch(
+        self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool
+    ) -> None:
+        runtime = self._bindings
+        attributes = runtime.cudaMemcpyAttributes()
+        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
+        here = (np.array(pieces.here, np.int64) + memory.data_ptr()).tolist()
+        targets, sources = (pieces.there, here) if to_host else (here, pieces.there)
+        count = len(pieces.sizes)
+        self._check(
+            "cudaMemcpyBatchAsync",
+            # CUDA 12's returns besides which copy failed; it takes the same arguments.
+            runtime.cudaMemcpyBatchAsync(
+                targets, sources, pieces.sizes, count, [attributes], [0], 1, stream.cuda_stream
+            )[0],
+        )
+
+    def finish(self, stream: "torch.cuda.Stream") -> None:
+        """Wait until the stream has done everything, asleep rather than awake."""
+        import torch
+
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(stream)
+        done.synchronize()
+
+    def pinned(self, length: int) -> "torch.Tensor":
+        """Make pinned memory; PyTorch keeps it for the next time."""
+        import torch
+
+        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, length: int, *, read_only: bool) -> bool:
+        """Pin memory of this process; False if it cannot be, or somebody else has pinned it."""
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        if self._bindings is not None:
+            (status,) = self._bindings.cudaHostRegister(address, length, flags)
+            if status != self._bindings.cudaError_t.cudaSuccess:
+                self._bindings.cudaGetLastError()  # it would be found by the next call that looks for one
+                return False
+            return True
+        import torch
+
+        if int(torch.cuda.cudart().cudaHostRegister(address, length, flags)) == 0:  # type: ignore[no-untyped-call]
+            return True
+        with suppress(RuntimeError):  # the same: a kernel's launch looks for it
+            torch.zeros(1, device="cuda")
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        if self._bindings is not None:
+            self._bindings.cudaHostUnregister(address)
+            return
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def _check(self, what: str, status: Any) -> None:
+        if status != self._bindings.cudaError_t.cudaSuccess:
+            name = self._bindings.cudaGetErrorString(status)[1]
+            self._bindings.cudaGetLastError()
+            raise CudaError(f"{what}: {name.decode() if isinstance(name, bytes) else name}")
+
+
+def cuda_bindings() -> Any:
+    """Return `cuda.bindings.runtime`, or None if cuda-bindings is not installed."""
+    try:
+        runtime = import_module("cuda.bindings.runtime")
+    except ImportError:
+        return None
+    return runtime
+
+
+def _takes_batches(bindings: Any) -> bool:
+    """Whether the bindings have the call, and the driver is new enough for it and for them."""
+    if not hasattr(bindings, "cudaMemcpyBatchAsync"):
+        return False
+    error, driver = bindings.cudaDriverGetVersion()
+    error_too, runtime = bindings.cudaRuntimeGetVersion()
+    if any(status != bindings.cudaError_t.cudaSuccess for status in (error, error_too)):
+        return False
+    return bool(driver >= _FIRST_WITH_BATCHES and driver // 1000 >= runtime // 1000)
+
+
+def _host_tensor(address: int, size: int) -> "torch.Tensor":
+    """Memory of this process as a tensor, which does not keep it alive."""
+    import torch
+
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
