@@ -66,7 +66,7 @@ def load_pyverbs(load: Callable[[str], Any] = import_module) -> Pyverbs:
             except ImportError:  # from some release after 44 on
                 enums = load("pyverbs.libibverbs_enums")
         except ImportError as problem:
-            raise NoRdma(f"pyverbs cannot be imported ({problem}); {_REMEDY}") from None
+            raise NoRdma(f"pyverbs cannot be imported ({problem})", _REMEDY) from None
     return Pyverbs(enums, error, *parts)
 
 

@@ -52,7 +52,12 @@ __all__ = [
 
 
 class NoRdma(Exception):
-    """RDMA cannot be used here; the message says why and what would help, in one line."""
+    """RDMA cannot be used here; the message says why and what would help, in one line: `problem; remedy`."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem = problem
+        self.remedy = remedy
 
 
 class NoDevice(NoRdma):
@@ -161,8 +166,9 @@ def choose(system: RdmaSystem, wanted: Wanted) -> ChosenPort:
     devices = [_named(system, wanted.dev_name)] if wanted.dev_name is not None else system.devices
     if not devices:
         raise NoDevice(
-            "this machine has no RDMA device; for a card, load its driver (such as mlx5_ib); for Soft-RoCE, as root: "
-            "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE"
+            "this machine has no RDMA device",
+            "for a card, load its driver (such as mlx5_ib); for Soft-RoCE, as root: "
+            "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE",
         )
     found: list[tuple[tuple[object, ...], ChosenPort]] = []
     refused: list[NoRdma] = []
@@ -187,26 +193,24 @@ def judge_port(device: RdmaDevice, wanted: Wanted) -> RdmaPort:
     port = next((port for port in device.ports if port.number == number), None)
     if port is None:
         numbers = _listed(str(port.number) for port in device.ports)
-        raise UnknownDevice(
-            f"there is no {place}; --ib-port can be {numbers}" if numbers else f"{device.name} has no port"
-        )
+        raise UnknownDevice(f"there is no {place}", f"--ib-port can be {numbers}" if numbers else "")
     if device.node_type != "CA" or port.link is None:
         kind = {"RNIC": "iWARP"}.get(device.node_type, device.node_type or "unknown")
-        raise UnusableDevice(f"{device.name} is of the kind {kind}; InfiniBand or RoCE is needed")
+        raise UnusableDevice(f"{device.name} is of the kind {kind}", "InfiniBand or RoCE is needed")
     if device.verbs_node is None:
-        raise UnusableDevice(f"{device.name} cannot be opened by programs; as root: modprobe ib_uverbs")
+        raise UnusableDevice(f"{device.name} cannot be opened by programs", "as root: modprobe ib_uverbs")
     if not device.may_open:
         raise UnusableDevice(
-            f"{device.name} cannot be opened: this process has no access to {device.verbs_node}; give a container "
-            f"--device=/dev/infiniband, and a user the file's group"
+            f"{device.name} cannot be opened: this process has no access to {device.verbs_node}",
+            "give a container --device=/dev/infiniband, and a user the file's group",
         )
     if wanted.link_type is not None and wanted.link_type != port.link.flag:
         raise WrongLink(
-            f"{place} is {port.link.value}, and --link-type says {wanted.link_type}; leave --link-type out, or name "
-            f"another device by --dev-name"
+            f"{place} is {port.link.value}, and --link-type says {wanted.link_type}",
+            "leave --link-type out, or name another device by --dev-name",
         )
     if not port.is_active:
-        raise PortNotActive(f"{place} is {port.state or 'in an unknown state'}; {_remedy(port)}")
+        raise PortNotActive(f"{place} is {port.state or 'in an unknown state'}", _remedy(port))
     return port
 
 
@@ -221,20 +225,20 @@ def _named(system: RdmaSystem, name: str) -> RdmaDevice:
         if device.name == name:
             return device
     if not names:
-        raise NoDevice(f"there is no RDMA device {name!r} here, and no other either; is the driver loaded?")
+        raise NoDevice(f"there is no RDMA device {name!r} here, and no other either", "is the driver loaded?")
     stem, colon, number = name.partition(":")
     if colon and stem in names:  # as other programs of this field write it
-        raise UnknownDevice(f"there is no RDMA device {name!r}; say --dev-name {stem} --ib-port {number or 1}")
+        raise UnknownDevice(f"there is no RDMA device {name!r}", f"say --dev-name {stem} --ib-port {number or 1}")
     behind = [
         device.name
         for device in system.devices
         if any(gid.interface == name for port in device.ports for gid in port.gids)
     ]
     if behind:
-        raise UnknownDevice(f"{name} is a network interface; its RDMA device is --dev-name {_listed(behind)}")
+        raise UnknownDevice(f"{name} is a network interface", f"its RDMA device is --dev-name {_listed(behind)}")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    question = f"; did you mean {near[0]!r}?" if near else ";"
-    raise UnknownDevice(f"there is no RDMA device {name!r}{question} these are there: {_listed(names)}")
+    question = f"did you mean {near[0]!r}? " if near else ""
+    raise UnknownDevice(f"there is no RDMA device {name!r}", f"{question}these are there: {_listed(names)}")
 
 
 def _candidate(system: RdmaSystem, device: RdmaDevice, wanted: Wanted) -> tuple[tuple[object, ...], ChosenPort]:
@@ -258,11 +262,12 @@ def _best(place: str, verdicts: list[GidVerdict], wanted: Wanted) -> GidVerdict:
         hinted = [verdict for verdict in usable if verdict.gid.index == wanted.hint_gid_index]
         return hinted[0] if hinted else min(usable, key=lambda verdict: verdict.order)
     if not verdicts:
-        raise NoGid(f"{place} has no GID; give its network interface an address")
+        raise NoGid(f"{place} has no GID", "give its network interface an address")
     why = _listed(f"GID {verdict.gid.index} {verdict.text}" for verdict in verdicts)
     raise NoGid(
-        f"{place} has no GID that can be used here: {why}; give an interface of this network namespace an address, or "
-        f"run in the namespace that has it (containers: --network=host)"
+        f"{place} has no GID that can be used here: {why}",
+        "give an interface of this network namespace an address, or run in the namespace that has it (containers: "
+        "--network=host)",
     )
 
 

@@ -8,7 +8,7 @@ import attrs
 import rich_click as click
 
 from infinistore.cli.options import SIZE, Target, client_options, json_option
-from infinistore.cli.output import console, note, print_json, print_line, print_table
+from infinistore.cli.output import note, print_json, print_line, print_table, progress_bar
 from infinistore.sizes import describe_size
 
 __all__ = ["command"]
@@ -78,7 +78,7 @@ def command(
     plan = Plan(sizes, batch, clients, seconds)
     if embedded and path != "auto":
         raise click.UsageError("--path is about a server; leave it out with --embedded")
-    with _opener(target, plan, embedded=embedded, path=path) as open_store, _progress(plan.steps) as report:
+    with _opener(target, plan, embedded=embedded, path=path) as open_store, progress_bar(plan.steps) as report:
         figures, transport, reason = measure(plan, open_store, report)
     if as_json:
         print_json({"transport": transport, "reason": reason, "figures": [attrs.asdict(figure) for figure in figures]})
@@ -114,7 +114,7 @@ def _opener(
 ) -> Iterator[Callable[[], AbstractContextManager["BlockingStore"]]]:
     """What opens a client's store. The embedded clients share one store: they are threads of one process."""
     if not embedded:
-        yield attrs.evolve(target, url=_over(target.url, path)).open
+        yield target.over(path).open
         return
     from contextlib import nullcontext
 
@@ -126,48 +126,9 @@ def _opener(
         yield lambda: nullcontext(store)
 
 
-def _over(url: str, path: str) -> str:
-    """The URL with the way that the bytes are to go."""
-    if path == "auto":
-        return url
-    from urllib.parse import urlsplit
-
-    from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path
-
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        raise click.UsageError(f"--path {path} needs a --url with a host, not {url}")
-    if path != "unix":
-        return parts._replace(scheme=path).geturl()
-    socket_path = default_socket_path(parts.port or DEFAULT_SERVICE_PORT)
-    return f"unix://{socket_path}" + (f"?{parts.query}" if parts.query else "")
-
-
 def _is_local(url: str) -> bool:
     from urllib.parse import urlsplit
 
     from infinistore.config import is_loopback
 
     return is_loopback(urlsplit(url).hostname or "localhost")
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error, if that is a terminal; it is gone when the table comes."""
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield lambda text: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("connecting", total=steps)
-        done = 0
-
-        def report(text: str) -> None:
-            nonlocal done
-            progress.update(task, description=text, completed=done)
-            done += 1
-
-        yield report

@@ -32,7 +32,7 @@ OUTPUT_CLOSED: Final = 141
 
 EXIT_CODES: Final = {
     OK: "It worked, and the answer is yes.",
-    NEGATIVE: "It worked, and the answer is no: a key is missing, or exists already.",
+    NEGATIVE: "It worked, and the answer is no: a key is missing, or exists already, or `doctor` found something bad.",
     USAGE: "The command cannot be run so: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
     UNAVAILABLE: "The store cannot be reached, was lost, wants another token, or speaks another version.",
     DEADLINE: "The call did not finish in the time it was given.",

@@ -24,7 +24,7 @@ from infinistore.errors import ChecksumMismatch
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["Figure", "Plan", "measure"]
+__all__ = ["Client", "Figure", "Plan", "Step", "measure", "percentiles", "run"]
 
 _WARM_UP_ROUNDS: Final = 3
 
@@ -63,7 +63,7 @@ class Figure:
     ratio: float
 
 
-class _Client:
+class Client:
     """One thread's store and buffers, and the keys that are its own."""
 
     def __init__(self, store: "BlockingStore", name: str, plan: Plan) -> None:
@@ -74,14 +74,17 @@ class _Client:
         self.target = memoryview(_pages(length, b"\0"))
 
     def keys(self, plan: Plan) -> list[str]:
+        """Return the keys that it writes."""
         return [f"{self.prefix}/{index}" for index in range(plan.batch)]
 
     def put(self, plan: Plan, size_bytes: int) -> Step:
+        """Return what puts a batch."""
         keys = self.keys(plan)
         items = list(zip(keys, _pieces(self.source, size_bytes, plan.batch), strict=True))
         return lambda: self.store.put_many(items)
 
     def get(self, plan: Plan, size_bytes: int) -> Step:
+        """Return what gets the batch that was put; the first is compared with it here."""
         keys = self.keys(plan)
         items = list(zip(keys, _pieces(self.target, size_bytes, plan.batch), strict=True))
         length = size_bytes * plan.batch
@@ -102,7 +105,7 @@ def measure(
     name = f"infinistore-bench/{secrets.token_hex(8)}"
     figures: list[Figure] = []
     with ExitStack() as stack:
-        clients = [_Client(stack.enter_context(open_store()), name, plan) for _ in range(plan.clients)]
+        clients = [Client(stack.enter_context(open_store()), name, plan) for _ in range(plan.clients)]
         stats = clients[0].store.stats()
         raw = stack.enter_context(_compared(stats.transport, clients))
         try:
@@ -116,14 +119,14 @@ def measure(
     return figures, stats.transport, stats.transport_reason
 
 
-def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[_Client], raw: list["_Raw"]) -> Figure:
+def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[Client], raw: list["_Raw"]) -> Figure:
     steps = [getattr(client, operation)(plan, size_bytes) for client in clients]
     raw_steps = [getattr(one, operation)(size_bytes * plan.batch) for one in raw]
-    times, elapsed_s = _run(steps, plan.seconds)
-    raw_times, raw_elapsed_s = _run(raw_steps, plan.seconds)
+    times, elapsed_s = run(steps, plan.seconds)
+    raw_times, raw_elapsed_s = run(raw_steps, plan.seconds)
     rate = len(times) * size_bytes * plan.batch / elapsed_s
     raw_rate = len(raw_times) * size_bytes * plan.batch / raw_elapsed_s
-    p50, p99 = _percentiles(times)
+    p50, p99 = percentiles(times)
     return Figure(
         operation=operation,
         size_bytes=size_bytes,
@@ -138,7 +141,7 @@ def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[_Client],
     )
 
 
-def _run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
+def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
     """Call each step again and again in a thread of its own; return how long the calls took, and how long all took."""
     runner = _Runner(len(steps), seconds)
     threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
@@ -206,7 +209,7 @@ class _Raw:
 
     name = ""
 
-    def __init__(self, client: _Client) -> None:
+    def __init__(self, client: Client) -> None:
         self._source, self._target = client.source, client.target
 
     def put(self, length: int) -> Step:
@@ -219,7 +222,7 @@ class _Raw:
 class _Copy(_Raw):
     name = "memory copy"
 
-    def __init__(self, client: _Client) -> None:
+    def __init__(self, client: Client) -> None:
         super().__init__(client)
         self._room = memoryview(_pages(len(self._source), b"\0"))
 
@@ -233,7 +236,7 @@ class _Copy(_Raw):
 class _Sockets(_Raw):
     name = "raw sockets"
 
-    def __init__(self, client: _Client, raw_client: RawClient) -> None:
+    def __init__(self, client: Client, raw_client: RawClient) -> None:
         super().__init__(client)
         self._client = raw_client
 
@@ -245,7 +248,7 @@ class _Sockets(_Raw):
 
 
 @contextmanager
-def _compared(transport: str, clients: Sequence[_Client]) -> Iterator[list[_Raw]]:
+def _compared(transport: str, clients: Sequence[Client]) -> Iterator[list[_Raw]]:
     if transport not in ("tcp", "unix"):
         yield [_Copy(client) for client in clients]
         return
@@ -275,7 +278,8 @@ def _pieces(memory: memoryview, size_bytes: int, count: int) -> list[memoryview]
     return [memory[index * size_bytes : (index + 1) * size_bytes] for index in range(count)]
 
 
-def _percentiles(times: list[float]) -> tuple[float, float]:
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile."""
     if len(times) < 2:
         return times[0], times[0]
     cuts = statistics.quantiles(times, n=100, method="inclusive")

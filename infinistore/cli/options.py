@@ -13,7 +13,7 @@ import attrs
 import rich_click as click
 
 from infinistore.cli.failures import session_of
-from infinistore.config import DEFAULT_SERVICE_PORT, server_settings
+from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path, server_settings
 from infinistore.errors import StoreUnavailable
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
@@ -81,20 +81,47 @@ class Target:
     """None: as the URL says, or the client's default."""
     wait_s: float
 
+    def check(self) -> None:
+        """Raise ConfigError if the URL or the token file cannot be used. Nothing is connected."""
+        from infinistore import blocking
+
+        with blocking.open_store(self.url, lazy=True, **self._given()):
+            pass
+
     @contextmanager
     def open(self) -> Iterator["BlockingStore"]:
         """Connect, waiting up to `wait_s` for a server to come up, and disconnect at the end."""
         from infinistore import blocking
+
+        given = self._given()
+        self._wait_for_server(given)
+        with blocking.open_store(self.url, **given) as store:
+            yield store
+
+    def _given(self) -> dict[str, Any]:
+        """What was given by flags; what was not may stand in the URL."""
         from infinistore.config import read_token
 
-        given: dict[str, Any] = {}  # what is not given may stand in the URL
+        given: dict[str, Any] = {}
         if self.token_file is not None:
             given["token"] = read_token(self.token_file)
         if self.deadline_s is not None:
             given["deadline_s"] = self.deadline_s
-        self._wait_for_server(given)
-        with blocking.open_store(self.url, **given) as store:
-            yield store
+        return given
+
+    def over(self, path: str) -> "Target":
+        """Return the same server with the way that the bytes are to go: auto, tcp, unix, shm or rdma."""
+        if path == "auto":
+            return self
+        from urllib.parse import urlsplit
+
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            raise click.UsageError(f"--path {path} needs a --url with a host, not {self.url}")
+        if path != "unix":
+            return attrs.evolve(self, url=parts._replace(scheme=path).geturl())
+        socket_path = default_socket_path(parts.port or DEFAULT_SERVICE_PORT)
+        return attrs.evolve(self, url=f"unix://{socket_path}" + (f"?{parts.query}" if parts.query else ""))
 
     def _wait_for_server(self, given: dict[str, Any]) -> None:
         import time

@@ -5,13 +5,23 @@ rich is imported when a table is printed, not before.
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "is_plain_text", "note", "print_json", "print_line", "print_table", "visible"]
+__all__ = [
+    "console",
+    "is_plain_text",
+    "note",
+    "print_json",
+    "print_line",
+    "print_table",
+    "progress_bar",
+    "visible",
+]
 
 _WIDTH_OF_A_PIPE: Final = 200  # a table that a program or a file receives is not folded to a terminal's width
 
@@ -71,3 +81,25 @@ def print_table(
         screen.print(table)
     for line in captured.get().strip("\n").splitlines():
         print_line(line.rstrip())
+
+
+@contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on standard error, if that is a terminal, until the end. A call says what begins."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda text: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("connecting", total=steps)
+        done = 0
+
+        def report(text: str) -> None:
+            nonlocal done
+            progress.update(task, description=text, completed=done)
+            done += 1
+
+        yield report

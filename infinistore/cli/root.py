@@ -23,6 +23,7 @@ COMPLETION_VARIABLE: Final = "_INFINISTORE_COMPLETE"
 COMMANDS: Final = {
     "serve": ("Server", "infinistore.cli.serve"),
     "monitor": ("Server", "infinistore.cli.monitor"),
+    "doctor": ("Server", "infinistore.cli.doctor"),
     "stat": ("Server", "infinistore.cli.stat"),
     "selftest": ("Server", "infinistore.cli.selftest"),
     "evict": ("Server", "infinistore.cli.evict"),

@@ -218,7 +218,7 @@ class EmbeddedOperations:
             hashes = yield from hash_blocks(present)
             wrong = [c not in (NO_CHECKSUM, found) for c, found in zip(checksums, hashes, strict=True)]
             if any(wrong):
-                watch.release(views, [])  # the error keeps this frame
+                watch.release([view for view in views if view is not None], views)  # the error keeps this frame
                 watch.done()
                 there = [key for key, view in zip(keys, views, strict=True) if view is not None]
                 self._report(list(compress(there, wrong)), len(keys))

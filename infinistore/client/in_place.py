@@ -13,12 +13,11 @@ import threading
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from infinistore.errors import LeaseStillInUse, ProtocolError
+from infinistore.errors import LeaseStillInUse
 from infinistore.protocol.messages import MISSING
 
 __all__ = ["Kept", "Leased", "PrivateBlocks", "ReservedRoom", "Returns", "Watch", "private_room", "views_at"]
@@ -106,7 +105,7 @@ class Watch:
         """Say that no more memory is to be watched."""
         self._token = self._whole = None
 
-    def release(self, views: Sequence[memoryview | None], handed: list[Any]) -> None:
+    def release(self, views: Sequence[memoryview], handed: list[Any]) -> None:
         """Release views that were handed out in the list `handed`: who goes on using them gets ValueError.
 
         PyTorch's `frombuffer` keeps a memoryview without an export, and reads on when that is released. It cannot be
@@ -115,13 +114,14 @@ class Watch:
         if "torch" in sys.modules:
             listed = Counter(map(id, handed))
             for view, count in zip(views, _references(views), strict=True):
-                if view is not None and count > _ALONE + listed[id(view)]:
+                if count > _ALONE + listed[id(view)]:
                     weakref.finalize(view, _forget, self._whole).atexit = False
                     handed[:] = [_RELEASED if item is view else item for item in handed]
         for view in views:
-            if view is not None:
-                with suppress(BufferError):  # somebody has an export of it: that is in use
-                    view.release()
+            try:  # noqa: SIM105  # 64 context managers would cost as much as all the rest
+                view.release()
+            except BufferError:  # somebody has an export of it: that is in use
+                pass
 
     @property
     def alive(self) -> bool:
@@ -149,24 +149,11 @@ _ALONE = _references([object()])[0]
 
 
 def views_at(
-    watch: Watch, memory: Callable[[int], memoryview], extents: Iterable[tuple[int, int, int]], *, writable: bool
+    watch: Watch, memory: Callable[[int], memoryview], extents: Sequence[tuple[int, int, int]], *, writable: bool
 ) -> list[memoryview]:
-    """Return the bytes of each extent (arena, offset, length), watched. `memory` has all the bytes of an arena.
-
-    Raises:
-        ProtocolError: an extent ends beyond its arena.
-    """
-    arenas: dict[int, memoryview] = {}
-    views: list[memoryview] = []
-    for arena, offset, length in extents:
-        whole = arenas.get(arena)
-        if whole is None:
-            whole = arenas[arena] = watch.over(memory(arena), writable=writable)
-        view = whole[offset : offset + length]
-        if len(view) != length:
-            raise ProtocolError(f"the server says that a block is at {offset} in an arena that ends before")
-        views.append(view)
-    return views
+    """Return the bytes of each extent (arena, offset, length), watched. `memory` has all the bytes of an arena."""
+    arenas = {arena: watch.over(memory(arena), writable=writable) for arena in {arena for arena, _, _ in extents}}
+    return [arenas[arena][offset : offset + length] for arena, offset, length in extents]
 
 
 class Leased:
@@ -175,9 +162,9 @@ class Leased:
     def __init__(self, views: list[memoryview | None], watch: Watch) -> None:
         self.handed = list(views)
         """For the caller, who may do with the list what they like."""
-        self._views = views
+        self._views = [view for view in views if view is not None]
         self._watch = watch
-        self._total_bytes = sum(len(view) for view in views if view is not None)
+        self._total_bytes = sum(map(len, self._views))
 
     def leave(self, *, quietly: bool, stacklevel: int) -> None:
         """Release the views, and warn if anything made from them is alive. Its death gives the room back.

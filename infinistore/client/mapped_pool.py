@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from operator import ne
 
+from infinistore.client.in_place import Watch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
 from infinistore.protocol.places import arena_of, offset_of, place_of
@@ -52,8 +53,10 @@ class MappedPool:
         if not complete:
             raise ProtocolError(f"{len(lengths)} arenas came with {len(descriptors)} descriptors")
 
-    def views(self, places: Sequence[int], sizes: Sequence[int], *, writable: bool) -> list[memoryview]:
-        """Return the bytes of blocks at these places.
+    def views(
+        self, places: Sequence[int], sizes: Sequence[int], *, writable: bool, watch: Watch | None = None
+    ) -> list[memoryview]:
+        """Return the bytes of blocks at these places, as memory that is watched if there is a `watch`.
 
         Raises:
             ProtocolError: a place that is in no arena.
@@ -64,6 +67,8 @@ class MappedPool:
             return []
         first, last = arena_of(min(places)), arena_of(max(places))
         memory = {arena: self._memory(arena, writable) for arena in range(first, last + 1)}
+        if watch is not None:
+            memory = {arena: watch.over(whole, writable=writable) for arena, whole in memory.items()}
         if first == last:  # nearly always; 64 calls of `offset_of` would take half of the time
             base, of_arena = place_of(first, 0), memory[first]
             views = [of_arena[place - base : place - base + size] for place, size in zip(places, sizes, strict=True)]
@@ -76,18 +81,13 @@ class MappedPool:
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
         return views
 
-    def read_only(self, arena: int) -> memoryview:
-        """Return all the bytes of an arena, to be read. Errors are those of `views`."""
-        return self._memory(arena, writable=False)
-
-    def writable_memory(self, arena: int) -> memoryview:
-        """Return all the bytes of an arena, to be written. Errors are those of `views`."""
-        return self._memory(arena, writable=True)
-
     def arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """Return all the bytes of each arena that is known, to be read and, if that is allowed, to be written. Errors
         are those of `views`."""
-        return [(self.read_only(i), self.writable_memory(i) if self.writable else None) for i in range(len(self))]
+        return [
+            (self._memory(index, writable=False), self._memory(index, writable=True) if self.writable else None)
+            for index in range(len(self))
+        ]
 
     def close(self) -> None:
         """Give up the descriptors and the mappings; views that are still held stay good."""

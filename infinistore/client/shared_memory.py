@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from infinistore.client.copying import copy_blocks, hash_blocks
-from infinistore.client.in_place import Leased, ReservedRoom, Watch, private_room, views_at
+from infinistore.client.in_place import Leased, ReservedRoom, Watch, private_room
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
 from infinistore.client.pins import Pins
@@ -31,7 +31,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.protocol.places import arena_of, offset_of
+from infinistore.protocol.places import arena_of
 
 __all__ = ["SharedMemoryOperations"]
 
@@ -120,8 +120,7 @@ class SharedMemoryOperations(RemoteOperations):
             checksums: list[int] = []
             try:
                 while len(views) < len(keys):
-                    part = Keys(list(keys[len(views) : len(views) + self._hello.max_batch_keys]))
-                    request = Lease(part, numbers())
+                    request = Lease(self._key_part(keys, len(views)), numbers())
                     reply = expect(LeaseReply, (yield from self._ask(request)))
                     if reply.lease:
                         owed.append(Release(reply.lease))
@@ -131,24 +130,21 @@ class SharedMemoryOperations(RemoteOperations):
                 if verify:
                     yield from self._check_in_place(keys, views, checksums)
             except BaseException:
-                watch.release(views, [])  # the error keeps this frame
+                watch.release([view for view in views if view is not None], views)  # the error keeps this frame
                 watch.done()
                 raise
             return Leased(views, watch)
 
     def _views_of(self, reply: LeaseReply, watch: Watch) -> Exchange[list[memoryview | None]]:
-        places = reply.places if reply.lease else [0] * len(reply.sizes)
-        if len(places) != len(reply.sizes):
-            raise ProtocolError(f"{len(places)} places for {len(reply.sizes)} blocks")
-        extents = [
-            (arena_of(place), offset_of(place), size)
-            for place, size in zip(places, reply.sizes, strict=True)
-            if size != MISSING
-        ]
-        if extents and not reply.lease:
-            raise ProtocolError("the server sends blocks that were to be leased")
+        there = present_in(reply)
+        if there and len(reply.places) != len(reply.sizes):
+            raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
+        places = [reply.places[i] for i in there]
         yield from self._know_arenas(places)
-        present = iter(views_at(watch, self.pool.read_only, extents, writable=False))
+        views = self.pool.views(places, [reply.sizes[i] for i in there], writable=False, watch=watch)
+        if len(there) == len(reply.sizes):
+            return list(views)
+        present = iter(views)
         return [None if size == MISSING else next(present) for size in reply.sizes]
 
     def _check_in_place(
@@ -174,8 +170,7 @@ class SharedMemoryOperations(RemoteOperations):
             if len(reply.places) != len(sizes):
                 raise ProtocolError(f"{len(reply.places)} places for {len(sizes)} blocks")
             yield from self._know_arenas(reply.places)
-            extents = zip(map(arena_of, reply.places), map(offset_of, reply.places), sizes, strict=True)
-            memory = views_at(watch, self.pool.writable_memory, extents, writable=True)
+            memory = self.pool.views(reply.places, sizes, writable=True, watch=watch)
             return ReservedRoom(keys, memory, watch, reply.reservation, owed)
 
     def commit(self, room: ReservedRoom) -> Exchange[None]:

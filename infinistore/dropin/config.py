@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from infinistore import config as native
+from infinistore.client.address import parse_address
 from infinistore.client.options import StoreOptions
 from infinistore.config import server_settings
 from infinistore.dropin.logger import LOG_LEVELS
@@ -39,7 +40,7 @@ class ClientConfig:
     Args:
         connection_type: `TYPE_RDMA`: the best path there is, RDMA, shared memory or TCP; `TYPE_TCP`: TCP.
         host_addr: name or address of the server.
-        service_port: its port, 22345 by default.
+        service_port: its port.
         dev_name: RDMA device, such as "mlx5_0"; None takes the first that works. Without RDMA it means nothing.
         ib_port: port of that device, from 1.
         link_type: `LINK_IB` or `LINK_ETHERNET`.
@@ -86,6 +87,7 @@ class ClientConfig:
             _check_one_of("link_type", self.link_type, (LINK_IB, LINK_ETHERNET))
         if self.log_level is not None:
             _check_one_of("log_level", self.log_level, tuple(LOG_LEVELS))
+        parse_address(self.url)
 
     @property
     def options(self) -> StoreOptions:

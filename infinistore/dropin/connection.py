@@ -9,7 +9,7 @@ for it in the background.
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,19 +17,11 @@ from infinistore.client.asyncio_store import RemoteAsyncioStore
 from infinistore.client.options import make_options
 from infinistore.client.registration import Registration
 from infinistore.client.thread_store import RemoteThreadStore
+from infinistore.dropin.arguments import block_size_bytes, checked_key, key_list, keys_and_offsets, whole_number
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig
 from infinistore.dropin.logger import Logger
-from infinistore.dropin.memory import (
-    Region,
-    Regions,
-    address_and_size,
-    check_range,
-    find_region,
-    readable_memory,
-    whole_number,
-)
+from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
-from infinistore.keys import check_keys
 from infinistore.statistics import Stats
 
 if TYPE_CHECKING:
@@ -190,10 +182,11 @@ class InfinityConnection:
             OutOfMemory, ValueTooLarge: the server has no room for it.
         """
         store = self._connected_by_rdma().asynchronous
-        keys, offsets = _split(blocks)
-        length = _block_size(block_size)
-        region, base = self._region(ptr)
-        views = [_within(region, base + offset, length, clip=False) for offset in offsets]
+        keys, offsets = keys_and_offsets(blocks)
+        length = block_size_bytes(block_size)
+        base = whole_number("ptr", ptr)
+        region = self._regions.at(base)
+        views = [region.block(base + offset, length) for offset in offsets]
         await store.put_many(dict(zip(keys, views, strict=True)))
         return _DONE
 
@@ -209,10 +202,11 @@ class InfinityConnection:
             ChecksumMismatch: the bytes are not those that were written.
         """
         store = self._connected_by_rdma().asynchronous
-        keys, offsets = _split(blocks)
-        length = _block_size(block_size)
-        region, base = self._region(ptr)
-        views = [_within(region, base + offset, length, clip=True) for offset in offsets]
+        keys, offsets = keys_and_offsets(blocks)
+        length = block_size_bytes(block_size)
+        base = whole_number("ptr", ptr)
+        region = self._regions.at(base)
+        views = [region.block(base + offset, length, clip=True) for offset in offsets]
         if len(keys) > 1:  # a read of one writes nothing if it is missing
             _check_found(keys, await store.exists_many(keys))
         _check_found(keys, await store.get_many_into(list(zip(keys, views, strict=True))))
@@ -225,8 +219,7 @@ class InfinityConnection:
             OutOfMemory, ValueTooLarge: the server has no room for it.
         """
         store = self._connected().blocking
-        _check_keys([key])
-        store.put(key, readable_memory(whole_number("ptr", ptr), whole_number("size", size)))
+        store.put(checked_key(key), readable_memory(whole_number("ptr", ptr), whole_number("size", size)))
 
     def tcp_read_cache(self, key: str, **kwargs: object) -> "numpy.ndarray[Any, Any] | memoryview | None":
         """Read one value: a writable array of uint8, of exactly its length; None if the key is not there.
@@ -237,8 +230,7 @@ class InfinityConnection:
             ChecksumMismatch: the bytes are not those that were written.
         """
         store = self._connected().blocking
-        _check_keys([key])
-        value = store.get_many([key])[0]
+        value = store.get_many([checked_key(key)])[0]
         if value is None:
             return None
         try:
@@ -249,9 +241,7 @@ class InfinityConnection:
 
     def check_exist(self, key: str) -> bool:
         """Tell whether the key is there."""
-        store = self._connected().blocking
-        _check_keys([key])
-        return store.exists(key)
+        return self._connected().blocking.exists(checked_key(key))
 
     def get_match_last_index(self, keys: Sequence[str]) -> int:
         """Return the highest index in `keys` of a key that is there.
@@ -260,7 +250,7 @@ class InfinityConnection:
             InfiniStoreKeyNotFound: none of them is.
         """
         store = self._connected().blocking
-        keys = _key_list(keys)
+        keys = key_list(keys)
         found = store.exists_many(keys)
         for index in range(len(found) - 1, -1, -1):
             if found[index]:
@@ -269,8 +259,7 @@ class InfinityConnection:
 
     def delete_keys(self, keys: Sequence[str]) -> int:
         """Delete keys; returns how many were there."""
-        store = self._connected().blocking
-        return store.delete(_key_list(keys))
+        return self._connected().blocking.delete(key_list(keys))
 
     def _keep(self, stores: _Stores, statistics: Stats) -> None:
         with self._lock:
@@ -312,64 +301,6 @@ class InfinityConnection:
         if self.config.connection_type != TYPE_RDMA:
             raise InvalidRequest("this method is for connections of TYPE_RDMA; this one is of TYPE_TCP")
         return self._connected()
-
-    def _region(self, ptr: int) -> tuple[Region, int]:
-        base = whole_number("ptr", ptr)
-        check_range(base, 1)
-        return self._regions.at(base), base
-
-
-def _check_keys(keys: Sequence[str]) -> None:
-    try:
-        check_keys(keys)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(str(error)) from None
-
-
-def _key_list(keys: Iterable[str]) -> list[str]:
-    if isinstance(keys, str):
-        raise InvalidRequest(f"give a list of keys, not the one text {keys[:60]!r}")
-    try:
-        listed = list(keys)
-    except TypeError:
-        raise InvalidRequest(f"give a list of keys, not {type(keys).__name__}") from None
-    _check_keys(listed)
-    return listed
-
-
-def _split(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list[int]]:
-    """Return the keys and the offsets of blocks."""
-    try:
-        pairs = [(key, offset) for key, offset in blocks]
-    except (TypeError, ValueError):
-        raise InvalidRequest("blocks must be pairs of a key and an offset in bytes, such as [('key', 0)]") from None
-    if not pairs:
-        raise InvalidRequest("there are no blocks; give at least one pair of a key and an offset")
-    keys = [key for key, _ in pairs]
-    _check_keys(keys)
-    offsets = [whole_number("an offset", offset) for _, offset in pairs]
-    if min(offsets) < 0:
-        raise InvalidRequest(f"an offset must be 0 or more bytes, not {min(offsets)}")
-    return keys, offsets
-
-
-def _block_size(block_size: int) -> int:
-    size = whole_number("block_size", block_size)
-    if size <= 0:
-        raise InvalidRequest(f"block_size must be at least 1 byte, not {size}")
-    return size
-
-
-def _within(region: Region, address: int, size: int, *, clip: bool) -> memoryview:
-    """Return the memory of a block. With `clip`, less than `size` will do, up to the end of the region."""
-    start = address - region.address
-    view = region.view[start : start + size]
-    if len(view) < size and not (clip and len(view)):
-        raise InvalidRequest(
-            f"{size} bytes at {address:#x} are not inside the memory that was registered,"
-            f" {len(region.view)} bytes at {region.address:#x}"
-        )
-    return view
 
 
 def _check_found(keys: Sequence[str], found: Sequence[object]) -> None:

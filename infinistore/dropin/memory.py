@@ -6,14 +6,13 @@ written, gets an error when it is registered, where touching it later would kill
 
 import ctypes
 import mmap
-import operator
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infinistore.errors import InvalidRequest
 
-__all__ = ["Region", "Regions", "address_and_size", "check_range", "find_region", "readable_memory", "whole_number"]
+__all__ = ["Region", "Regions", "address_and_size", "find_region", "readable_memory"]
 
 _LARGEST_ADDRESS = (1 << 63) - 1
 _MS_ASYNC = 1
@@ -36,6 +35,21 @@ class Region(NamedTuple):
     def end(self) -> int:
         """The first address behind it."""
         return self.address + len(self.view)
+
+    def block(self, address: int, size: int, *, clip: bool = False) -> memoryview:
+        """Return the memory of a block inside. With `clip`, less than `size` will do, up to the end of the region.
+
+        Raises:
+            InvalidRequest: it is not inside.
+        """
+        start = address - self.address
+        view = self.view[start : start + size]
+        if len(view) < size and not (clip and len(view)):
+            raise InvalidRequest(
+                f"{size} bytes at {address:#x} are not inside the memory that was registered,"
+                f" {len(self.view)} bytes at {self.address:#x}"
+            )
+        return view
 
 
 class Regions:
@@ -61,6 +75,7 @@ class Regions:
         Raises:
             InvalidRequest: it is in none.
         """
+        _check_range(address, 1)
         region = self._by_address.get(address)
         if region is not None:
             return region
@@ -81,24 +96,12 @@ def find_region(address: int, size: int) -> Region:
     Raises:
         InvalidRequest: it is no memory of this process, or it cannot be written.
     """
-    check_range(address, size)
+    _check_range(address, size)
     _check_writable(address, size)
     return Region(address, _view_of_memory(address, size, _PY_BUF_WRITE))
 
 
-def whole_number(name: str, value: object) -> int:
-    """Return an int, or what can stand for one, such as a number of numpy.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}") from None
-
-
-def check_range(address: int, size: int) -> None:
+def _check_range(address: int, size: int) -> None:
     """Raise `InvalidRequest` unless this can be memory at all."""
     if address <= 0:
         raise InvalidRequest(f"ptr is {address or 'null'}; give the address of the data")
@@ -114,7 +117,7 @@ def readable_memory(address: int, size: int) -> memoryview:
     Raises:
         InvalidRequest: there is none.
     """
-    check_range(address, size)
+    _check_range(address, size)
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _msync(start, address + size - start, _MS_ASYNC):  # it writes nothing back, but finds what is not mapped
         raise InvalidRequest(f"{size} bytes at {address:#x} are not memory of this process")

@@ -107,7 +107,11 @@ class RegisteredServer:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="infinistore-server", daemon=True)
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C, while it takes its memory
+            self.request_stop()
+            raise
         if self._failure is not None:
             self._thread.join()
             raise self._failure

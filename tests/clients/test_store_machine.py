@@ -1,11 +1,16 @@
 """Every kind of store against the reference model: any sequence of calls, the same answers, the same recency.
 
+Leases in place are kept by arrays, which die in any order and in other threads; what they show must never change.
 Each value has bytes that no other value has. The pool is small, so puts evict. After each step the order of keys, from
 the coldest to the warmest, is compared with the model's, and so are all stored bytes and what is used and held.
 """
 
+import threading
+import warnings
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -22,7 +27,14 @@ from hypothesis.stateful import (
 
 from infinistore.core import Watermarks
 from infinistore.core.room import EXTRA_STEPS
-from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded, OutOfMemory, ValueTooLarge
+from infinistore.errors import (
+    BufferTooSmall,
+    KeyNotFound,
+    LeaseStillInUse,
+    LimitExceeded,
+    OutOfMemory,
+    ValueTooLarge,
+)
 from tests.clients.stores import STORES, Loops, Opener
 from tests.core.model import Block, NoRoom, ReferenceStore
 from tests.server.running import KIB, make_config
@@ -43,6 +55,16 @@ def parts(batch: list[Any], length: int) -> list[list[Any]]:
     return [batch[first : first + length] for first in range(0, len(batch), length)]
 
 
+@attrs.define(eq=False)
+class InUse:
+    """A lease whose block was left while arrays of it are alive: by position, which; and what it pins."""
+
+    arrays: dict[int, Any]
+    blocks: list[Block | None]
+    core_leases: int
+    pinned: list[Block] = attrs.field(factory=list)
+
+
 class ClientMachine(RuleBasedStateMachine):
     """Drives a store and the model side by side. `opener` and `loops` are set by the test."""
 
@@ -50,6 +72,7 @@ class ClientMachine(RuleBasedStateMachine):
     loops: Loops
 
     holds = Bundle("holds")
+    leases = Bundle("leases")
 
     @initialize(seed=st.integers(0, 1000))
     def start(self, seed: int) -> None:
@@ -62,10 +85,14 @@ class ClientMachine(RuleBasedStateMachine):
         )
         self.written = 0
         self.open_holds: dict[str, list[Block]] = {}
+        self.in_use: list[InUse] = []
+        self.embedded = self.opened.server is None
+        self.in_place = self.embedded or self.store.stats().transport == "shm"
 
     def teardown(self) -> None:
         if hasattr(self, "context"):
             self.context.__exit__(None, None, None)
+            self.leased_bytes_never_change()  # not even when the store and its server are gone
 
     # Writing
 
@@ -228,6 +255,129 @@ class ClientMachine(RuleBasedStateMachine):
             block.holds -= 1
         self.model.unpinned()
 
+    # In place
+
+    @rule(target=leases, keys=some_keys | runs_of_keys, verify=st.booleans(), kept=st.sets(st.integers(0, 8)))
+    def lease(self, keys: list[str], verify: bool, kept: set[int]) -> Any:
+        blocks: list[Block | None] = []
+        core_leases = 0
+        leased = self.leased_bytes()
+        for part in parts(keys, self.opened.batch_keys):
+            found = [self.model.blocks.get(key) for key in part]
+            wanted = sum(block.footprint for block in found if block is not None)
+            if self.in_place and self.is_above_share(leased, wanted):
+                event("refused: lease")
+                with pytest.raises(LimitExceeded), self.store.lease(keys):
+                    pass
+                return multiple()
+            self.model.find(part)
+            leased += wanted
+            core_leases += bool(wanted) and self.in_place
+            blocks += found
+        kept = {index for index in kept if index < len(keys) and blocks[index] is not None}
+        arrays: dict[int, Any] = {}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with self.store.lease(keys, verify=verify) as views:
+                assert [None if view is None else bytes(view) for view in views] == [
+                    None if block is None else block.data for block in blocks
+                ]
+                arrays.update({index: np.frombuffer(views[index], np.uint8) for index in kept})  # type: ignore[arg-type]
+            del views
+        assert [warning.category for warning in caught] == [LeaseStillInUse] * bool(kept)
+        if not kept:
+            return multiple()
+        lease = InUse(arrays, blocks, core_leases)
+        if self.in_place:
+            lease.pinned = [block for block in blocks if block is not None]
+            for block in lease.pinned:
+                block.leases += 1
+        self.in_use.append(lease)
+        return lease
+
+    @rule(lease=consumes(leases) | leases, in_thread=st.booleans(), but_one=st.booleans())
+    def let_arrays_die(self, lease: InUse, in_thread: bool, but_one: bool) -> None:
+        dying = sorted(lease.arrays)[but_one:]
+        last = len(dying) == len(lease.arrays)
+
+        def die() -> None:
+            for index in dying:
+                del lease.arrays[index]
+
+        if in_thread:
+            thread = threading.Thread(target=die)
+            thread.start()
+            thread.join()
+        else:
+            die()
+        if last:
+            self.in_use = [other for other in self.in_use if other is not lease]
+            for block in lease.pinned:
+                block.leases -= 1
+            lease.pinned = []
+            self.model.unpinned()
+
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=CONFIG.max_batch_keys, unique=True),
+        data=st.data(),
+        fails=st.booleans(),
+    )
+    def reserve(self, keys: list[str], data: st.DataObject, fails: bool) -> None:
+        sizes = data.draw(st.lists(st.sampled_from(SIZES), min_size=len(keys), max_size=len(keys)))
+        items = [(key, self.unique_bytes(size)) for key, size in zip(keys, sizes, strict=True)]
+        wanted = self.model.footprints(sizes)
+        if self.embedded and self.is_above_share(self.leased_bytes(), wanted):
+            event("refused: reservation")
+            with pytest.raises(LimitExceeded), self.store.reserve(dict(zip(keys, sizes, strict=True))):
+                pass
+            return
+        expected: type[Exception] | None = KeyError if fails else None
+        reserved = self.in_place or not fails
+        room = 0
+        if reserved:
+            try:
+                room = self.model.reserve(sizes)
+            except NoRoom:
+                expected, reserved = OutOfMemory, False
+        before = self.fragmented()
+        present = self.store.exists_many(keys)
+        try:
+            with self.store.reserve(dict(zip(keys, sizes, strict=True))) as views:
+                now = self.store.exists_many(keys)  # room was made, perhaps, but nothing is new
+                assert all(was or not there for was, there in zip(present, now, strict=True))
+                for index, (_, value) in enumerate(items):
+                    views[index][:] = value
+                if fails:
+                    raise KeyError
+            found: type[Exception] | None = None
+        except (OutOfMemory, KeyError) as error:
+            found = type(error)
+        if found is OutOfMemory and reserved:
+            event("refused: fragmentation")
+        else:
+            assert found is expected
+        self.model.evict_blocks(self.fragmented() - before)
+        if reserved:
+            if found is None:
+                self.model.commit(room, items)
+            else:
+                self.model.abort(room)
+
+    def leased_bytes(self) -> int:
+        return sum(block.footprint for lease in self.in_use for block in lease.pinned)
+
+    def is_above_share(self, held: int, wanted: int) -> bool:
+        most = self.opened.core.limits.max_pinned_ratio * self.model.capacity
+        return bool(held and wanted) and held + wanted > most
+
+    @invariant()
+    def leased_bytes_never_change(self) -> None:
+        for lease in getattr(self, "in_use", []):
+            for index, array in lease.arrays.items():
+                block = lease.blocks[index]
+                assert block is not None
+                assert array.tobytes() == block.data
+
     # Removing
 
     @rule(keys=some_keys)
@@ -284,7 +434,7 @@ class ClientMachine(RuleBasedStateMachine):
             "holds": len(self.open_holds),
             "reservations": 0,
             "reserved_bytes": 0,
-            "leases": 0,
+            "leases": sum(lease.core_leases for lease in self.in_use),
         }
         assert {name: getattr(statistics, name) for name in expected} == expected
 
@@ -306,5 +456,6 @@ class ClientMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("kind", STORES)
 def test_every_store_does_what_the_model_does(kind: str, loops: Loops) -> None:
     machine = type("Machine", (ClientMachine,), {"opener": staticmethod(STORES[kind]), "loops": loops})
+
     examples = settings.default.max_examples // 4 if settings.default else 25
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))

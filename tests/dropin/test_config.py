@@ -52,6 +52,8 @@ def test_a_client_is_configured_by_keyword_and_by_attribute() -> None:
         ("connection_type", "LOCAL_GPU", "connection_type must be RDMA or TCP"),
         ("host_addr", None, "host_addr must be the name"),
         ("host_addr", "", "host_addr must be the name"),
+        ("host_addr", "127.0.0.1:22345", "is no URL of a store"),
+        ("host_addr", "a/b", "more than host"),
         ("service_port", None, "service_port must be a whole number between 1 and 65535"),
         ("service_port", 0, "service_port"),
         ("service_port", 92345, "service_port"),

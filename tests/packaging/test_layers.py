@@ -29,7 +29,9 @@ MAY_IMPORT = {
     "monitor": GROUND | PUBLIC,
     "integrations": GROUND | PUBLIC | {"tensors"},
     # allocators: `prepare_process` must be the first thing that a server's process does.
-    "cli": GROUND | PUBLIC | {"demo", "monitor", "allocators"},
+    "cli": GROUND | PUBLIC | {"demo", "monitor", "doctor", "allocators"},
+    # What it says of a machine is what the store itself would find there.
+    "doctor": GROUND | {"core", "transports"},
 }
 
 

@@ -1,0 +1,70 @@
+"""What a program gives to a connection, checked and brought into one form before anything is sent.
+
+Misuse is `InvalidRequest` here, and not `ValueError` or `TypeError` as elsewhere in this package: programs of the
+original know one tree of errors.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from infinistore.errors import InvalidRequest
+from infinistore.keys import check_keys
+
+__all__ = ["block_size_bytes", "checked_key", "key_list", "keys_and_offsets", "whole_number"]
+
+
+def checked_key(key: str) -> str:
+    """Return the key, which is one that a store takes."""
+    _check([key])
+    return key
+
+
+def key_list(keys: Iterable[str]) -> list[str]:
+    """Return the keys as a list."""
+    if isinstance(keys, str):
+        raise InvalidRequest(f"give a list of keys, not the one text {keys[:60]!r}")
+    try:
+        listed = list(keys)
+    except TypeError:
+        raise InvalidRequest(f"give a list of keys, not {type(keys).__name__}") from None
+    _check(listed)
+    return listed
+
+
+def keys_and_offsets(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list[int]]:
+    """Return the keys of blocks, and their offsets in bytes."""
+    try:
+        pairs = [(key, offset) for key, offset in blocks]
+    except (TypeError, ValueError):
+        raise InvalidRequest("blocks must be pairs of a key and an offset in bytes, such as [('key', 0)]") from None
+    if not pairs:
+        raise InvalidRequest("there are no blocks; give at least one pair of a key and an offset")
+    keys = [key for key, _ in pairs]
+    _check(keys)
+    offsets = [whole_number("an offset", offset) for _, offset in pairs]
+    if min(offsets) < 0:
+        raise InvalidRequest(f"an offset must be 0 or more bytes, not {min(offsets)}")
+    return keys, offsets
+
+
+def block_size_bytes(block_size: int) -> int:
+    """Return the size of a block."""
+    size = whole_number("block_size", block_size)
+    if size <= 0:
+        raise InvalidRequest(f"block_size must be at least 1 byte, not {size}")
+    return size
+
+
+def whole_number(name: str, value: object) -> int:
+    """Return an int, or what can stand for one, such as a number of numpy."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}") from None
+
+
+def _check(keys: Sequence[str]) -> None:
+    try:
+        check_keys(keys)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from None

@@ -1,0 +1,237 @@
+"""Clients that are killed anywhere, by shared memory: what they had goes back, and nobody ever reads a wrong byte.
+
+Which client does what, and where it is killed, follows from one seed, which a failing test prints; KILL_SEED replays
+it.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from xxhash import xxh3_64_hexdigest
+
+import infinistore
+from tests.clients import killable
+from tests.clients.killable import digest_of
+from tests.server.running import KIB, RunningServer, make_config, running_server
+
+KEYS = [f"key {index}" for index in range(8)]
+SIZES = [1, 900, 1001, 20 * KIB, 150 * KIB]
+STEPS = 40
+CLIENTS = 3
+
+
+class Client:
+    """One client process."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self.kept: dict[str, list[str | None]] = {}
+        self._received = b""
+
+    @classmethod
+    async def start(cls, url: str) -> "Client":
+        command = [sys.executable, killable.__file__, url]
+        process = await trio.lowlevel.open_process(command, stdin=-1, stdout=-1)
+        client = cls(process)
+        assert await client._answer() == {"result": "open"}
+        return client
+
+    async def do(self, what: str, **arguments: Any) -> Any:
+        """Have it do something; return the result, the name of the error, or None if it halted."""
+        assert self.process.stdin is not None
+        await self.process.stdin.send_all(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        return await self._answer()
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+        await self._close()
+
+    async def leave(self) -> None:
+        """Let it end as a program does that is done."""
+        assert self.process.stdin is not None
+        await self.process.stdin.aclose()
+        assert await self.process.wait() == 0
+        await self._close()
+
+    async def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        while b"\n" not in self._received:
+            some = await self.process.stdout.receive_some()
+            assert some, "the client died by itself"
+            self._received += some
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    async def _close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        await self.process.stdin.aclose()
+        await self.process.stdout.aclose()
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncGenerator[RunningServer, None]:
+    async with running_server(make_config(unix_socket=str(folder / "store.sock"), prealloc_bytes=1024 * KIB)) as server:
+        yield server
+
+
+async def until_only(server: RunningServer, connections: int, *, leases: int) -> None:
+    """Wait until the server has noticed who is gone, and that nothing of theirs is left."""
+    with trio.fail_after(60):
+        while True:
+            found = server.core.statistics()
+            if server.server.statistics().connections_open <= connections and (
+                found.reservations,
+                found.leases,
+                found.quarantined_bytes,
+            ) == (0, leases, 0):
+                return
+            await trio.lowlevel.checkpoint()
+
+
+class Run:
+    """A run by one seed: what is known of each key, and of what each client leases."""
+
+    def __init__(self, server: RunningServer, seed: int) -> None:
+        self.server = server
+        self.url = f"shm://{server.unix_path}"
+        self.random = random.Random(seed)
+        self.clients: list[Client] = []
+        self.possible: dict[str, set[str | None]] = {key: {None} for key in KEYS}
+        self.written = 0
+
+    async def step(self) -> None:
+        client = self.random.choice(self.clients)
+        halt = self.random.randrange(24) if self.random.random() < 0.3 else None
+        keys = self.random.sample(KEYS, self.random.randint(1, 4))
+        what = self.random.choice(
+            ["put", "put", "reserve", "reserve", "get", "get", "lease", "lease", "drop", "delete"]
+        )
+        if what in ("put", "reserve"):
+            killed = await self.write(client, what, keys, halt)
+        elif what == "drop":
+            killed = await self.drop(client, halt)
+        elif what == "delete":
+            killed = await self.delete(client, keys, halt)
+        else:
+            killed = await self.read(client, what, keys, halt)
+        if killed or self.random.random() < 0.05:  # inside, or between
+            await self.replace(client)
+        for other in self.clients:
+            for name, digests in other.kept.items():
+                assert (await other.do("look", name=name))["result"] == digests
+
+    async def write(self, client: Client, what: str, keys: list[str], halt: int | None) -> bool:
+        self.written += len(keys)
+        items = {key: (self.written + index, self.random.choice(SIZES)) for index, key in enumerate(keys)}
+        fail = {"fail": self.random.random() < 0.3} if what == "reserve" else {}
+        answer = await client.do(what, items=items, halt=halt, **fail)
+        halted, stored = "halted" in answer, answer.get("result", True) is not False and "error" not in answer
+        if stored or halted:
+            for key, (seed, size) in items.items():
+                new: set[str | None] = {digest_of(seed, size)}
+                self.possible[key] = new | self.possible[key] if halted else new
+        else:
+            assert answer.get("error", "OutOfMemory") in ("OutOfMemory", "LimitExceeded")
+        if "error" in answer or not halted:
+            self.may_be_evicted()
+        return halted
+
+    def may_be_evicted(self) -> None:
+        for possible in self.possible.values():
+            possible.add(None)
+
+    async def delete(self, client: Client, keys: list[str], halt: int | None) -> bool:
+        answer = await client.do("delete", keys=keys, halt=halt)
+        for key in keys:
+            self.possible[key] = self.possible[key] | {None} if "halted" in answer else {None}
+        return "halted" in answer
+
+    async def read(self, client: Client, what: str, keys: list[str], halt: int | None) -> bool:
+        name = f"lease {self.written} {self.random.random()}"
+        answer = await client.do(what, keys=keys, halt=halt, **({"name": name} if what == "lease" else {}))
+        if "error" in answer:
+            assert answer["error"] == "LimitExceeded"
+        elif "result" in answer:
+            for key, digest in zip(keys, answer["result"], strict=True):
+                assert digest in self.possible[key], key
+                self.possible[key] = {digest}
+            if what == "lease" and any(answer["result"]):
+                client.kept[name] = answer["result"]
+        return "halted" in answer
+
+    async def drop(self, client: Client, halt: int | None) -> bool:
+        if not client.kept:
+            return False
+        name = self.random.choice(list(client.kept))
+        del client.kept[name]
+        return "halted" in await client.do("drop", name=name, halt=halt)
+
+    async def replace(self, client: Client) -> None:
+        """Kill a client; when the server knows, nothing of it is left, and a new one takes its place."""
+        await client.kill()
+        self.clients.remove(client)
+        leases = sum(len(other.kept) for other in self.clients)
+        await until_only(self.server, 1000, leases=leases)
+        self.may_be_evicted()
+        self.clients.append(await Client.start(self.url))
+
+
+async def test_clients_that_are_killed_anywhere_leave_nothing_behind_and_no_wrong_byte(tmp_path: Path) -> None:
+    seed = int(os.environ.get("KILL_SEED", 1 if "CI" in os.environ else random.SystemRandom().randrange(1 << 32)))
+    sys.stdout.write(f"replay with KILL_SEED={seed}\n")  # shown if the test fails
+    async with serving(tmp_path) as server:
+        run = Run(server, seed)
+        run.clients = [await Client.start(run.url) for _ in range(CLIENTS)]
+        for _ in range(STEPS):
+            await run.step()
+        for client in run.clients[1:]:
+            await client.leave()
+        await run.clients[0].kill()
+        await server.quiet()
+        async with infinistore.open_store(run.url) as store:
+            for key in KEYS:
+                (value,) = await store.get_many([key])
+                digest = None if value is None else xxh3_64_hexdigest(value)
+                assert digest in run.possible[key], key
+        await server.quiet()
+        found = server.core.statistics()
+        assert (found.pinned_bytes, found.reserved_bytes, found.condemned_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted", "evicted"])
+async def test_two_readers_keep_what_they_lease_while_a_writer_takes_it_away(tmp_path: Path, change: str) -> None:
+    async with serving(tmp_path) as server:
+        writer, *readers = [await Client.start(f"shm://{server.unix_path}") for _ in range(3)]
+        await writer.do("put", items={"key": (1, 100 * KIB), "other": (2, 50 * KIB)})
+        expected = {"result": [digest_of(1, 100 * KIB), None, digest_of(2, 50 * KIB)]}
+        for reader in readers:
+            assert await reader.do("lease", keys=["key", "missing", "other"], name="mine") == expected
+        if change == "replaced":
+            assert await writer.do("reserve", items={"key": (3, 100 * KIB), "other": (4, 50 * KIB)}) == {"result": True}
+        elif change == "deleted":
+            assert await writer.do("delete", keys=["key", "other"]) == {"result": 2}
+        for index in range(20):  # more than the pool has: whatever may go, goes
+            assert await writer.do("put", items={f"filler {index}": (9 + index, 150 * KIB)}) == {"result": None}
+        for reader in readers:
+            assert await reader.do("look", name="mine") == expected
+        await writer.kill()
+        assert await readers[0].do("look", name="mine") == expected
+        await readers[0].kill()
+        await until_only(server, 1000, leases=1)
+        assert await readers[1].do("look", name="mine") == expected
+        assert await readers[1].do("fork") == {"result": None}
+        assert await readers[1].do("look", name="mine") == expected
+        assert await readers[1].do("drop", name="mine") == {"result": None}
+        await until_only(server, 1000, leases=0)
+        assert server.core.statistics().condemned_bytes == 0
+        await readers[1].leave()
+        await server.quiet()
