@@ -399,6 +399,11 @@ class RemoteOperations:
     def close(self) -> None:
         """Let go of what a connection has besides its stream, when it is closed."""
 
+    def settle(self) -> Exchange[None]:
+        """Hear what the server has still to say to the last call. Before the next call, and before a look at whether
+        the connection is stale."""
+        yield from ()
+
     def _ask(self, request: Request) -> Exchange[Reply]:
         return self._connection.request(request, deadline_us=self._remaining_us())
 

@@ -227,9 +227,9 @@ class RemoteCalls(Generic[_Stream]):
             yield Use(found.stream)
             return found
         while (link := self._next(pinning)) is not None:
-            if not link.stream.is_stale():
-                link.deadline = deadline
-                yield Use(link.stream)
+            link.deadline = deadline
+            yield Use(link.stream)
+            if (yield from self._settle(link)) and not link.stream.is_stale():
                 return link
             self._close(link)
         return (yield from self._connect(deadline))
@@ -360,6 +360,17 @@ class RemoteCalls(Generic[_Stream]):
         """Have a connection back that was kept for a reservation: it goes back, if it has not, by its finalizer."""
         link.pins.reserved = False
         self._give_back(link)
+
+    def _settle(self, link: Link[_Stream]) -> Call[bool]:
+        """Hear what is still to come from the last call; False if the connection is lost."""
+        try:
+            yield from link.operations.settle()
+        except StoreUnavailable:
+            return False
+        except BaseException:
+            self._close(link)
+            raise
+        return True
 
     def _next(self, pinning: bool) -> Link[_Stream] | None:
         """Return a connection that nobody uses. One with pins is for more of them, so that few connections have any:

@@ -38,6 +38,7 @@ evicts as many bytes as the batch has, each further one twice as many: 15 times 
 FRAGMENTATION_STEPS = 16_384
 """How many blocks those rounds look at together, at most."""
 
+_SPARE_RATIO = 1 / 8
 _EXTENT = itemgetter(0, 1, 2)
 
 
@@ -77,6 +78,22 @@ class Room:
             extents = self._pool.allocate(sizes)
             rounds += 1
         self.reserved_bytes += footprint_bytes
+        return extents
+
+    def reserve_spare(self, sizes: Sequence[int], footprint_bytes: int) -> list[Extent] | None:
+        """Take one extent per size if nothing has to go for it, now or soon; else None.
+
+        That is: the pool stays below the high watermark, and all that is reserved below an eighth of it.
+        """
+        capacity_bytes = self._pool.capacity_bytes
+        if (
+            self._pool.used_bytes + footprint_bytes > self._watermarks.high * capacity_bytes
+            or self.reserved_bytes + footprint_bytes > _SPARE_RATIO * capacity_bytes
+        ):
+            return None
+        extents = self._pool.allocate(sizes)
+        if extents is not None:
+            self.reserved_bytes += footprint_bytes
         return extents
 
     def check_sizes(self, sizes: Sequence[int], max_value_bytes: int | None) -> None:

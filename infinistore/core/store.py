@@ -31,6 +31,7 @@ from typing import Literal
 
 import xxhash
 
+from infinistore.allocators.base import Extent
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.holds import Holds
@@ -126,11 +127,20 @@ class StoreCore:
         self._room.check_sizes(sizes, self.limits.max_value_bytes)
         footprint_bytes = self.pool.footprints(sizes)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
-        extents = self._room.reserve(sizes, footprint_bytes)
-        reservation = Reservation(self.pool, client, extents, footprint_bytes)
-        client.reserved_bytes += footprint_bytes
-        client.reservations.add(reservation)
-        return reservation
+        return self._open_reservation(client, self._room.reserve(sizes, footprint_bytes), footprint_bytes)
+
+    def reserve_spare(self, client: Client, sizes: Sequence[int]) -> Reservation | None:
+        """As `reserve`, for a batch that may come: None if there is not plenty of room. Evicts nothing.
+
+        Raises what `reserve` does, but not OutOfMemory.
+        """
+        self._check_open(client)
+        self.limits.check_batch(len(sizes))
+        self._room.check_sizes(sizes, self.limits.max_value_bytes)
+        footprint_bytes = self.pool.footprints(sizes)
+        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
+        extents = self._room.reserve_spare(sizes, footprint_bytes)
+        return None if extents is None else self._open_reservation(client, extents, footprint_bytes)
 
     def commit(
         self,
@@ -471,6 +481,12 @@ class StoreCore:
         self._index.insert([key for key, there in zip(keys, exists, strict=True) if not there], inserted)
         self._index.touch(keys)
         return inserted
+
+    def _open_reservation(self, client: Client, extents: list[Extent], footprint_bytes: int) -> Reservation:
+        reservation = Reservation(self.pool, client, extents, footprint_bytes)
+        client.reserved_bytes += footprint_bytes
+        client.reservations.add(reservation)
+        return reservation
 
     def _close_reservation(self, reservation: Reservation, state: Literal["committed", "aborted"]) -> None:
         reservation.state = state

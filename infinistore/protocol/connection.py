@@ -319,6 +319,7 @@ class ClientConnection:
         self._reader = _FrameReader(max_body_bytes, 2**63)
         self._next_id = 1
         self._payload_left = 0
+        self._unanswered: tuple[Request, int] | None = None
 
     def request(
         self,
@@ -328,21 +329,28 @@ class ClientConnection:
         payload_bytes: int = 0,
         deadline_us: int = 0,
         descriptors: list[int] | None = None,
+        then: Request | None = None,
     ) -> Exchange[Reply]:
         """Send a request, and return the reply, whose payload (a `GetReply` has one) is still to be read.
 
         `payload` yields groups of views; each group is asked for just before it is sent, so that it can be hashed then.
         With `descriptors`, those that come with the reply are appended there; they are the caller's to close.
+        `then` is another request, which goes with this one; its reply, too without payload, is for `late_reply` to
+        read before the next request.
 
         Raises:
             InfiniStoreException: what the server answered, if that is an error; `state` tells if the connection lives.
             ProtocolError: what came is no reply to this request.
         """
         assert self.state is (State.HELLO if isinstance(message, Hello) else State.READY)
-        request_id = self._next_id
-        self._next_id = request_id % 0xFFFF_FFFF + 1
-        self.state = State.PAYLOAD
+        assert self._unanswered is None
+        request_id = self._new_id()
         head = encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us)
+        if then is not None:
+            assert not payload_bytes
+            self._unanswered = then, self._new_id()
+            head += encode_head(then, request_id=self._unanswered[1], deadline_us=deadline_us)
+        self.state = State.PAYLOAD
         try:
             groups = iter(payload)
             yield Send([memoryview(head), *next(groups, ())])
@@ -354,6 +362,20 @@ class ClientConnection:
             raise (yield from self._read_refusal()) or broken from None
         self.state = State.REPLYING
         return (yield from self._read_reply(message, request_id, descriptors))
+
+    def late_reply(self) -> Exchange[Reply]:
+        """Return the reply to the request that went with the last one, as `then`. Errors are those of `request`."""
+        assert self.state is State.READY
+        assert self._unanswered is not None
+        message, request_id = self._unanswered
+        self._unanswered = None
+        self.state = State.REPLYING
+        return (yield from self._read_reply(message, request_id))
+
+    def _new_id(self) -> int:
+        request_id = self._next_id
+        self._next_id = request_id % 0xFFFF_FFFF + 1
+        return request_id
 
     def _read_refusal(self) -> Exchange[InfiniStoreException | None]:
         """Return the error that the server has sent before the connection broke, if it has sent one."""

@@ -304,15 +304,23 @@ class MapArenasReply:
 
 @attrs.frozen
 class Reserve:
-    """Take room for a batch that the client will write into mapped arenas by itself, and then `Commit`."""
+    """Take room for a batch that the client will write into mapped arenas by itself, and then `Commit`.
+
+    A `spare` one is for a batch that may come. It takes only room that is free, and is answered by reservation 0 if
+    there is not much of that.
+    """
 
     KIND: ClassVar[int] = 0x11
     sizes: Numbers
+    spare: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
 class ReserveReply:
-    """Where the room is. A place is the number of an arena times 2**48, plus the offset in it, in bytes."""
+    """Where the room is; 0 and no places for a spare one that was not granted.
+
+    A place is the number of an arena times 2**48, plus the offset in it, in bytes.
+    """
 
     KIND: ClassVar[int] = 0x91
     reservation: int = attrs.field(validator=_count)

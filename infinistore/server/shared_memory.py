@@ -106,7 +106,14 @@ class SharedMemory:
     async def _reserve(self, reserve: Reserve, received: Received) -> None:
         if len(self._reservations) >= MOST_OPEN:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
-        reservation = await self._conversation.reserve(reserve.sizes, received.deadline_us)
+        if reserve.spare:
+            spare = self._core.reserve_spare(self._conversation.client, reserve.sizes)
+            if spare is None:
+                await self._conversation.reply(ReserveReply(0, numbers()))
+                return
+            reservation = spare
+        else:
+            reservation = await self._conversation.reserve(reserve.sizes, received.deadline_us)
         number = next(self._ids)
         self._reservations[number] = reservation
         places = [place_of(arena, offset) for arena, offset, _ in reservation.extents]

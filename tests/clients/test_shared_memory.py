@@ -68,6 +68,36 @@ async def way(url: str, **options: Any) -> tuple[str, str]:
         return stats.transport, stats.transport_reason
 
 
+# Room for the next put
+
+
+async def test_puts_in_a_row_find_their_room_taken_and_leave_none_behind(tmp_path: Path) -> None:
+    block = VALUE * 8  # 2 MiB
+    async with serving(tmp_path, prealloc_bytes=64 * MIB) as server:
+
+        async def until_reserved(count: int) -> None:
+            with trio.fail_after(20):
+                while server.core.statistics().reservations != count:
+                    await trio.lowlevel.checkpoint()
+
+        async with infinistore.open_store(best(server)) as store:
+            await store.put("a", block)
+            await until_reserved(0)
+            await store.put("b", block)
+            await until_reserved(1)
+            for number in range(3):  # as long as puts are alike, there is room for one more
+                await store.put(f"c{number}", block)
+                await until_reserved(1)
+            assert await store.get("c2") == block
+            await store.put("d", VALUE * 5)  # another size: the room for the old one is given back
+            await until_reserved(0)
+            assert await store.get("d") == VALUE * 5
+            await store.put("e", VALUE * 5)
+            assert await store.exists_many(["a", "b", "c0", "c1", "c2", "d", "e"]) == [True] * 7
+        await until_reserved(0)
+        await server.quiet()
+
+
 # Which way
 
 

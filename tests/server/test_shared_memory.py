@@ -112,8 +112,43 @@ async def until(server: RunningServer, **expected: int) -> StoreStatistics:
             await trio.lowlevel.checkpoint()
 
 
+async def reserve_spare(peer: Peer, *sizes: int) -> int:
+    reply = await peer.ask(Reserve(numbers(sizes), spare=True))
+    assert isinstance(reply, ReserveReply)
+    assert len(reply.places) == (len(sizes) if reply.reservation else 0)
+    return reply.reservation
+
+
 def commit(reservation: int, *keys: str, checksums: int = 0) -> Commit:
     return Commit(reservation, Keys(list(keys)), numbers(range(1, checksums + 1)))
+
+
+# Spare room
+
+
+async def test_spare_room_is_granted_while_little_is_reserved(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        spare = await reserve_spare(peer, POOL_BYTES // 16, POOL_BYTES // 16)
+        assert spare
+        assert not await reserve_spare(other, KIB)  # an eighth is reserved
+        assert (await reserve(other, KIB)).reservation  # which is no matter to a put
+        await peer.ask(commit(spare, "a", "b"))
+        assert await reserve_spare(other, KIB)
+        peer.close()
+        other.close()
+        await until(server, reservations=0)
+
+
+async def test_nothing_is_evicted_for_spare_room(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        full = (await reserve(peer, *[64 * KIB] * (POOL_BYTES * 9 // 10 // (64 * KIB)))).places
+        keys = [str(number) for number in range(len(full))]
+        await peer.ask(commit(1, *keys))
+        assert not await reserve_spare(peer, POOL_BYTES // 16)
+        assert all(await present(peer, *keys))
+        peer.close()
 
 
 # Descriptors
