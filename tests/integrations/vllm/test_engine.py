@@ -1,0 +1,184 @@
+"""vLLM itself, on a CPU, with a small model of random weights: engines in processes of their own share a store.
+
+An engine takes half a minute to start where others use the machine, too, so there are few of them, and each does a lot.
+"""
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
+
+BENCH = Path(__file__).parents[3] / "bench"
+sys.path.append(str(BENCH))  # where what runs vLLM in a process stands
+from small_llama import VOCABULARY  # noqa: E402
+from vllm_engine import Answer, VllmEngine  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK = 32
+PROMPT = 300
+CACHED = PROMPT // BLOCK * BLOCK
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    command = [sys.executable, "-P", str(BENCH / "small_llama.py"), str(folder), "--layers", "2", "--hidden", "192"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+class Engines:
+    """Starts engines with the connector; all end with the test's module. `log` is what one wrote."""
+
+    def __init__(self, model: Path, logs: Path, stack: ExitStack) -> None:
+        self._model = model
+        self._logs = logs
+        self._stack = stack
+
+    def start(self, name: str, role: str = "kv_both", extra: Any = None, **settings: Any) -> VllmEngine:
+        if extra is not None:
+            settings["kv_transfer_config"] = {
+                "kv_connector": "InfiniStoreConnector",
+                "kv_connector_module_path": "infinistore.integrations.vllm",
+                "kv_role": role,
+                "kv_connector_extra_config": extra,
+            }
+        with (self._logs / name).open("w") as log:
+            engine = VllmEngine(self._model, {"max_model_len": 512, **settings}, log=log)
+        return self._stack.enter_context(engine)
+
+    def log(self, name: str) -> str:
+        return (self._logs / name).read_text()
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(model, tmp_path_factory.mktemp("logs"), stack)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server_process("--prealloc-size", "256MiB", "--unix-socket", "auto") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(engines: Engines) -> Callable[[list[list[int]]], list[list[int]]]:
+    """What vLLM answers without a store."""
+    engine = engines.start("alone", enable_prefix_caching=False)
+    engine.wait_until_ready()
+    return lambda prompts: tokens_of(engine.ask(prompts))
+
+
+def made_prompts(seed: int, count: int = 3, length: int = PROMPT) -> list[list[int]]:
+    """Prompts that begin alike by a third, and then differ."""
+    generator = random.Random(seed)
+
+    def words(number: int) -> list[int]:
+        return [generator.randrange(VOCABULARY) for _ in range(number)]
+
+    head = words(length // 3)
+    return [head + words(length - length // 3) for _ in range(count)]
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: list[Answer]) -> list[int]:
+    return [answer.cached_tokens for answer in answers]
+
+
+def url_of(server: ServerProcess) -> str:
+    return server.url.replace("tcp://", "infinistore://")
+
+
+def test_one_engine_prefills_and_another_decodes_from_the_store(
+    engines: Engines, server: ServerProcess, alone: Callable[[list[list[int]]], list[list[int]]]
+) -> None:
+    extra = {"url": url_of(server), "namespace": "pair"}
+    # Without a cache of their own, so that what was not computed was read from the store.
+    producer = engines.start("producer", "kv_producer", extra, enable_prefix_caching=False)
+    consumer = engines.start("consumer", "kv_consumer", extra, enable_prefix_caching=False)
+    producer.wait_until_ready()
+    consumer.wait_until_ready()
+    prompts = made_prompts(1)
+
+    # A proxy lets the one compute the prompt, which ends with the first token, and then asks the other.
+    prefilled = producer.ask(prompts, max_tokens=1)
+    decoded = consumer.ask(prompts)
+
+    assert cached(decoded) == [CACHED] * 3
+    assert tokens_of(decoded) == alone(prompts)
+    assert [answer.tokens[0] for answer in prefilled] == [tokens[0] for tokens in tokens_of(decoded)]
+    with blocking.open_store(server.url) as store:
+        keys = store.keys()
+        assert all(re.fullmatch(r"vllm/pair/[^/]+/[0-9a-f]{16}/[0-9a-f]{32}/0/[01]", key) for key in keys)
+
+        # Only what is salted alike is found; a consumer leaves nothing behind.
+        assert cached(consumer.ask(made_prompts(2))) == [0] * 3
+        assert consumer.ask(prompts[:1], salt="tenant")[0].cached_tokens == 0
+        assert store.keys() == keys
+        producer.ask(prompts[:1], max_tokens=1, salt="tenant")
+        assert consumer.ask(prompts[:1], salt="tenant")[0].tokens == tokens_of(decoded)[0]
+
+        # Blocks of another size than expected: vLLM computes, and answers the same.
+        damaged = made_prompts(3)
+        known = set(store.keys())
+        producer.ask(damaged, max_tokens=1)
+        store.put_many({key: b"too short" for key in store.keys() if key not in known})  # noqa: SIM118 - no mapping
+        assert tokens_of(consumer.ask(damaged)) == alone(damaged)
+
+    # The store dies, and comes back empty.
+    server.kill()
+    after = made_prompts(4)
+    producer.ask(after, max_tokens=1)
+    assert tokens_of(consumer.ask(after)) == alone(after)
+    server.start()
+    while cached(consumer.ask(after)) != [CACHED] * 3:
+        producer.ask(after, max_tokens=1)
+    assert tokens_of(consumer.ask(after)) == alone(after)
+    assert "the engine goes on without" in engines.log("producer")
+    assert "the engine goes on without" in engines.log("consumer")
+
+
+def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small(
+    engines: Engines, alone: Callable[[list[list[int]]], list[list[int]]]
+) -> None:
+    with running_server_process("--prealloc-size", "1MiB") as small:
+        small.kill()
+        # Two requests fit when they begin and not when they end: the younger one is preempted, and resumes by reading.
+        extra = {"url": url_of(small), "save_generated": True}
+        engine = engines.start("both", "kv_both", extra, num_gpu_blocks_override=22)
+        engine.wait_until_ready()
+        assert "the store is not there, and vLLM goes on without it" in engines.log("both")
+        prompts = made_prompts(6, count=4)
+        expected = alone(prompts)
+
+        def first_tokens() -> list[list[int]]:
+            return [tokens[:8] for tokens in tokens_of(engine.ask(prompts, max_tokens=40))]
+
+        assert first_tokens() == expected
+        small.start()
+        for _ in range(3):
+            assert first_tokens() == expected
+
+
+def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engines: Engines) -> None:
+    engine = engines.start("nameless", extra={"deadline_s": 3})
+    with pytest.raises(RuntimeError, match="vLLM ended"):
+        engine.wait_until_ready()
+    assert "the connector's settings name no store" in engines.log("nameless")
