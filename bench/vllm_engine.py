@@ -1,35 +1,22 @@
-"""vLLM on a CPU, in a process of its own that is asked line by line.
+"""vLLM on a CPU, as `engine_process` runs it: settings are arguments of `vllm.LLM`, on top of what suits a small model.
 
-    python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}'
-
-The argument holds what `vllm.LLM` takes. It prints a line of JSON when it is ready, and then answers each line of JSON
-on its standard input, {"prompts": [[token, ...], ...], "max_tokens": 8, "salt": ""}, with one that tells for each
-prompt its tokens, after how many seconds the first one came, and how many tokens of the prompt were not computed. What
-vLLM has to say goes to standard error. At the end of its input it ends.
-
-`VllmEngine` runs it, and is what the other programs here use.
+python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}'
 """
 
-import json
+import atexit
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import Any
 
-__all__ = ["Answer", "VllmEngine"]
+from engine_process import Answer, Ask, answer_questions
 
-_CPU_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 8)),
+_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_ENGINE: dict[str, Any] = {
+_SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "dtype": "float32",
     "block_size": 32,
@@ -38,68 +25,21 @@ _ENGINE: dict[str, Any] = {
 }
 
 
-class Answer(NamedTuple):
-    """What became of one prompt."""
+def start(settings: dict[str, Any]) -> Ask:
+    """Start vLLM in this process."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    transfer = settings.get("kv_transfer_config") or {}
+    if transfer.get("kv_connector") == "LMCacheConnectorV1":
+        from lmcache_on_cpu import let_lmcache_use_host_memory
 
-    tokens: list[int]
-    first_token_s: float
-    cached_tokens: int
+        let_lmcache_use_host_memory()
 
+    from vllm import LLM
 
-class VllmEngine:
-    """vLLM in another process. `settings` are arguments of `vllm.LLM` on top of what suits a small model on a CPU."""
-
-    def __init__(
-        self,
-        model: Path,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        environment: Mapping[str, str] | None = None,
-        log: IO[Any] | int | None = None,
-    ) -> None:
-        given = {**_ENGINE, "model": str(model), **(settings or {})}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, json.dumps(given)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=log,
-            text=True,
-            env={**os.environ, **_CPU_ENVIRONMENT, **(environment or {})},
-        )
-
-    def wait_until_ready(self) -> None:
-        """Wait until it can be asked; RuntimeError if it ends before."""
-        self._answer()
-
-    def ask(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, salt: str = "") -> list[Answer]:
-        """Give it prompts, all at once, and wait for what it answers."""
-        assert self.process.stdin is not None
-        question = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "salt": salt}
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return [Answer(*answer) for answer in self._answer()]
-
-    def close(self) -> None:
-        """End it: it writes to its store what it still has to."""
-        self.process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self.close()
-        else:
-            self.process.kill()
-            self.process.communicate()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended with status {self.process.wait()}; its log says why")
-        return json.loads(line)
+    engine: Any = LLM(**{**_SETTINGS, **settings}).llm_engine
+    atexit.register(engine.engine_core.shutdown)
+    return lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
 
 
 def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str) -> list[Answer]:
@@ -121,20 +61,5 @@ def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str)
     return [Answer(list(o.outputs[0].token_ids), first_s[o.request_id], o.num_cached_tokens or 0) for o in outputs]
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whoever prints to standard output from here on does not disturb the answers
-    settings = json.loads(sys.argv[1])
-
-    from vllm import LLM
-
-    engine = LLM(**settings).llm_engine
-    answers.write("[]\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(_generate(engine, **json.loads(line))) + "\n")
-    engine.engine_core.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(start)

@@ -21,8 +21,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
 BENCH = Path(__file__).parents[3] / "bench"
 sys.path.append(str(BENCH))  # where what runs vLLM in a process stands
+from engine_process import Answer, EngineProcess  # noqa: E402
 from small_llama import VOCABULARY  # noqa: E402
-from vllm_engine import Answer, VllmEngine  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -47,7 +47,7 @@ class Engines:
         self._logs = logs
         self._stack = stack
 
-    def start(self, name: str, role: str = "kv_both", extra: Any = None, **settings: Any) -> VllmEngine:
+    def start(self, name: str, role: str = "kv_both", extra: Any = None, **settings: Any) -> EngineProcess:
         if extra is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": "InfiniStoreConnector",
@@ -56,7 +56,8 @@ class Engines:
                 "kv_connector_extra_config": extra,
             }
         with (self._logs / name).open("w") as log:
-            engine = VllmEngine(self._model, {"max_model_len": 512, **settings}, log=log)
+            settings = {"model": str(self._model), "max_model_len": 512, **settings}
+            engine = EngineProcess("vllm_engine.py", settings, log=log)
         return self._stack.enter_context(engine)
 
     def log(self, name: str) -> str:
@@ -179,6 +180,6 @@ def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small
 
 def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engines: Engines) -> None:
     engine = engines.start("nameless", extra={"deadline_s": 3})
-    with pytest.raises(RuntimeError, match="vLLM ended"):
+    with pytest.raises(RuntimeError, match="the engine ended"):
         engine.wait_until_ready()
     assert "the connector's settings name no store" in engines.log("nameless")
