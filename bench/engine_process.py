@@ -42,7 +42,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         log: IO[Any] | int | None = None,
     ) -> None:
-        command = [sys.executable, "-P", str(Path(__file__).with_name(program)), json.dumps(settings)]
+        command = [sys.executable, str(Path(__file__).with_name(program)), json.dumps(settings)]
         environ = {**os.environ, **_ENVIRONMENT, **(environment or {})}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environ)

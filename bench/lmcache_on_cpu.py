@@ -1,21 +1,31 @@
-"""LMCache 0.5.6 inside vLLM on a CPU: what copies between the KV cache and LMCache's memory, which LMCache has for GPUs
-only.
+"""LMCache 0.5.6 inside vLLM on a CPU: LMCache copies between its memory and a KV cache on a GPU only.
 
-On a GPU none of this is needed. Here, a chunk of LMCache is a number of whole blocks of vLLM, and is copied as such,
-without a look at how keys and values lie in them. So a chunk must be a multiple of a block.
+On a GPU none of this is needed: the connector to name is vLLM's own, `LMCacheConnectorV1`. Here, a chunk of LMCache is a
+number of whole blocks of vLLM, and is copied as such, without a look at how keys and values lie in them. So a chunk must
+be a multiple of a block.
 """
 
 from typing import Any
 
 import torch
-from lmcache.integration.vllm import vllm_service_factory
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
-__all__ = ["let_lmcache_use_host_memory"]
+__all__ = ["LMCacheConnectorOnCpu"]
 
 
-class HostMemoryConnector(GPUConnectorInterface):  # type: ignore[misc, unused-ignore]
-    """Copies blocks of `kvcaches`, one tensor [blocks, heads, tokens, content] a layer, to and from chunks."""
+class LMCacheConnectorOnCpu(LMCacheConnectorV1):  # type: ignore[misc, unused-ignore]
+    """vLLM's connector for LMCache."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        # Not before: vLLM looks through the modules that are there when it starts, and stumbles over LMCache's.
+        from lmcache.v1 import gpu_connector
+
+        gpu_connector.CreateGPUConnector = lambda config, metadata, *_, **__: HostMemoryConnector(metadata)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class HostMemoryConnector:
+    """What LMCache calls a GPU connector: copies blocks of `kvcaches`, [blocks, heads, tokens, content] for each layer."""
 
     def __init__(self, metadata: Any) -> None:
         layers, two, _, heads, head_size = metadata.kv_shape
@@ -48,8 +58,3 @@ class HostMemoryConnector(GPUConnectorInterface):  # type: ignore[misc, unused-i
         blocks = slot_mapping[start:end:tokens] // tokens
         parts = chunk.tensor.view(-1).view(self._layers, len(blocks), *kvcaches[0].shape[1:])
         return zip(parts, kvcaches, [blocks] * self._layers, strict=True)
-
-
-def let_lmcache_use_host_memory() -> None:
-    """Give LMCache a connector for host memory where it looks for one."""
-    vllm_service_factory.CreateGPUConnector = lambda config, metadata, *_, **__: HostMemoryConnector(metadata)

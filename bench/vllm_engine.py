@@ -29,11 +29,6 @@ def start(settings: dict[str, Any]) -> Ask:
     """Start vLLM in this process."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    transfer = settings.get("kv_transfer_config") or {}
-    if transfer.get("kv_connector") == "LMCacheConnectorV1":
-        from lmcache_on_cpu import let_lmcache_use_host_memory
-
-        let_lmcache_use_host_memory()
 
     from vllm import LLM
 
