@@ -1,8 +1,8 @@
 """LMCache 0.5.6 inside vLLM on a CPU: LMCache copies between its memory and a KV cache on a GPU only.
 
-On a GPU none of this is needed: the connector to name is vLLM's own, `LMCacheConnectorV1`. Here, a chunk of LMCache is a
-number of whole blocks of vLLM, and is copied as such, without a look at how keys and values lie in them. So a chunk must
-be a multiple of a block.
+On a GPU none of this is needed: the connector to name is vLLM's own, `LMCacheConnectorV1`. Here, a chunk of LMCache is
+a number of whole blocks of vLLM, and is copied as such, without a look at how keys and values lie in them. So a chunk
+must be a multiple of a block.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class LMCacheConnectorOnCpu(LMCacheConnectorV1):  # type: ignore[misc, unused-ig
 
 
 class HostMemoryConnector:
-    """What LMCache calls a GPU connector: copies blocks of `kvcaches`, [blocks, heads, tokens, content] for each layer."""
+    """What LMCache calls a GPU connector: copies blocks, [heads, tokens, content] in each layer."""
 
     def __init__(self, metadata: Any) -> None:
         layers, two, _, heads, head_size = metadata.kv_shape
