@@ -2,8 +2,7 @@
 
     python bench/dropin.py [--quick] [--json]
 
-Each figure is a rate as a part of the asyncio store's, in the same run, by the best path there is on this host. A batch
-is looked up before it is read, because it is all or nothing; a single block is not.
+Each figure is a rate as a part of the asyncio store's, in the same run, by the best path there is on this host.
 """
 
 import argparse

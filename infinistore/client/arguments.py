@@ -4,18 +4,20 @@ Raises `ValueError` and `TypeError`, as Python does for wrong arguments.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
 from infinistore.client.buffers import BufferLike, plain_bytes, readable, writable
 from infinistore.client.operations import Batch
+from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys, check_distinct, check_keys
 
 __all__ = [
     "Pairs",
     "batch_to_get",
     "batch_to_put",
+    "check_all_there",
     "check_hold",
     "check_hold_token",
     "check_page",
@@ -66,6 +68,13 @@ def sizes_to_reserve(sizes: Mapping[str, int]) -> tuple[list[str], list[int]]:
         if size < 1:
             raise ValueError(f"a value has at least one byte; {key[:60]!r} was given {size}")
     return keys, list(sizes.values())
+
+
+def check_all_there(keys: Sequence[str], found: Sequence[object | None]) -> None:
+    """Raise `KeyNotFound` if what was found for one of the keys is None, and the caller wants all or nothing."""
+    if None in found:
+        missing = [key for key, value in zip(keys, found, strict=True) if value is None]
+        raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store, first {missing[0][:100]!r}")
 
 
 def check_hold(hold_s: float) -> None:

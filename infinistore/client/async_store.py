@@ -11,6 +11,7 @@ from infinistore.client.arguments import (
     Pairs,
     batch_to_get,
     batch_to_put,
+    check_all_there,
     check_hold,
     check_hold_token,
     check_page,
@@ -114,19 +115,23 @@ class AsyncStore(ABC):
             raise KeyNotFound(f"{key!r} is not in the store")
         return length
 
-    async def get_many_into(self, items: Pairs) -> list[int | None]:
+    async def get_many_into(self, items: Pairs, all_or_nothing: bool = False) -> list[int | None]:
         """Read blocks into the caller's memory. Returns the stored length in bytes of each, None for what is not there.
 
-        `items` is a mapping or pairs of key and buffer. After any error but `BufferTooSmall`, what is in the buffers is
-        undefined.
+        `items` is a mapping or pairs of key and buffer. With `all_or_nothing`, a key that is not there is an error.
+        After any error but `KeyNotFound` and `BufferTooSmall`, what is in the buffers is undefined.
 
         Raises:
+            KeyNotFound: with `all_or_nothing`, one is not there; as with the next, no byte was written.
             BufferTooSmall: a block is longer than its buffer; no byte was written to any buffer. (A batch over the
                 server's limits is read in parts, and this holds for each of them.)
             ChecksumMismatch: the bytes are not those that were written.
         """
         checked = batch_to_get(items)
-        return await self._call(lambda ops: ops.get_many_into(checked), payload=True)
+        lengths = await self._call(lambda ops: ops.get_many_into(checked, all_or_nothing), payload=True)
+        if all_or_nothing:
+            check_all_there(checked.keys, lengths)
+        return lengths
 
     def lease(self, keys: Iterable[str], *, verify: bool = False) -> AsyncLease:
         """Read blocks where they lie: `async with store.lease(keys) as views`.

@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
+from infinistore.client.arguments import check_all_there
 from infinistore.client.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.fork import FORKED, let_go_in_child
 from infinistore.client.in_place import Leased, ReservedRoom, Returns, Watch, views_at
@@ -155,13 +156,15 @@ class EmbeddedOperations:
 
         return (yield from self._read(keys, room))
 
-    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
+    def get_many_into(self, batch: Batch, all_or_nothing: bool) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
 
         def room(lease: Lease) -> list[memoryview | None]:
             for key, view, entry in zip(*batch, lease.entries, strict=True):
                 if entry is not None and entry[2] > len(view):
                     raise BufferTooSmall(f"{key[:100]!r} has {entry[2]} bytes, its buffer {len(view)}")
+            if all_or_nothing:
+                check_all_there(batch.keys, lease.entries)
             return [
                 None if entry is None else view[: entry[2]]
                 for view, entry in zip(batch.views, lease.entries, strict=True)

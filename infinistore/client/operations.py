@@ -89,7 +89,7 @@ class Operations(Protocol):
     def get_many(self, keys: Sequence[str]) -> Exchange[list[bytearray | None]]:
         """Read the batch into memory of its own; None for what is missing."""
 
-    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
+    def get_many_into(self, batch: Batch, all_or_nothing: bool) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths."""
 
     def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
@@ -208,7 +208,7 @@ class RemoteOperations:
         yield from self._get(keys, None, make_room)
         return values
 
-    def get_many_into(self, batch: Batch) -> Exchange[list[int | None]]:
+    def get_many_into(self, batch: Batch, all_or_nothing: bool) -> Exchange[list[int | None]]:
         """Read the batch into the caller's memory; return the stored lengths, None for what is missing."""
         lengths: list[int | None] = []
         capacities = numbers(map(len, batch.views))
@@ -218,6 +218,8 @@ class RemoteOperations:
                 lengths[:] = sizes
                 return batch.views
             lengths[first:] = [None if size == MISSING else size for size in sizes]
+            if all_or_nothing and MISSING in sizes:  # what comes all the same is not for the caller
+                return [memoryview(bytearray(size)) for size in sizes if size != MISSING]
             return [
                 view if len(view) == size else view[:size]
                 for view, size in zip(batch.views[first:], sizes, strict=False)

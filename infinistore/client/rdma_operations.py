@@ -137,6 +137,17 @@ class RdmaOperations(RemoteOperations):
 
     # Get
 
+    def get_many_into(self, batch: Batch, all_or_nothing: bool) -> Exchange[list[int | None]]:
+        """Read the batch into the caller's memory; return the stored lengths, None for what is missing.
+
+        The server writes what is there before it tells what is not, so a batch that must be whole is looked up first.
+        """
+        if all_or_nothing and len(batch.keys) > 1:
+            present = yield from self.exists_many(batch.keys)
+            if not all(present):
+                return [0 if there else None for there in present]
+        return (yield from super().get_many_into(batch, all_or_nothing=False))
+
     def _get(self, keys: Sequence[str], views: Sequence[memoryview] | None, room: Room) -> Exchange[None]:
         first = 0
         while first < len(keys) and self._queue is not None:

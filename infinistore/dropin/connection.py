@@ -207,9 +207,7 @@ class InfinityConnection:
         base = whole_number("ptr", ptr)
         region = self._regions.at(base)
         views = [region.block(base + offset, length, clip=True) for offset in offsets]
-        if len(keys) > 1:  # a read of one writes nothing if it is missing
-            _check_found(keys, await store.exists_many(keys))
-        _check_found(keys, await store.get_many_into(list(zip(keys, views, strict=True))))
+        await store.get_many_into(list(zip(keys, views, strict=True)), all_or_nothing=True)
         return _DONE
 
     def tcp_write_cache(self, key: str, ptr: int, size: int, **kwargs: object) -> None:
@@ -301,10 +299,3 @@ class InfinityConnection:
         if self.config.connection_type != TYPE_RDMA:
             raise InvalidRequest("this method is for connections of TYPE_RDMA; this one is of TYPE_TCP")
         return self._connected()
-
-
-def _check_found(keys: Sequence[str], found: Sequence[object]) -> None:
-    """Raise `KeyNotFound` if something in `found` is None or False."""
-    missing = [key for key, there in zip(keys, found, strict=True) if not there]
-    if missing:
-        raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store: {missing[0]!r:.100}, ...")

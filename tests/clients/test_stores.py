@@ -215,6 +215,18 @@ def test_a_buffer_that_is_too_small_leaves_every_buffer_untouched(opened: Opened
     assert store.get_into("b", bytearray(6)) == 6  # and the connection is good
 
 
+def test_all_or_nothing_is_an_error_that_leaves_the_buffers_alone(opened: Opened) -> None:
+    store = opened.store
+    store.put_many({"a": b"abc", "b": bytes(range(200)) * 500})
+    buffers = {"a": bytearray(b"..."), "missing": bytearray(b"."), "b": bytearray(b".") * 100_001, "gone": bytearray(1)}
+    with pytest.raises(KeyNotFound, match="2 of 4 keys are not in the store, first 'missing'"):
+        store.get_many_into(buffers, all_or_nothing=True)
+    assert buffers == {"a": b"...", "missing": b".", "b": b"." * 100_001, "gone": b"\0"}
+    del buffers["missing"], buffers["gone"]
+    assert store.get_many_into(buffers, all_or_nothing=True) == [3, 100_000]
+    assert buffers == {"a": b"abc", "b": bytes(range(200)) * 500 + b"."}
+
+
 # Replacing
 
 
