@@ -8,7 +8,6 @@ thread makes all of them present in the background.
 import os
 import threading
 from collections.abc import Sequence
-from operator import ne
 
 from infinistore.client.in_place import Watch
 from infinistore.core.arena import Mapping
@@ -77,7 +76,7 @@ class MappedPool:
                 memory[arena_of(place)][offset_of(place) : offset_of(place) + size]
                 for place, size in zip(places, sizes, strict=True)
             ]
-        if any(map(ne, map(len, views), sizes)):
+        if list(map(len, views)) != list(sizes):
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
         return views
 

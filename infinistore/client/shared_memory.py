@@ -147,9 +147,11 @@ class SharedMemoryOperations(RemoteOperations):
 
     def _copy_out(self, keys: Keys, reply: LeaseReply, targets: list[memoryview]) -> Exchange[None]:
         there = present_in(reply)
-        places = [reply.places[i] for i in there]
+        whole = len(there) == len(reply.sizes)
+        places = reply.places if whole else [reply.places[i] for i in there]
+        sizes = reply.sizes if whole else [reply.sizes[i] for i in there]
         yield from self._know_arenas(places)
-        sources = self.pool.views(places, [reply.sizes[i] for i in there], writable=False)
+        sources = self.pool.views(places, sizes, writable=False)
         checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
         yield from self._connection.notify(Release(reply.lease))
         self.holding = False

@@ -1,6 +1,9 @@
 """How the protocol says where a block is: the number of its arena times 2**48, plus its offset there, in bytes."""
 
-__all__ = ["arena_of", "offset_of", "place_of"]
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["arena_of", "offset_of", "place_of", "places_of"]
 
 _OFFSET_BITS = 48
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
@@ -9,6 +12,11 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 def place_of(arena: int, offset: int) -> int:
     """Return the place of an offset in an arena."""
     return arena << _OFFSET_BITS | offset
+
+
+def places_of(extents: Iterable[Sequence[Any]]) -> list[int]:
+    """Return the place of each extent, or whatever begins with an arena and an offset, without a call for each."""
+    return [extent[0] << _OFFSET_BITS | extent[1] for extent in extents]
 
 
 def arena_of(place: int) -> int:

@@ -26,7 +26,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.protocol.places import place_of
+from infinistore.protocol.places import places_of
 from infinistore.server.conversation import Conversation
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets import MAX_DESCRIPTORS
@@ -34,6 +34,7 @@ from infinistore.transports.sockets import MAX_DESCRIPTORS
 __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
 SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Abort | Lease | Release
+_NOWHERE = (0, 0)
 _AWAKE_BYTES = 16 * 1024 * 1024
 _COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
 MOST_OPEN = 1024
@@ -116,8 +117,7 @@ class SharedMemory:
             reservation = await self._conversation.reserve(reserve.sizes, received.deadline_us)
         number = next(self._ids)
         self._reservations[number] = reservation
-        places = [place_of(arena, offset) for arena, offset, _ in reservation.extents]
-        await self._conversation.reply(ReserveReply(number, numbers(places)))
+        await self._conversation.reply(ReserveReply(number, numbers(places_of(reservation.extents))))
         self._await_copying(sum(reserve.sizes))
 
     async def _commit(self, commit: Commit) -> None:
@@ -149,7 +149,7 @@ class SharedMemory:
         sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
         if total > request.inline_bytes:
             number = self.keep(lease)
-            places = [0 if entry is None else place_of(entry[0], entry[1]) for entry in lease.entries]
+            places = places_of(entry or _NOWHERE for entry in lease.entries)
             conversation.traffic.sent_bytes += total
             await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
             self._await_copying(total)

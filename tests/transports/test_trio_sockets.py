@@ -238,3 +238,19 @@ async def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Pa
 async def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
     with pytest.raises(StoreUnavailable):
         await connect_tcp(host, 1)
+
+
+async def test_a_wait_is_given_up_at_its_deadline_and_the_stream_goes_on(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    left, right = pair()
+    start = trio.current_time()
+    with pytest.raises(TimeoutError):
+        await right.receive_into([memoryview(bytearray(1))], start + 5)
+    assert trio.current_time() == start + 5
+    with pytest.raises(TimeoutError):
+        await left.send_all([memoryview(bytes(64 * MIB))], start + 8)
+    assert trio.current_time() == start + 8
+    left.close()
+    assert await right.receive_into([memoryview(bytearray(1))], start + 9) == 1
+    right.close()
