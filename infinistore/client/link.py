@@ -29,6 +29,8 @@ class Link(Generic[_Stream]):
     def __init__(self, stream: _Stream, options: Options, clock: Callable[[], float]) -> None:
         self.stream = stream
         self.deadline = 0.0
+        self.instead_of_rdma = False
+        """Whether it goes another way because RDMA did not work."""
         self._options = options
         self._clock = clock
         self._connection = ClientConnection()

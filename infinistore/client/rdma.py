@@ -53,6 +53,7 @@ class ClientRdma:
             NoRdma: there is none, or it is not the time to try.
         """
         if not hello.rdma:
+            self._reason = ""
             raise NoRdma("the server has no RDMA; its log says why")
         with self._lock:
             if self._reason and not self.forced and self._clock() < self._try_again_at:
@@ -92,6 +93,11 @@ class ClientRdma:
     def due(self) -> bool:
         """Whether a new connection should try RDMA first, if it can be had at all."""
         return self.asked_for and not (self._reason and self._clock() < self._try_again_at)
+
+    @property
+    def retry_is_due(self) -> bool:
+        """Whether it did not work, and the pause is over: connections that go another way may be replaced."""
+        return bool(self._reason) and self._clock() >= self._try_again_at
 
     def register(self, view: memoryview) -> Registration:
         """Register memory, now if a device is open, else when one is."""

@@ -229,7 +229,8 @@ class RemoteCalls(Generic[_Stream]):
         while (link := self._next(pinning)) is not None:
             link.deadline = deadline
             yield Use(link.stream)
-            if (yield from self._settle(link)) and not link.stream.is_stale():
+            retries = link.instead_of_rdma and self.rdma.retry_is_due
+            if (yield from self._settle(link)) and not link.stream.is_stale() and not retries:
                 return link
             self._close(link)
         return (yield from self._connect(deadline))
@@ -286,6 +287,7 @@ class RemoteCalls(Generic[_Stream]):
             if not no_rdma:
                 return link
         link.open(hello, ("tcp", f"{no_rdma}; {why_not}" if no_rdma else why_not), None)
+        link.instead_of_rdma = bool(no_rdma)
         return link
 
     def _connect_queue(self, link: Link[_Stream], hello: HelloReply, why: str) -> Call[str]:
@@ -317,6 +319,7 @@ class RemoteCalls(Generic[_Stream]):
             raise
         why = f"the server is on this host, at {address.path}"
         link.open(hello, ("shm", f"{no_rdma}; {why}" if no_rdma else why), pool)
+        link.instead_of_rdma = bool(no_rdma)
         return link
 
     def _pool_of(self, instance: str) -> MappedPool:

@@ -311,6 +311,11 @@ async def test_rdma_is_tried_again_after_a_pause() -> None:
                 fabric.unplugged = False
                 assert await store.get("a") == VALUE
                 assert (await store.stats()).transport == "rdma"
+                fabric.refuses_queues = fabric.unplugged = True
+                assert await store.get("a") == VALUE
+                assert (await store.stats()).transport == "tcp"
+                fabric.refuses_queues = fabric.unplugged = False
+                assert (await store.stats()).transport == "rdma", "and not the connection that was left"
 
 
 async def test_the_pause_doubles_and_ends_with_success() -> None:

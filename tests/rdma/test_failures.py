@@ -1,0 +1,274 @@
+"""What happens on real queue pairs when a peer lies, dies or is cut off: an error soon, nothing partial, room back."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from unittest import mock
+
+import attrs
+import pytest
+import trio
+import trio.lowlevel
+
+import infinistore
+from infinistore.client import AsyncStore
+from infinistore.client import rdma as client_rdma
+from infinistore.errors import StoreUnavailable, TransferFailed
+from infinistore.protocol.codec import numbers
+from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut
+from infinistore.transports.rdma_memory import RegisteredSpan, address_of
+from infinistore.transports.rdma_verbs import Completion, Device, Endpoint, Operation, Queue, open_device
+from tests.bad_days.servers import ServerProcess
+from tests.rdma.conftest import Cable, Host
+from tests.rdma.serving import opened, serving, url
+from tests.server.running import MIB, Peer, RunningServer
+
+VALUE = bytes(range(256)) * 256
+Patience = Callable[[float], float]
+
+
+@attrs.define
+class RawClient:
+    """Speaks the protocol, has some registered memory, and says of it what it wants."""
+
+    server: RunningServer
+    peer: Peer
+    device: Device
+    span: RegisteredSpan
+
+    async def connect(self, *, serves: bool = False) -> Queue:
+        queue = self.device.create_queue(serves=serves)
+        end = queue.endpoint
+        reply = await self.peer.ask(RdmaConnect(end.queue, end.packet, end.gid, end.lid, end.mtu, end.reads))
+        assert isinstance(reply, RdmaConnectReply)
+        own = Endpoint(reply.queue, reply.packet, reply.gid, reply.lid, reply.mtu, reply.reads)
+        queue.connect(own, dead_after_s=0.25)
+        return queue
+
+    async def put(self, key: str, *, address: int = 0, remote_key: int = 0, size: int = len(VALUE)) -> None:
+        place = numbers([address or self.span.address]), numbers([remote_key or self.span.key])
+        await self.peer.ask(RdmaPut(Keys([key]), numbers([size]), *place, numbers()))
+
+    async def exists(self, key: str) -> bool:
+        return await self.peer.ask(Exists(Keys([key]))) == ExistsReply(b"\1")
+
+
+@asynccontextmanager
+async def raw_client(hosts: tuple[Host, Host]) -> AsyncGenerator[RawClient, None]:
+    async with serving(hosts[0]) as server:
+        device = open_device(hosts[1].device)
+        try:
+            span = RegisteredSpan(device, memoryview(bytearray(VALUE)))
+            client = RawClient(server, await server.peer(), device, span)
+            yield client
+            client.peer.close()
+            await server.quiet()
+        finally:
+            device.close()
+
+
+async def completion_of(queue: Queue) -> Completion:
+    while True:
+        queue.arm()
+        if found := queue.poll():
+            return found[0]
+        await trio.lowlevel.wait_readable(queue.fd)
+        queue.take_events()
+
+
+async def test_a_client_that_lies_about_its_memory_is_told_and_stores_nothing(
+    hosts: tuple[Host, Host], patience: Patience
+) -> None:
+    async with raw_client(hosts) as client:
+        wrong_key = client.span.key ^ 0x5500
+        for lie in ({"address": client.span.address - 1}, {"remote_key": wrong_key}, {"size": len(VALUE) + 1}):
+            await client.connect()
+            with pytest.raises(TransferFailed, match="remote"), trio.fail_after(patience(10)):
+                await client.put("lie", **lie)
+            assert not await client.exists("lie")
+        statistics = client.server.core.statistics()
+        assert (statistics.reservations, statistics.used_bytes) == (0, 0)
+        await client.peer.ask(Put(Keys(["inline"]), numbers([3]), checksums=False), b"abc")
+        await client.connect()
+        await client.put("truth")
+        assert await client.exists("truth")
+
+
+async def test_no_client_can_address_the_servers_memory(hosts: tuple[Host, Host], patience: Patience) -> None:
+    async with raw_client(hosts) as client:
+        await client.connect()
+        await client.put("a")
+        arena = client.server.core.pool.arenas[0]
+        pool = client.server.server.rdma
+        assert pool is not None
+        for operation in Operation:
+            for key in {pool._regions[0].local_key, pool._regions[0].remote_key}:
+                queue = await client.connect(serves=True)
+                before = bytes(arena.memory[: len(VALUE)])
+                client.span.view[:] = b"x" * len(VALUE)
+                own = client.device.register(client.span.address, len(VALUE), remote=False)
+                queue.post(operation, [(client.span.address, own.local_key, address_of(arena.memory), key, 4096)], 1)
+                with trio.fail_after(patience(10)):
+                    completion = await completion_of(queue)
+                assert completion.status != 0
+                assert arena.memory[: len(VALUE)] == before
+                assert client.span.view == b"x" * len(VALUE)
+                queue.close()
+                own.close()
+
+
+async def test_nothing_is_written_to_the_callers_memory_after_a_cancelled_get(hosts: tuple[Host, Host]) -> None:
+    async with opened(hosts) as (server, store):
+        value = bytes(range(1, 256)) * (4 * MIB // 255)
+        await store.put("a", value)
+        target = bytearray(len(value))
+        await store.register(target)
+        cancelled = 0
+        for _ in range(3):
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(store.get_into, "a", target)
+                    while not any(target[:: 64 * 1024]):  # it has begun
+                        await trio.lowlevel.checkpoint()
+                    scope.cancel()
+            target[:] = bytes(len(target))
+            cancelled += scope.cancelled_caught
+            with trio.fail_after(60):
+                while server.core.statistics().leases:
+                    await trio.lowlevel.checkpoint()
+            assert not any(target)
+        assert cancelled
+        assert await store.get_into("a", target) == len(value)
+        assert target == value
+
+
+async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_more(hosts: tuple[Host, Host]) -> None:
+    async with opened(hosts, forced=False) as (server, store):
+        value = bytes(range(1, 256)) * (4 * MIB // 255)
+        target = bytearray(len(value))
+        await store.put("a", value)
+        registration = await store.register(target)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.get_into, "a", target)
+            while not any(target[:: 64 * 1024]):
+                await trio.lowlevel.checkpoint()
+            registration.close()
+        assert target == value
+        assert server.core.statistics().leases == 0
+
+
+async def test_a_pulled_cable_costs_a_moment_and_rdma_comes_back_with_it(
+    hosts: tuple[Host, Host], cable: Cable, patience: Patience
+) -> None:
+    with mock.patch.object(client_rdma, "_FIRST_PAUSE_S", 0.0):
+        async with opened(hosts, forced=False) as (server, store):
+            values = {f"{i}": VALUE[i:] for i in range(8)}
+
+            async def there_and_back() -> str:
+                await store.put_many(values)
+                assert list(map(bytes, filter(None, await store.get_many(values)))) == list(values.values())
+                return (await store.stats()).transport
+
+            assert await there_and_back() == "rdma"
+            with trio.fail_after(patience(60)):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(there_and_back)
+                    nursery.start_soon(there_and_back)
+                    await trio.to_thread.run_sync(cable.pull)
+                await there_and_back()
+                await trio.to_thread.run_sync(cable.put_back)
+                while await there_and_back() != "rdma":
+                    pass
+            assert server.core.statistics().reservations == 0
+
+
+async def test_without_a_cable_a_forced_transfer_is_an_error_soon(
+    hosts: tuple[Host, Host], cable: Cable, patience: Patience
+) -> None:
+    async with opened(hosts) as (server, store):
+        await store.put("a", VALUE)
+        cable.pull()
+        with trio.fail_after(patience(5)), pytest.raises(TransferFailed):
+            await store.put_many({"a": b"new" * 1000, "b": VALUE})
+        cable.put_back()
+        with trio.fail_after(patience(60)):
+            assert await store.get("a") == VALUE, "a new queue pair was connected"
+        assert not await store.exists("b")
+        assert server.core.statistics().reservations == 0
+
+
+_CLIENT = """
+import sys, trio, infinistore
+async def main():
+    async with infinistore.open_store(sys.argv[1]) as store:
+        buffer = bytearray(4 << 20)
+        await store.register(buffer)
+        print("ready", flush=True)
+        while True:
+            await store.put("from the dead", buffer)
+            await store.get_into("from the dead", buffer)
+trio.run(main)
+"""
+
+
+async def test_a_client_that_is_killed_gives_everything_back(hosts: tuple[Host, Host], patience: Patience) -> None:
+    async with serving(hosts[0]) as server:
+        client = await trio.to_thread.run_sync(
+            lambda: subprocess.Popen([sys.executable, "-c", _CLIENT, url(server, hosts[1])], stdout=subprocess.PIPE)
+        )
+        assert client.stdout is not None
+        assert await trio.to_thread.run_sync(client.stdout.readline) == b"ready\n"
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+        client.kill()
+        await trio.to_thread.run_sync(client.communicate)
+        with trio.fail_after(patience(20)):
+            while server.server.statistics().connections_open:
+                await trio.lowlevel.checkpoint()
+        await server.quiet()
+        async with infinistore.open_store(url(server, hosts[1]), deadline_s=300) as store:
+            await store.put("a", VALUE)
+            assert await store.get("a") == VALUE
+
+
+def test_a_server_that_is_killed_is_an_error_soon_and_found_again(hosts: tuple[Host, Host], patience: Patience) -> None:
+    server = ServerProcess("--dev-name", hosts[0].device, "--require-rdma")
+    server.start()
+
+    async def through_the_death(store: AsyncStore) -> None:
+        buffer = bytearray(VALUE * 16)
+        await store.register(buffer)
+        while True:
+            try:
+                await store.put("a", buffer)
+                await store.get_into("a", buffer)
+            except StoreUnavailable:
+                return
+
+    async def main() -> None:
+        address = server.url.replace("tcp:", "rdma:") + f"?device={hosts[1].device}&inline_bytes=0"
+        async with infinistore.open_store(address, deadline_s=patience(5)) as store:
+            with trio.fail_after(patience(30)):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(through_the_death, store)
+                    for _ in range(200):
+                        await trio.lowlevel.checkpoint()
+                    assert server.process is not None
+                    os.kill(server.process.pid, signal.SIGKILL)
+            await trio.to_thread.run_sync(server.restart)
+            while True:
+                try:
+                    await store.put("b", VALUE)
+                    break
+                except StoreUnavailable:
+                    await trio.lowlevel.checkpoint()  # it is left alone for a while after so many failures
+            assert await store.get("b") == VALUE
+            assert (await store.stats()).transport == "rdma"
+
+    try:
+        trio.run(main)
+    finally:
+        server.kill()
