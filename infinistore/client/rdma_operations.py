@@ -11,9 +11,7 @@ destroyed. If a transfer fails, the stream still works, so the call goes on inli
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from xxhash import xxh3_64_intdigest
-
-from infinistore.client.copying import PAUSE_BYTES, copy_blocks
+from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, skipped_keys
 from infinistore.client.rdma import ClientRdma
 from infinistore.errors import DeadlineExceeded, ProtocolError, TransferFailed
@@ -22,6 +20,7 @@ from infinistore.protocol.connection import ClientConnection, Exchange, Pause
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,
+    Abort,
     Commit,
     CountReply,
     HelloReply,
@@ -65,7 +64,8 @@ class RdmaOperations(RemoteOperations):
         self._queue: Queue | None = queue
         self._inline_bytes = inline_bytes
         self._staged: Staging | None = None
-        self._lease = 0
+        self._owed: Release | Abort | None = None
+        """What gives back what the server keeps for the batch under way, if it keeps anything."""
 
     def close(self) -> None:
         """Destroy the queue pair: when this returns, nothing is read or written in this process for it."""
@@ -89,7 +89,7 @@ class RdmaOperations(RemoteOperations):
         sizes = list(map(len, batch.views))
         placement = self._rdma.memory.locate(batch.views, writable=False)
         if placement is not None:
-            checksums = (yield from _hashes(batch.views)) if self._verify else []
+            checksums = (yield from hash_blocks(batch.views)) if self._verify else []
             return (yield from self._put_at(batch.keys, sizes, placement, checksums, replace))
         staging = self._staging()
         if sum(sizes) > len(staging):
@@ -117,7 +117,8 @@ class RdmaOperations(RemoteOperations):
     def _put_in_pieces(self, batch: Batch, sizes: list[int], staging: Staging, replace: bool) -> Exchange[list[str]]:
         reserved = expect(ReserveReply, (yield from self._ask(Reserve(numbers(sizes)))))
         self.holding = True
-        checksums = (yield from _hashes(batch.views)) if self._verify else []
+        self._owed = Abort(reserved.reservation)
+        checksums = (yield from hash_blocks(batch.views)) if self._verify else []
         source = Span(batch.views)
         first = 0
         while source.remaining:
@@ -132,6 +133,7 @@ class RdmaOperations(RemoteOperations):
         commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
         reply = expect(PutReply, (yield from self._ask(commit)))
         self.holding = False
+        self._owed = None
         self._rdma.works()
         return skipped_keys(batch.keys, reply)
 
@@ -176,7 +178,7 @@ class RdmaOperations(RemoteOperations):
             get = RdmaGet(part, capacities, *place, len(staging), self._inline_bytes)
         reply = expect(RdmaGetReply, (yield from self._ask(get)))
         self.holding = bool(reply.lease)
-        self._lease = reply.lease
+        self._owed = Release(reply.lease) if reply.lease else None
         self._check_reply(get, reply)
         if len(reply.sizes) != len(part) and reply.lease:
             raise ProtocolError("a lease for a part of what was asked for")
@@ -185,7 +187,7 @@ class RdmaOperations(RemoteOperations):
             yield from self._read_blocks(part, reply, targets)
             return len(reply.sizes)
         if staging is None:
-            hashes = (yield from _hashes(targets)) if self._verify else []
+            hashes = (yield from hash_blocks(targets)) if self._verify else []
         elif reply.lease:
             hashes = yield from self._fetch(reply, staging, targets)
         else:
@@ -207,8 +209,8 @@ class RdmaOperations(RemoteOperations):
             yield Pause()
         yield from self._connection.notify(Release(reply.lease))
         self.holding = False
-        self._lease = 0
-        return (yield from _hashes(targets)) if self._verify else []
+        self._owed = None
+        return (yield from hash_blocks(targets)) if self._verify else []
 
     def _check_hashes(self, keys: Keys, reply: RdmaGetReply, hashes: list[int]) -> Exchange[None]:
         if not self._verify:
@@ -238,21 +240,9 @@ class RdmaOperations(RemoteOperations):
             raise error
         if self._rdma.forced:
             raise TransferFailed(str(error)) from error
-        lease, self._lease = self._lease, 0
-        if lease:
-            yield from self._connection.notify(Release(lease))
-
-
-def _hashes(views: Sequence[memoryview]) -> Exchange[list[int]]:
-    checksums: list[int] = []
-    hashed = 0
-    for view in views:
-        checksums.append(xxh3_64_intdigest(view))
-        hashed += len(view)
-        if hashed >= PAUSE_BYTES:
-            hashed = 0
-            yield Pause()
-    return checksums
+        if self._owed is not None:  # for the call that goes on: it may need that room
+            yield from self._connection.notify(self._owed)
+            self._owed = None
 
 
 def _one_if_same(keys: Sequence[int]) -> Numbers:

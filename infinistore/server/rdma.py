@@ -26,6 +26,7 @@ from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Received
 from infinistore.protocol.messages import (
     MISSING,
+    Abort,
     Commit,
     CountReply,
     Lease,
@@ -180,11 +181,12 @@ class RdmaRequests:
             local = self._rdma.placement(reservation.extents)
             await self._move(Operation.READ, local, remote, put.sizes, received)
             checksums = put.checksums.tolist() if put.checksums else None
-            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace)
+            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace, free=False)
+            conversation.traffic.received_bytes += sum(put.sizes)
+            await conversation.reply(PutReply(numbers(skipped)))
         finally:
             self._core.abort(reservation)  # does nothing after a commit
-        conversation.traffic.received_bytes += sum(put.sizes)
-        await conversation.reply(PutReply(numbers(skipped)))
+            self._core.free_replaced(reservation)
 
     async def _get(self, get: RdmaGet, received: Received) -> None:
         conversation = self._conversation
@@ -225,9 +227,11 @@ class RdmaRequests:
             raise ProtocolError(f"{type(message).__name__} needs the server's Unix socket")
         if isinstance(message, Commit):
             extents = self._shared.open_reservation(message.reservation).extents
-            missing = sum(length for _, _, length in extents) - self._filled.pop(message.reservation, 0)
+            missing = sum(length for _, _, length in extents) - self._filled.get(message.reservation, 0)
             if missing:
                 raise ProtocolError(f"{missing} bytes of this reservation have not been filled")
+        if isinstance(message, Commit | Abort):
+            self._filled.pop(message.reservation, None)
 
     async def _fill(self, fill: RdmaFill, received: Received) -> None:
         reservation = self._shared.open_reservation(fill.reservation)

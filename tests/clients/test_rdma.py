@@ -286,6 +286,7 @@ async def test_a_long_batch_that_fails_between_its_pieces_goes_on_without_rdma()
     async with serving() as (fabric, server), infinistore.open_store(f"{best_url(server)}&staging_bytes=5000") as store:
         fabric.statuses.extend([0, 0, 0, 0, REMOTE_ACCESS])
         await store.put_many({"a": VALUE, "b": VALUE[1:]})
+        assert server.core.statistics().reservations == 0
         assert (await store.stats()).transport == "tcp"
         assert await store.get("a") == VALUE
         assert await store.get("b") == VALUE[1:]
