@@ -29,13 +29,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from infinistore.blocking import BlockingStore, open_store
-from rounds import interleaved
+from rounds import interleaved, taking_turns
 
 KIB, MIB = 1024, 1024 * 1024
 POOL_BYTES = 512 * MIB
@@ -72,12 +71,6 @@ class Batches:
     @staticmethod
     def _pairs(one: list[Any], other: list[Any], first: int) -> list[tuple[Any, Any]]:
         return [(thing, other[(first + i) % len(other)]) for i, thing in enumerate(one)]
-
-
-def taking_turns(call: Callable[[Any], object], batches: list[Any]) -> Callable[[], object]:
-    """Return what calls `call` with the next batch."""
-    turns = cycle(batches)
-    return lambda: call(next(turns))
 
 
 def copy(pairs: list[tuple[Any, Any]]) -> None:

@@ -7,7 +7,9 @@ reported is the ratio of medians; a figure on its own says little on a shared ma
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 __all__ = ["interleaved", "interleaved_times"]
 
@@ -41,3 +43,9 @@ def interleaved_times(
             if number >= warm_up:
                 times[name].append(elapsed / calls)
     return times
+
+
+def taking_turns(call: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:
+    """Return what calls `call` with the next batch."""
+    turns = cycle(batches)
+    return lambda: call(next(turns))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from infinistore.blocking import BlockingStore, open_store
-from rounds import interleaved
+from rounds import interleaved, taking_turns
 
 POOL_BYTES = 512 * 1024 * 1024
 KIB, MIB = 1024, 1024 * 1024
@@ -120,22 +120,19 @@ def blocks(count: int, size: int) -> list[memoryview]:
 def batches(store: BlockingStore, raw: Raw, count: int, size: int, rounds: int) -> dict[str, float]:
     """Measure put_many and get_many_into of one batch; returns medians in seconds."""
     source, target = blocks(count, size), blocks(count, size)
-    number = 0
     room = POOL_BYTES // 2 // (count * size)  # half of the pool, so that nothing is evicted
-
-    def keys() -> list[str]:
-        nonlocal number
-        number += 1
-        return [f"bench/{size}/{number % room}/{i}" for i in range(count)]
-
-    for _ in range(room):
-        store.put_many(zip(keys(), source, strict=True))
+    keys = [[f"bench/{size}/{number}/{i}" for i in range(count)] for number in range(room)]
+    # Made beforehand: what is measured begins with a list of pairs.
+    puts = [list(zip(batch, source, strict=True)) for batch in keys]
+    gets = [list(zip(batch, target, strict=True)) for batch in keys]
+    for put in puts:
+        store.put_many(put)
     return interleaved(
         {
             "raw put": lambda: raw.put(source),
-            "put": lambda: store.put_many(list(zip(keys(), source, strict=True))),
+            "put": taking_turns(store.put_many, puts),
             "raw get": lambda: raw.get(target),
-            "get": lambda: store.get_many_into(list(zip(keys(), target, strict=True))),
+            "get": taking_turns(store.get_many_into, gets),
         },
         rounds=rounds,
         calls=max(2, 32 * MIB // (count * size)),
