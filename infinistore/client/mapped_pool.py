@@ -2,12 +2,14 @@
 
 The server hands out the descriptors of its arenas over its Unix socket. They are mapped when they are first needed: one
 mapping for reading, which cannot be written, and one for writing. Making a page present costs ten times a copy, so a
-thread makes all of them present in the background.
+thread of low priority makes all of them present in the background. A batch that is written before its pages are there
+has them made present as one: that takes half as long as a fault for each.
 """
 
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from infinistore.client.in_place import Watch
 from infinistore.core.arena import Mapping
@@ -17,6 +19,7 @@ from infinistore.protocol.places import arena_of, offset_of, place_of
 __all__ = ["MappedPool"]
 
 _POPULATE_BYTES = 16 * 1024 * 1024
+_NICE = 5  # not more: while others keep every core busy it must still come to an end
 
 
 class MappedPool:
@@ -78,6 +81,9 @@ class MappedPool:
             ]
         if list(map(len, views)) != list(sizes):
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
+        mapping = self._mappings.get((first, writable))
+        if writable and first == last and mapping is not None:  # None: another thread has closed the pool
+            mapping.make_present(offset_of(min(places)), offset_of(max(places)) + max(sizes))
         return views
 
     def arenas(self) -> list[tuple[memoryview, memoryview | None]]:
@@ -135,7 +141,10 @@ class MappedPool:
             return mapping
 
     def _populate(self, mapping: Mapping) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         for start in range(0, mapping.length, _POPULATE_BYTES):
             if self._closed:
                 return
             mapping.populate(start, min(_POPULATE_BYTES, mapping.length - start))
+            mapping.present_bytes = start + _POPULATE_BYTES

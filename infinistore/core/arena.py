@@ -28,6 +28,7 @@ __all__ = ["Arena", "Mapping", "create_arena"]
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_STRETCH_BYTES = 32 * 1024 * 1024
 _PREFAULT_STEP_BYTES = 64 << 20  # so that threads share the work evenly
 _MEMORY_MARGIN_BYTES = 64 << 20  # left for everything else when an arena is made
 
@@ -175,12 +176,20 @@ class Mapping:
     def __init__(self, fd: int, length: int, *, writable: bool) -> None:
         self.length = length
         self.writable = writable
+        self.present_bytes = 0
+        """How much of it is known to be present, from the beginning. Who populates it says so."""
         self._address = _map(fd, length, writable=writable)
         self._bytes = (ctypes.c_ubyte * length).from_address(self._address)
         weakref.finalize(self._bytes, _unmap, self._address, length, os.getpid()).atexit = False
         _check("madvise(MADV_DONTFORK)", _libc.madvise(self._address, length, mmap.MADV_DONTFORK))
         view = memoryview(self._bytes).cast("B")
         self.memory = view if writable else view.toreadonly()
+
+    def make_present(self, start: int, end: int) -> None:
+        """Make the pages of a short stretch present, if that is not known of them."""
+        if self.present_bytes < end <= start + _STRETCH_BYTES:
+            first = start - start % mmap.PAGESIZE
+            self.populate(first, min(end, self.length) - first)
 
     def populate(self, start: int, length: int) -> None:
         """Make pages present before they are used; 0.5 s per GiB. Does nothing before Linux 5.14, which cannot."""
