@@ -170,11 +170,11 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
 
     def with_threads() -> None:
         with blocking.open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
-            slots(store)[0].acquire()
+            slot = slots(store)[0].get()
             with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
                 store.put("a", b"b")
             check(error, store)
-            slots(store)[0].release()
+            slots(store)[0].put(slot)
             store.put("a", b"b")
 
     async def with_trio() -> None:
