@@ -11,8 +11,9 @@ PYTHON ?= python3 python3.13 python3.12 python3.11
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TTFT_ARGS ?=
 
-.PHONY: help demo test test-rdma test-integrations pyverbs check format changelog bench clean
+.PHONY: help demo test test-rdma test-integrations ttft pyverbs check format changelog bench clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -45,6 +46,9 @@ test-integrations: $(ENGINE_STAMPS) ## set up the engines' environments, then te
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
+ttft: .venvs/vllm/.installed ## time to first token, cold and warm, in vLLM and transformers; TTFT_ARGS adds arguments
+	.venvs/vllm/bin/python bench/ttft.py $(TTFT_ARGS)
+
 check: $(VENV)/.installed-dev ## lint, formatting, types, changelog entries
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
@@ -58,9 +62,10 @@ format: $(VENV)/.installed-dev ## put formatting and imports in order
 changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
 	$(BIN)/towncrier build --draft --version next
 
-# A benchmark is a file in bench/ that can be run; the others there are what benchmarks share.
+# A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
+# and a target of its own, for itself and what it runs.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py); \
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|[a-z]+_engine)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
 clean: ## remove the virtual environments, caches and build results

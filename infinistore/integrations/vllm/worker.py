@@ -11,9 +11,9 @@ then a finished request is not reported as sent, and a preempted one is waited f
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerCache", "WorkerSide"]
 
+_READ_BYTES = 64 * 1024 * 1024
+"""How much is read at a time."""
 _IDLE_WAIT_S = 0.005
 """How long a step that computes nothing waits for a read or write to end, instead of keeping a core busy asking."""
 
@@ -40,8 +42,15 @@ class LayerCache:
 
     label: str
     memory: "torch.Tensor"
+    view: memoryview | None
+    """The same, where it is this machine's memory, and not a GPU's."""
     block_bytes: int
     stride_bytes: int
+
+    def block(self, number: int) -> memoryview:
+        """Return one block, in this machine's memory."""
+        assert self.view is not None
+        return self.view[number * self.stride_bytes : number * self.stride_bytes + self.block_bytes]
 
     @classmethod
     def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
@@ -66,7 +75,9 @@ class LayerCache:
         length = (num_blocks - 1) * stride_bytes + block_bytes
         memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
         memory.set_(cache.untyped_storage(), cache.storage_offset() * size, (length,), (1,))
-        return cls(label, memory, block_bytes, stride_bytes)
+        array: Any = memory.numpy() if memory.device.type == "cpu" else None
+        view = None if array is None else memoryview(array)
+        return cls(label, memory, view, block_bytes, stride_bytes)
 
 
 @attrs.define
@@ -266,18 +277,43 @@ class WorkerSide:
     def _read_layers(self, load: Load) -> set[int]:
         """Read what all layers have of the leading blocks; return the blocks that are not complete."""
         good = len(load.block_ids)
-        for layer in self._layers.values():
-            while good and (found := self._read_layer(load, layer, good)) < good:
+        for layers in self._batches(good):
+            while good and (found := self._read_batch(load, layers, good)) < good:
                 good = found  # and once more: only a read of nothing but what is there says that all of it is right
         return set(load.block_ids[good:])
 
-    def _read_layer(self, load: Load, layer: LayerCache, count: int) -> int:
-        """Read a layer of the first `count` blocks; return how many lead up to the first that is missing."""
-        keys = [self._names.key(block_hash, self._shard, layer.label) for block_hash in load.hashes[:count]]
-        offsets = [block_id * layer.stride_bytes for block_id in load.block_ids[:count]]
-        try:
-            read_blocks(self._store, list(zip(keys, offsets, strict=True)), layer.block_bytes, layer.memory)
-        except BlocksMissing as error:
-            self._record.count(missing=len(error.keys))
-            return keys.index(error.keys[0])
-        return count
+    def _batches(self, blocks: int) -> Iterator[list[LayerCache]]:
+        """Return the layers, as many at a time as one read should take: it is few large reads that are fast."""
+        batch: list[LayerCache] = []
+        batch_bytes = 0
+        for layer in self._layers.values():
+            if batch and (layer.view is None or batch_bytes + blocks * layer.block_bytes > _READ_BYTES):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(layer)
+            batch_bytes += blocks * layer.block_bytes
+        yield batch
+
+    def _read_batch(self, load: Load, layers: list[LayerCache], count: int) -> int:
+        """Read some layers of the first `count` blocks; return how many lead up to the first that is not complete."""
+        hashes, block_ids = load.hashes[:count], load.block_ids[:count]
+        if layers[0].view is None:
+            (layer,) = layers
+            keys = [self._names.key(block_hash, self._shard, layer.label) for block_hash in hashes]
+            offsets = [block_id * layer.stride_bytes for block_id in block_ids]
+            try:
+                read_blocks(self._store, list(zip(keys, offsets, strict=True)), layer.block_bytes, layer.memory)
+            except BlocksMissing as error:
+                self._record.count(missing=len(error.keys))
+                return keys.index(error.keys[0])
+            return count
+        lengths = self._store.get_many_into(
+            (self._names.key(block_hash, self._shard, layer.label), layer.block(block_id))
+            for layer in layers
+            for block_hash, block_id in zip(hashes, block_ids, strict=True)
+        )
+        wrong = [
+            number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes
+        ]
+        self._record.count(missing=len(wrong))
+        return min(wrong, default=count)

@@ -100,22 +100,34 @@ def test_each_shard_writes_and_reads_its_own_and_one_replica_writes(store: block
         assert torch.equal(target[LAYERS[0]][TO], caches[shard][LAYERS[0]][FROM])
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "long", "missing and short"])
-@pytest.mark.parametrize("layer", ["0", "2"])
+@pytest.mark.parametrize(
+    ("damage", "failed"),
+    [
+        ({"cc": b""}, {4, 6}),  # the places of cc and dd
+        ({"cc": b"short"}, {4, 6}),
+        ({"bb": b"short", "cc": b""}, {7, 4, 6}),
+        ({"cc": b"long" * 1000}, set(TO)),  # there was no room for it, so that nothing was read
+    ],
+)
+@pytest.mark.parametrize(("layer", "read_bytes"), [("0", 1), ("2", 1), ("0", 1 << 20), ("2", 1 << 20)])
 def test_a_block_that_is_not_whole_fails_with_those_after_it(
-    store: blocking.BlockingStore, damage: str, layer: str
+    damage: dict[str, bytes], failed: set[int], layer: str, read_bytes: int, request: pytest.FixtureRequest
 ) -> None:
-    written(store, make_cache(1))
-    if "missing" in damage:
-        store.delete([make_names().key("cc", 0, layer)])
-    if damage != "missing":
-        key = make_names().key("bb" if "missing" in damage else "cc", 0, layer)
-        store.put(key, b"x" * (5000 if damage == "long" else 5))
+    store = request.getfixturevalue("store")
+    request.getfixturevalue("monkeypatch").setattr("infinistore.integrations.vllm.worker._READ_BYTES", read_bytes)
+    source, target = make_cache(1), make_cache(2)
+    written(store, source)
+    for block_hash, value in damage.items():
+        key = make_names().key(block_hash, 0, layer)
+        if value:
+            store.put(key, value)
+        else:
+            store.delete([key])
 
-    failed = read(store, make_cache(2))
-
-    assert {4, 6} <= failed  # the places of cc and dd
-    assert (failed == {4, 6}) == (damage == "missing")  # of another size: nothing of the layer is believed
+    assert read(store, target) == failed
+    for place, block in zip(TO, FROM, strict=True):
+        if place not in failed:
+            assert all(torch.equal(target[name][place], source[name][block]) for name in LAYERS)
 
 
 def test_several_requests_are_read_at_once(store: blocking.BlockingStore) -> None:
