@@ -1,6 +1,6 @@
 """Copying blocks inside one host: what the embedded store and the client by shared memory have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -13,7 +13,7 @@ PAUSE_BYTES = 4 * 1024 * 1024
 
 
 def copy_blocks(
-    sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool
+    sources: Iterable[memoryview], targets: Iterable[memoryview], *, hash_targets: bool
 ) -> Exchange[list[int]]:
     """Copy block by block; return the hashes of what has arrived, made while it is in the cache, if they are wanted."""
     checksums: list[int] = []

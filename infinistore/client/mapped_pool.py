@@ -8,8 +8,9 @@ has them made present as one: that takes half as long as a fault for each.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from operator import add
 
 from infinistore.client.in_place import Watch
 from infinistore.core.arena import Mapping
@@ -81,10 +82,26 @@ class MappedPool:
             ]
         if list(map(len, views)) != list(sizes):
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
-        mapping = self._mappings.get((first, writable))
-        if writable and first == last and mapping is not None:  # None: another thread has closed the pool
-            mapping.make_present(offset_of(min(places)), offset_of(max(places)) + max(sizes))
         return views
+
+    def blocks(self, places: Sequence[int], sizes: Sequence[int], *, writable: bool) -> Iterator[memoryview]:
+        """As `views`, but one after the other, for a copy: fetching the memory of 64 views that live at the same time
+        takes longer than making them. Errors are those of `views`, at once.
+        """
+        if not places:
+            return iter(())
+        first, last = min(places), max(places)
+        arena = arena_of(first)
+        if arena != arena_of(last):
+            return iter(self.views(places, sizes, writable=writable))
+        base = place_of(arena, 0)
+        memory = self._memory(arena, writable)
+        if max(map(add, places, sizes)) - base > len(memory):
+            raise ProtocolError("the server says that a block is in an arena that ends before it does")
+        mapping = self._mappings.get((arena, writable))
+        if writable and mapping is not None:  # None: another thread has closed the pool
+            mapping.make_present(first - base, last - base + max(sizes))
+        return (memory[place - base : place - base + size] for place, size in zip(places, sizes, strict=True))
 
     def arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """Return all the bytes of each arena that is known, to be read and, if that is allowed, to be written. Errors

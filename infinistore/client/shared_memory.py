@@ -110,7 +110,7 @@ class SharedMemoryOperations(RemoteOperations):
         if len(reserved.places) != len(sizes):
             raise ProtocolError(f"{len(reserved.places)} places for {len(sizes)} blocks")
         yield from self._know_arenas(reserved.places)
-        targets = self.pool.views(reserved.places, sizes, writable=True)
+        targets = self.pool.blocks(reserved.places, sizes, writable=True)
         checksums = yield from copy_blocks(batch.views, targets, hash_targets=self._verify)
         commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
         # Puts come in rows, of batches that are alike: this one asks for the room of the next.
@@ -151,7 +151,7 @@ class SharedMemoryOperations(RemoteOperations):
         places = reply.places if whole else [reply.places[i] for i in there]
         sizes = reply.sizes if whole else [reply.sizes[i] for i in there]
         yield from self._know_arenas(places)
-        sources = self.pool.views(places, sizes, writable=False)
+        sources = self.pool.blocks(places, sizes, writable=False)
         checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
         yield from self._connection.notify(Release(reply.lease))
         self.holding = False
