@@ -10,15 +10,19 @@ runs on the same cores.
 
 The ratio is time: with writing / without, in turns; 1.05 would be 5 % slower. "without, again" shows how much of that
 is the machine. There are two: of medians, and of first quartiles, which say more where others want the cores, too.
+With OMP_WAIT_POLICY=passive in the environment, threads that wait for each other sleep. Then a busy machine distorts
+less, and there is a third ratio, of the processor time of this process, which others hardly change.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,7 +33,7 @@ import torch
 from torch.nn import functional
 
 from infinistore.blocking import BlockingStore, open_store
-from infinistore.tensors import LayerWriter, Ticket
+from infinistore.tensors import LayerWriter, Ticket, write_blocks
 from rounds import interleaved_times
 
 MIB = 1024 * 1024
@@ -79,6 +83,13 @@ class Prefill:
         self._prompts = max(1, POOL_BYTES // 2 // (self.layer_bytes * len(layers)))  # half of the pool is in use
         self._prompt = 0
         self.waited = 0
+
+    def fill(self, store: BlockingStore) -> None:
+        """Store every block that will be stored, so that no page of the pool is touched for the first time later."""
+        for _ in range(self._prompts):
+            self._prompt = (self._prompt + 1) % self._prompts
+            for number, cache in enumerate(self._caches[0]):
+                write_blocks(store, self._blocks(number), self._block_bytes, cache)
 
     def run(self, writer: LayerWriter | None) -> None:
         """Compute as many steps as were asked for; with a writer, end when everything is stored."""
@@ -144,11 +155,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with stores() as opened, ExitStack() as stack:
         writers = {name: stack.enter_context(LayerWriter(store, nice=arguments.nice)) for name, store in opened.items()}
-        things: dict[str, Callable[[], object]] = dict.fromkeys(
-            ("without", "without, again"), partial(prefill.run, None)
-        )
-        for name, writer in writers.items():
-            things[name] = partial(prefill.run, writer)
+        for store in opened.values():
+            prefill.fill(store)
+        processor_s: dict[str, list[float]] = {}
+
+        def run(name: str, writer: LayerWriter | None) -> None:
+            started_s = time.process_time()
+            prefill.run(writer)
+            processor_s.setdefault(name, []).append(time.process_time() - started_s)
+
+        kinds: dict[str, LayerWriter | None] = {"without": None, "without, again": None, **writers}
+        things: dict[str, Callable[[], object]] = {name: partial(run, name, w) for name, w in kinds.items()}
         times = interleaved_times(things, rounds=arguments.rounds, calls=1)
         quartiles = {name: statistics.quantiles(of_one, n=4) for name, of_one in times.items()}
         step_s = quartiles["without"][1] / arguments.steps
@@ -158,6 +175,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in list(quartiles)[1:]:
             results[f"{name} / without"] = quartiles[name][1] / quartiles["without"][1]
             results[f"{name} / without, first quartiles"] = quartiles[name][0] / quartiles["without"][0]
+            if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+                median_s = statistics.median(processor_s[name])
+                results[f"{name} / without, processor time"] = median_s / statistics.median(processor_s["without"])
         for name, writer in writers.items():
             counted = writer.statistics()
             results[f"{name}: writes in one put"] = counted.stored_writes / counted.puts

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from traceback import clear_frames
 from typing import Generic, TypeVar
 
@@ -57,9 +58,8 @@ class Background(Generic[_Job]):
         linger_s: float = 0.0,
         belongs: Callable[[list[_Job], _Job], bool] = lambda batch, job: True,
     ) -> None:
-        for what, value in (("max_pending_bytes", max_pending_bytes), ("max_batch_bytes", max_batch_bytes)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{what} must be a whole number above 0, not {value!r}")
+        if not isinstance(max_pending_bytes, int) or max_pending_bytes < 1:
+            raise ValueError(f"max_pending_bytes must be a whole number above 0, not {max_pending_bytes!r}")
         if not isinstance(nice, int) or not 0 <= nice <= 19:
             raise ValueError(f"nice must be a whole number from 0 to 19, not {nice!r}")
         self.max_pending_bytes = max_pending_bytes
@@ -86,10 +86,15 @@ class Background(Generic[_Job]):
         """Start the thread, once."""
         if self._thread is not None:
             raise RuntimeError(f"the {self._name} was entered twice; make another one")
-        self._closed = False
         # A daemon: who forgets to leave the block must not find that the process does not end.
-        self._thread = threading.Thread(target=self._run, name=f"infinistore-{self._name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"infinistore-{self._name}", daemon=True)
+        self._closed = False
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            self._closed = True
+            raise
+        self._thread = thread
 
     def submit(self, job: _Job, *, wait: bool, timeout_s: float | None) -> bool:
         """Queue a job. If it would go over the bound: wait for room, or return False.
@@ -158,7 +163,8 @@ class Background(Generic[_Job]):
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        with suppress(OSError):  # of this thread alone, as Linux has it; where that is forbidden, it runs as others do
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while batch := self._next_batch():
             try:
                 self._work(batch)
@@ -215,7 +221,7 @@ class Background(Generic[_Job]):
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False
-            self._progress.wait(left_s)
+            self._progress.wait(None if left_s is None else min(left_s, threading.TIMEOUT_MAX))
         return True
 
     def _check_usable(self) -> None:
@@ -224,10 +230,8 @@ class Background(Generic[_Job]):
 
     def _check_open(self) -> None:
         if self._closed:
-            begun = (
-                "was left already" if self._thread is not None else f"has not been entered: use `with` ({self._name})"
-            )
-            raise RuntimeError(f"the {self._name} {begun}")
+            reason = "was left already" if self._thread is not None else "was not entered yet: use `with`"
+            raise RuntimeError(f"the {self._name} {reason}")
 
     def _check_fork(self) -> None:
         if os.getpid() != self._pid:  # and the lock may be held by a thread that is not here

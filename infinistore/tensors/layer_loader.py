@@ -106,6 +106,8 @@ class LayerLoader:
             KeyError: nothing was loaded for this layer.
         """
         with self._lock:
+            if layer not in self._layers:
+                raise KeyError(f"nothing was loaded for layer {layer!r}, or it has been waited for")
             jobs = list(self._layers[layer])
         for job in jobs:
             self._background.wait(job, timeout_s)
