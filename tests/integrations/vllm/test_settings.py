@@ -1,8 +1,14 @@
 """What a user writes into kv_connector_extra_config."""
 
+import json
+import re
+from pathlib import Path
+
+import attrs
 import pytest
 
 from infinistore.errors import ConfigError
+from infinistore.integrations import vllm
 from infinistore.integrations.vllm.names import layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
@@ -68,3 +74,22 @@ def test_layers_are_called_by_number_where_that_tells_them_apart() -> None:
     assert layer_labels(["layers.0.attn", "layers.10.attn"]) == {"layers.0.attn": "0", "layers.10.attn": "10"}
     assert layer_labels(["layers.0.a", "layers.0.b"]) == {"layers.0.a": "layers.0.a", "layers.0.b": "layers.0.b"}
     assert layer_labels(["only"]) == {"only": "only"}
+
+
+@pytest.mark.parametrize("file", ["both.json", "prefill.json", "decode.json"])
+def test_the_example_names_the_connector_and_has_settings_that_it_takes(file: str) -> None:
+    config = json.loads((Path(__file__).parents[3] / "examples" / "vllm" / file).read_text())
+
+    assert config["kv_connector"] in vllm.__all__
+    assert config["kv_connector_module_path"] == vllm.__name__
+    ConnectorSettings.from_extra_config(config["kv_connector_extra_config"])
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page.partition("## Settings")[2], flags=re.MULTILINE))
+
+    documented = {field.name: field.default for field in attrs.fields(ConnectorSettings)}
+    assert list(table) == list(documented)
+    for name in ("deadline_s", "lookup_deadline_s", "hold_s", "load_threads"):
+        assert float(table[name]) == documented[name]
