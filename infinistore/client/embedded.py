@@ -89,12 +89,13 @@ class EmbeddedStore:
         """Return all the bytes of an arena."""
         return self.pool.arenas[index].memory
 
-    def _give_back(self, pinned: Lease | Reservation) -> bool:
-        if isinstance(pinned, Lease):
-            self.core.release(pinned)
-        else:
-            self.core.abort(pinned)  # does nothing after a commit
-        return True
+    def _give_back(self, pinned: Sequence[Lease | Reservation]) -> int:
+        for one in pinned:
+            if isinstance(one, Lease):
+                self.core.release(one)
+            else:
+                self.core.abort(one)  # does nothing after a commit
+        return len(pinned)
 
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""

@@ -31,10 +31,10 @@ class Returns(Generic[_T]):
 
     A finalizer must not wait for a lock, which its own thread may hold. It leaves the thing here. Whoever holds the
     lock gives it back when they are done; if nobody does, it is given back at once. `give_back` is called with the lock
-    held, must neither wait nor raise, and says False to be asked again later.
+    held, must neither wait nor raise, and returns how many it took; the others are given to it again, some time later.
     """
 
-    def __init__(self, give_back: Callable[[_T], bool]) -> None:
+    def __init__(self, give_back: Callable[[Sequence[_T]], int]) -> None:
         self._give_back = give_back
         self._left: deque[_T] = deque()
         self._lock = threading.Lock()
@@ -65,9 +65,10 @@ class Returns(Generic[_T]):
         while self._left and self._lock.acquire(blocking=False):
             try:
                 while self._left:
-                    thing = self._left.popleft()
-                    if not self._give_back(thing):
-                        self._left.appendleft(thing)
+                    things = [self._left.popleft() for _ in range(len(self._left))]
+                    taken = self._give_back(things)
+                    if taken < len(things):
+                        self._left.extendleft(reversed(things[taken:]))
                         return
             finally:
                 self._lock.release()

@@ -5,7 +5,7 @@ pins is not closed before the last of them is gone, whatever became of the store
 """
 
 import socket as sockets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from infinistore.protocol.connection import ClientConnection, State
 from infinistore.protocol.messages import Abort, Release
 
 __all__ = ["HasSocket", "Pins"]
+
+_MOST_AT_ONCE = 128
+_SEND_BUFFER_BYTES = 1024 * 1024  # the kernel gives less; room for hundreds of messages that the server has not read
 
 
 class HasSocket(Protocol):
@@ -43,6 +46,9 @@ class Pins:
 
     def watch(self, owed: list[Release | Abort]) -> Watch:
         """Watch memory; when nothing of it is alive any more, send what is in `owed` then. Inside `with` only."""
+        if not self._watched:
+            with suppress(OSError):
+                self._stream.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watched += 1
         return Watch(self._returns.leave, owed)
 
@@ -61,21 +67,31 @@ class Pins:
             self._close = close
             self._close_if_done()
 
-    def _give_back(self, owed: list[Release | Abort]) -> bool:
-        # In the middle of a frame nothing else can be sent. Such a connection is given up, and its end says it all.
-        if owed and self._connection.state in (State.READY, State.REPLYING):
-            try:
-                # To a Unix socket so few bytes go as a whole, or not at all.
-                self._stream.socket.send(
-                    b"".join(encode_head(message, request_id=0) for message in owed), sockets.MSG_DONTWAIT
-                )
-            except BlockingIOError:
-                if self._close is None:
-                    return False
-            except OSError:
-                pass  # the server has gone, and its pins with it
-        self._watched -= 1
+    def _give_back(self, owed: Sequence[list[Release | Abort]]) -> int:
+        taken = 0
+        while taken < len(owed):
+            some = owed[taken : taken + _MOST_AT_ONCE]
+            # On a connection that is given up nobody waits for this: its end says it all.
+            if not self._send([message for messages in some for message in messages]) and self._close is None:
+                break
+            self._watched -= len(some)
+            taken += len(some)
         self._close_if_done()
+        return taken
+
+    def _send(self, messages: Sequence[Release | Abort]) -> bool:
+        """Send messages without waiting; False if there is no room for them now."""
+        if not messages or self._connection.state not in (State.READY, State.REPLYING):
+            return True  # in the middle of a frame nothing else can be sent, ever: the connection is given up
+        data = b"".join(encode_head(message, request_id=0) for message in messages)
+        try:
+            sent = self._stream.socket.send(data, sockets.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # the server has gone, and its pins with it
+            return True
+        if sent < len(data):  # a Unix socket takes so few bytes as a whole or not at all, but if it ever did not
+            self._connection.state = State.CLOSED
         return True
 
     def _close_if_done(self) -> None:

@@ -18,7 +18,7 @@ from infinistore.client.operations import Batch, RemoteOperations, Room, expect,
 from infinistore.client.pins import Pins
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import ClientConnection, Exchange
+from infinistore.protocol.connection import ClientConnection, Exchange, State
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,
@@ -179,6 +179,8 @@ class SharedMemoryOperations(RemoteOperations):
                 if verify:
                     yield from self._check_in_place(keys, views, checksums)
             except BaseException:
+                if self._connection.state is State.REPLYING:
+                    owed.append(Release(0))  # the reply will be read by nobody
                 watch.release([view for view in views if view is not None], views)  # the error keeps this frame
                 watch.done()
                 raise

@@ -370,7 +370,10 @@ class LeaseReply:
 
 @attrs.frozen
 class Release:
-    """End a lease. It has no reply: the client need not wait."""
+    """End a lease. It has no reply: the client need not wait.
+
+    0 is the lease that the last `Lease` made, if it made one: for a client that no longer waits for the reply.
+    """
 
     KIND: ClassVar[int] = 0x15
     lease: int = attrs.field(validator=_count)

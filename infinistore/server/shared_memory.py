@@ -51,6 +51,7 @@ class SharedMemory:
         self._ids = count(1)
         self._reservations: dict[int, Reservation] = {}
         self._leases: dict[int, CoreLease] = {}
+        self._latest_lease = 0
 
     async def answer(self, message: SharedMemoryRequest, received: Received) -> None:
         """Do what a request asks for, and reply."""
@@ -141,6 +142,7 @@ class SharedMemory:
 
     async def _lease(self, request: Lease, received: Received) -> None:
         """Keep a lease for the client to read; or send the blocks, if they are few bytes."""
+        self._latest_lease = 0
         self._check_leases()
         conversation = self._conversation
         lease = conversation.lease(request)
@@ -148,7 +150,7 @@ class SharedMemory:
         total = sum(lengths)
         sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
         if total > request.inline_bytes:
-            number = self.keep(lease)
+            number = self._latest_lease = self.keep(lease)
             places = places_of(entry or _NOWHERE for entry in lease.entries)
             conversation.traffic.sent_bytes += total
             await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
@@ -161,8 +163,10 @@ class SharedMemory:
             self._core.release(lease)
 
     def _release(self, release: Release) -> None:
-        self._core.release(self.open_lease(release.lease))
-        del self._leases[release.lease]
+        number = release.lease or self._latest_lease
+        if release.lease or number in self._leases:
+            self._core.release(self.open_lease(number))
+            del self._leases[number]
 
     def _await_copying(self, count: int) -> None:
         """Stay awake while the client copies so many bytes: being woken up would take a good part of that time."""

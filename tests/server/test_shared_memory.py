@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import State
 from infinistore.protocol.messages import (
     MISSING,
+    Abort,
     Commit,
     Delete,
     Exists,
@@ -90,6 +91,10 @@ async def lease(peer: Peer, *keys: str, inline_bytes: int = 0) -> LeaseReply:
 
 async def release(peer: Peer, number: int) -> None:
     await drive(peer.connection.notify(Release(number)), peer.stream)
+
+
+async def abort(peer: Peer, number: int) -> None:
+    await drive(peer.connection.notify(Abort(number)), peer.stream)
 
 
 async def put(peer: Peer, key: str, value: bytes) -> None:
@@ -235,10 +240,11 @@ async def test_over_tcp_there_is_no_shared_memory(request_: Request) -> None:
         await server.quiet()
 
 
-async def test_a_release_over_tcp_ends_the_connection() -> None:
+@pytest.mark.parametrize("send", [release, abort])
+async def test_a_release_or_abort_over_tcp_ends_the_connection(send: Callable[[Peer, int], Awaitable[None]]) -> None:
     async with running_server() as server:
         peer = await server.peer()
-        await release(peer, 1)
+        await send(peer, 1)
         with pytest.raises(ProtocolError, match="Unix socket"):
             await present(peer, "key")
         peer.close()
@@ -296,6 +302,53 @@ async def test_to_release_what_is_not_leased_ends_the_connection(tmp_path: Path)
             await present(peer, "key")
         for who in (peer, other):
             who.close()
+        await server.quiet()
+
+
+async def test_an_abort_gives_the_room_back_once_and_keeps_the_connection(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        reserved = await reserve(peer, 100 * KIB)
+        await abort(peer, reserved.reservation)
+        with pytest.raises(UnknownReservation):
+            await peer.ask(commit(reserved.reservation, "key"))
+        assert server.core.statistics().used_bytes == 0
+        kept = await reserve(peer, 100 * KIB)
+        await abort(other, kept.reservation)
+        with pytest.raises(ProtocolError, match="no reservation"):
+            await present(other, "key")
+        assert isinstance(await peer.ask(commit(kept.reservation, "key")), PutReply)
+        await abort(peer, kept.reservation)
+        with pytest.raises(ProtocolError, match="no reservation"):
+            await present(peer, "key")
+        for who in (peer, other):
+            who.close()
+        await server.quiet()
+        assert server.core.keys() == ["key"]
+
+
+async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Path) -> None:
+    """By a client that does not wait for the reply: it may have been none, or inline, or released already."""
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        await release(peer, 0)
+        await put(peer, "key", b"value")
+        older, latest = await lease(peer, "key"), await lease(peer, "key")
+        for _ in range(2):
+            await release(peer, 0)
+        assert await present(peer, "key") == [True]
+        assert server.core.statistics().leases == 1
+        assert latest.lease != older.lease
+        assert (await lease(peer, "key", inline_bytes=100)).lease == 0
+        await peer.payload()
+        await release(peer, 0)
+        assert await present(peer, "key") == [True]
+        assert server.core.statistics().leases == 1
+        await release(peer, older.lease)
+        await peer.send_head(Lease(Keys(["key"]), numbers()))
+        await release(peer, 0)
+        await until(server, leases=0)
+        peer.close()
         await server.quiet()
 
 

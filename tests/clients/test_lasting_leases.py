@@ -1,0 +1,434 @@
+"""What becomes of memory in place when the rest goes: the store, the server, the connection, the call, the process.
+
+By shared memory, and embedded. A lease lasts as long as anything made from its views, and not a moment less.
+"""
+
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+import infinistore
+from infinistore import blocking
+from infinistore.blocking import BlockingStore
+from infinistore.client import AsyncStore
+from infinistore.errors import DeadlineExceeded, LeaseStillInUse, LimitExceeded, StoreUnavailable
+from infinistore.server.shared_memory import MOST_OPEN
+from tests.bad_days.test_fork import in_child
+from tests.clients.test_cancellation import cancel_at_each_await
+from tests.clients.test_shared_memory import open_files, server_process
+from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
+
+BLOCKS = {"a": bytes(range(256)) * 800, "b": b"b" * 70_000}
+pytestmark = pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncGenerator[RunningServer, None]:
+    async with running_server(make_config(unix_socket=str(folder / "store.sock"), **settings)) as server:
+        yield server
+
+
+def shm(folder: Path) -> str:
+    return f"shm://{folder}/store.sock"
+
+
+async def arrays_of(store: AsyncStore, *keys: str) -> list[Any]:
+    """Arrays that outlive the block of their lease."""
+    async with store.lease(list(keys)) as views:
+        return [np.frombuffer(view, np.uint8) for view in views if view is not None]
+
+
+def blocking_arrays_of(store: BlockingStore, *keys: str) -> list[Any]:
+    with store.lease(list(keys)) as views:
+        return [np.frombuffer(view, np.uint8) for view in views if view is not None]
+
+
+async def until(server: RunningServer, **expected: int) -> None:
+    """Wait until the server's figures are these; fails if they never are."""
+    with trio.fail_after(30):
+        while True:
+            found = server.core.statistics()
+            if all(getattr(found, name) == value for name, value in expected.items()):
+                return
+            await trio.lowlevel.checkpoint()
+
+
+def mapped_pools() -> int:
+    """How many mappings of arenas this process has, that of what is garbage not counted."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("infinistore-arena")
+
+
+# The store goes
+
+
+async def test_an_array_outlives_its_store_and_the_connection_closes_with_the_array(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        mapped, before = mapped_pools(), open_files()
+        async with infinistore.open_store(shm(tmp_path)) as store:
+            await store.put_many(BLOCKS)
+            arrays = await arrays_of(store, "a", "b")
+            await store.delete(["a", "b"])
+        async with infinistore.open_store(shm(tmp_path)) as other:
+            for index in range(20):
+                await other.put(f"filler {index}", bytes(500 * KIB))
+        await until(server, leases=1, clients=1, quarantined_bytes=0)
+        assert server.server.statistics().connections_open == 1
+        assert [array.tobytes() for array in arrays] == list(BLOCKS.values())
+        part = arrays[1][:10]
+        del arrays
+        await until(server, leases=1)
+        del part
+        await server.quiet()
+        assert server.core.statistics().condemned_bytes == 0
+        assert (mapped_pools(), open_files()) == (mapped, before)
+
+
+def test_an_array_outlives_an_embedded_store() -> None:
+    mapped = mapped_pools()
+    with blocking.open_store(pool_bytes=MIB) as store:
+        store.put_many(BLOCKS)
+        (array,) = blocking_arrays_of(store, "a")
+    assert array.tobytes() == BLOCKS["a"]
+    assert mapped_pools() == mapped + 1
+    del array, store
+    assert mapped_pools() == mapped
+
+
+async def test_a_block_that_is_left_after_its_store_was_closed_stores_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        with pytest.raises(StoreUnavailable, match="closed"):  # noqa: PT012
+            async with infinistore.open_store(shm(tmp_path)) as store:
+                reservation = store.reserve({"key": 5})
+                (view,) = await reservation.__aenter__()
+            view[:] = b"value"
+            await reservation.__aexit__(None, None, None)
+        await server.quiet()
+        assert server.core.keys() == []
+
+
+def test_a_reservation_of_an_embedded_store_that_is_left_after_the_store_stores_nothing() -> None:
+    with pytest.raises(StoreUnavailable, match="closed"):  # noqa: PT012
+        with blocking.open_store(pool_bytes=MIB) as store:
+            reservation = store.reserve({"key": 5})
+            (view,) = reservation.__enter__()
+        view[:] = b"value"
+        reservation.__exit__(None, None, None)
+
+
+# The server goes
+
+
+def test_arrays_stay_good_when_the_server_is_killed_and_go_by_themselves(tmp_path: Path) -> None:
+    mapped = mapped_pools()
+    with server_process(tmp_path) as server, blocking.open_store(shm(tmp_path), deadline_s=1) as store:
+        store.put_many(BLOCKS)
+        first = blocking_arrays_of(store, "a", "b")
+        server.kill()
+        with pytest.raises(StoreUnavailable), store.lease(["a"]):
+            pass
+        with pytest.raises(StoreUnavailable), store.reserve({"c": 10}):
+            pass
+        assert [array.tobytes() for array in first] == list(BLOCKS.values())
+        server.start()
+        until_it_answers(store)
+        with store.lease(["a"]) as views:
+            assert views == [None]
+        store.put("a", b"another" * 1000)
+        second = blocking_arrays_of(store, "a")
+        assert [array.tobytes() for array in first] == list(BLOCKS.values())
+        assert second[0].tobytes() == b"another" * 1000
+        del first
+        assert second[0].tobytes() == b"another" * 1000
+        assert store.stats().store.leases == 1
+        del second
+        while store.stats().store.leases:  # released by another connection than the one that tells
+            os.sched_yield()
+    assert mapped_pools() == mapped
+
+
+def test_a_reservation_whose_server_was_killed_is_unavailable_and_not_known_to_be_stored(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(shm(tmp_path), deadline_s=20) as store:
+        with pytest.raises(StoreUnavailable, match="not known"), store.reserve({"key": 100_000}) as (view,):  # noqa: PT012
+            server.kill()
+            view[:] = bytes(100_000)
+        server.start()
+        with store.reserve({"key": 3}) as (view,):
+            view[:] = b"new"
+        assert store.get("key") == b"new"
+
+
+def test_a_server_that_is_stopped_costs_a_lease_its_deadline_and_older_leases_nothing(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(shm(tmp_path), deadline_s=20) as patient:
+        patient.put_many(BLOCKS)
+        with blocking.open_store(shm(tmp_path), deadline_s=0.5) as store:
+            held = blocking_arrays_of(store, "a")
+            server.send_signal(signal.SIGSTOP)
+            with pytest.raises(DeadlineExceeded), store.lease(["b"]):
+                pass
+            with pytest.raises(DeadlineExceeded), store.reserve({"c": 10}):
+                pass
+            server.send_signal(signal.SIGCONT)
+            patient.delete(["a", "b"])
+            patient.put("b", bytes(MIB))
+            assert held[0].tobytes() == BLOCKS["a"]
+            assert patient.stats().store.leases >= 1
+            del held
+        assert patient.stats().store.reservations == 0
+        statistics = settled(patient)
+        assert (statistics.leases, statistics.condemned_bytes) == (0, 0)
+
+
+def until_it_answers(store: BlockingStore) -> None:
+    while True:
+        with suppress(StoreUnavailable, DeadlineExceeded):
+            store.exists("anything")
+            return
+
+
+def settled(store: BlockingStore) -> Any:
+    """The figures, when the server has seen who is gone."""
+    while (statistics := store.stats().store).clients > 1:
+        os.sched_yield()
+    return statistics
+
+
+def test_releases_that_a_stopped_server_does_not_read_are_sent_later(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, blocking.open_store(shm(tmp_path), deadline_s=60) as store:
+        store.put("a", b"x" * 5000)
+        held = [blocking_arrays_of(store, "a") for _ in range(900)]
+        server.send_signal(signal.SIGSTOP)
+        held.clear()
+        server.send_signal(signal.SIGCONT)
+        while store.stats().store.leases:
+            os.sched_yield()
+        assert store.get("a") == b"x" * 5000
+
+
+# Calls and connections
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "with an older lease"])
+@pytest.mark.parametrize("method", ["lease", "reserve"])
+async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned_but_what_is_in_use(
+    tmp_path: Path, method: str, older: bool
+) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(f"unix://{tmp_path}/store.sock") as keeper:
+        await keeper.put_many(BLOCKS)
+        held: list[Any] = []
+
+        async def call() -> None:
+            async with infinistore.open_store(shm(tmp_path)) as store:
+                if older:
+                    held.extend(await arrays_of(store, "a"))
+                if method == "lease":
+                    async with store.lease(["a", "b"], verify=True) as views:
+                        assert all(views)
+                        await trio.lowlevel.checkpoint()
+                        del views
+                else:
+                    async with store.reserve({"new": 100_000}) as views:
+                        views[0][:] = bytes(100_000)
+                        await trio.lowlevel.checkpoint()
+                        del views
+
+        async def after() -> None:
+            with trio.fail_after(30):
+                while (found := server.core.statistics()).leases + found.reservations > bool(held):
+                    await trio.lowlevel.checkpoint()
+            assert [array.tobytes() for array in held] == [BLOCKS["a"]] * bool(held)
+            held.clear()
+            await until(server, leases=0, reservations=0, quarantined_bytes=0)
+            assert await keeper.get_many(["new"]) in ([None], [bytearray(100_000)])
+
+        assert await cancel_at_each_await(call, after) > 5
+
+
+async def test_a_lease_call_that_is_given_up_does_not_take_older_leases_of_its_connection_with_it(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(shm(tmp_path)) as store:
+        await store.put_many(BLOCKS)
+        held = await arrays_of(store, "a")
+        with trio.CancelScope() as scope:
+
+            async def give_up() -> None:
+                scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(give_up)
+                async with store.lease(["b"]):
+                    raise AssertionError("the call was to be cancelled")
+        assert scope.cancelled_caught
+        await store.purge()
+        for index in range(20):
+            await store.put(f"filler {index}", bytes(500 * KIB))
+        assert held[0].tobytes() == BLOCKS["a"]
+        newer = await arrays_of(store, "filler 19")  # by another connection
+        assert newer[0].tobytes() == bytes(500 * KIB)
+        held.clear()
+        await until(server, leases=1)
+        newer.clear()
+        await until(server, leases=0)
+
+
+async def test_too_many_leases_on_one_connection_are_refused_and_later_ones_are_not(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(shm(tmp_path)) as store:
+        await store.put("a", b"x" * KIB)
+        held = [await arrays_of(store, "a") for _ in range(MOST_OPEN)]
+        with pytest.raises(LimitExceeded, match="release them"):
+            await arrays_of(store, "a")
+        del held[7:]
+        held.append(await arrays_of(store, "a"))
+        await store.exists("a")  # the server lags behind: what it had no room for is sent with the next call
+        await until(server, leases=8)
+        held.clear()
+        await until(server, leases=0)
+
+
+async def test_open_blocks_take_no_turns_of_other_calls(tmp_path: Path) -> None:
+    """With one connection for blocks, a call inside a block would wait for ever if the block kept it."""
+    async with serving(tmp_path), infinistore.open_store(shm(tmp_path), max_connections=1) as store:
+        async with store.reserve({"a": 3}) as (a,), store.lease(["a"]), store.reserve({"b": 3}) as (b,):
+            await store.put("c", b"ccc")
+            a[:], b[:] = b"aaa", b"bbb"
+        assert await store.get_many(["a", "b", "c"]) == [bytearray(b"aaa"), bytearray(b"bbb"), bytearray(b"ccc")]
+
+
+async def test_connections_are_used_again_after_leases_and_reservations(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, infinistore.open_store(shm(tmp_path)) as store:
+        await store.put_many(BLOCKS)
+        for _ in range(20):
+            async with store.lease(["a"]):
+                await store.exists("a")
+            async with store.reserve({"c": 2000}) as views:
+                await store.get("b")
+                views[0][:] = bytes(2000)
+            with pytest.raises(KeyError):
+                async with store.reserve({"d": 2000}):
+                    raise KeyError
+        assert server.server.statistics().connections_total <= 3
+
+
+async def test_without_shared_writes_a_reservation_is_of_private_memory(tmp_path: Path) -> None:
+    async with serving(tmp_path, shm_writes="off") as server, infinistore.open_store(shm(tmp_path)) as store:
+        async with store.reserve({"a": 100_000, "b": 10}) as (a, b):
+            assert server.core.statistics().reservations == 0
+            a[:], b[:] = b"a" * 100_000, b"b" * 10
+        assert await store.get_many(["a", "b"]) == [bytearray(b"a" * 100_000), bytearray(b"b" * 10)]
+        async with store.lease(["a"]) as (view,):
+            assert view is not None
+            assert view[5] == ord("a")
+            assert server.core.statistics().leases == 1
+            del view
+
+
+def test_arrays_die_in_many_threads_while_others_lease_and_look_up(tmp_path: Path) -> None:
+    with server_process(tmp_path) as _, blocking.open_store(shm(tmp_path), deadline_s=60) as store:
+        store.put_many(BLOCKS)
+        failures: list[BaseException] = []
+        dying: list[list[Any]] = []
+
+        def work() -> None:
+            try:
+                for _ in range(60):
+                    dying.append(blocking_arrays_of(store, "a", "b"))
+                    assert dying[-1][0][77] == 77
+                    store.exists("a")
+                    with store.reserve({"c": 3}) as views:
+                        views[0][:] = b"abc"
+                    if len(dying) > 5:
+                        del dying[:3]
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LeaseStillInUse)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert failures == []
+        dying.clear()
+        while store.stats().store.leases:
+            os.sched_yield()
+
+
+# Processes
+
+
+@contextmanager
+def opened(kind: str, folder: Path) -> Iterator[BlockingStore]:
+    if kind == "embedded":
+        with blocking.open_store(pool_bytes=MIB) as store:
+            yield store
+    else:
+        with server_process(folder) as _, blocking.open_store(shm(folder)) as store:
+            yield store
+
+
+@pytest.mark.parametrize("kind", ["embedded", "shm"])
+def test_a_forked_child_lets_go_of_leases_and_reservations_without_a_trace(tmp_path: Path, kind: str) -> None:
+    with opened(kind, tmp_path) as store:
+        store.put_many(BLOCKS)
+        held = blocking_arrays_of(store, "a")
+        reservation = store.reserve({"new": 70_000})
+        (view,) = reservation.__enter__()
+        view[:] = b"n" * 70_000
+
+        def check() -> None:
+            for call in (lambda: store.lease(["a"]).__enter__(), lambda: store.reserve({"c": 1}).__enter__()):
+                with pytest.raises(StoreUnavailable, match="fork"):
+                    call()
+            held.clear()
+            with pytest.raises(StoreUnavailable, match="fork"):
+                reservation.__exit__(None, None, None)
+            gc.collect()
+
+        in_child(check)
+        store.delete(["a"])
+        for index in range(4):
+            store.put(f"filler {index}", bytes(200 * KIB))
+        assert held[0].tobytes() == BLOCKS["a"]
+        reservation.__exit__(None, None, None)
+        assert store.get("new") == b"n" * 70_000
+        held.clear()
+        while store.stats().store.leases:
+            os.sched_yield()
+
+
+@pytest.mark.parametrize("end", ["the end", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+async def test_a_process_that_ends_with_arrays_and_open_blocks_leaves_nothing_behind(tmp_path: Path, end: str) -> None:
+    from tests.clients.test_shared_memory import run_client
+
+    code = f"""
+    import os
+    store.put("a", bytes(100_000))
+    lease = store.lease(["a"])
+    kept = [view[5:] for view in lease.__enter__()]
+    reservation = store.reserve({{"b": 100_000}})
+    (view,) = reservation.__enter__()
+    print("there", flush=True)
+    sys.stdin.read()
+    {end if end != "the end" else "pass"}
+"""
+    async with serving(tmp_path) as server:
+        client = run_client(shm(tmp_path), code)
+        assert client.stdout is not None
+        assert await trio.to_thread.run_sync(client.stdout.readline) == b"there\n"
+        statistics = server.core.statistics()
+        assert (statistics.leases, statistics.reservations) == (1, 1)
+        await trio.to_thread.run_sync(client.communicate)
+        await server.quiet()
+        assert (client.returncode, server.core.keys()) == (-9 if "kill" in end else 0, ["a"])
