@@ -209,21 +209,37 @@ def _port(folder: Path) -> RdmaPort:
 
 
 def _gids(port: Path, link: Link | None) -> Iterator[Gid]:
-    for entry in _entries(port / "gids"):
-        try:
-            value = IPv6Address(_text(entry))
-        except ValueError:
-            continue
-        if not int(value) or not entry.name.isdecimal():  # an empty entry has no attributes either
-            continue
+    for index, value in _gid_values(port / "gids"):
         if link is Link.INFINIBAND:
-            yield Gid(int(entry.name), value, GidKind.INFINIBAND)
+            yield Gid(index, value, GidKind.INFINIBAND)
             continue
-        kind = _text(port / "gid_attrs/types" / entry.name)
+        kind = _text(port / f"gid_attrs/types/{index}")
         if kind:  # without, the entry has gone since
-            interface = _text(port / "gid_attrs/ndevs" / entry.name) or None
+            interface = _text(port / f"gid_attrs/ndevs/{index}") or None
             version = GidKind.ROCE_V2 if kind == GidKind.ROCE_V2.value else GidKind.ROCE_V1
-            yield Gid(int(entry.name), value, version, interface)
+            yield Gid(index, value, version, interface)
+
+
+def _gid_values(folder: Path) -> Iterator[tuple[int, IPv6Address]]:
+    """The entries that are not empty. By system calls: a table has up to 1024 entries, and almost all are empty."""
+    try:
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        for name in os.listdir(folder_fd):
+            try:
+                fd = os.open(name, os.O_RDONLY, dir_fd=folder_fd)
+                try:
+                    text = os.read(fd, 64)
+                finally:
+                    os.close(fd)
+                if text.strip(b"0:\n") and name.isdecimal():
+                    yield int(name), IPv6Address(text.decode("ascii").strip())
+            except (OSError, ValueError):
+                continue  # gone since, or no GID
+    finally:
+        os.close(folder_fd)
 
 
 def _interface(folder: Path) -> Interface:
