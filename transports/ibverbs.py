@@ -212,6 +212,10 @@ class VerbsDevice:
     def abandon(self) -> None:
         """In a forked child: keep every object for ever, since destroying it would destroy the parent's."""
         self._closed = True
+        for region in self._regions:
+            region.abandon()
+        for queue in self._queues:
+            queue.abandon()
         for kept in (self, *self._regions, *self._queues):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
@@ -229,13 +233,19 @@ class VerbsRegion:
     def __init__(self, memory: Any, forget: Callable[["VerbsRegion"], None]) -> None:
         self._memory = memory
         self._forget = forget
+        self._abandoned = False
         self.local_key: int = memory.lkey
         self.remote_key: int = memory.rkey
 
     def close(self) -> None:
         """Unregister."""
-        self._forget(self)
-        self._memory.close()
+        if not self._abandoned:
+            self._forget(self)
+            self._memory.close()
+
+    def abandon(self) -> None:
+        """In a forked child: never unregister."""
+        self._abandoned = True
 
 
 def _event_descriptors() -> set[int]:

@@ -151,6 +151,10 @@ class VerbsQueue:
                 part.close()
             self._device.forget(self)
 
+    def abandon(self) -> None:
+        """In a forked child: never destroy anything."""
+        self._closed = True
+
 
 def timeout_exponent(dead_after_s: float) -> int:
     """Return the local acknowledge timeout, 4.096 us times 2 to this power, after whose retries a peer counts as dead.
