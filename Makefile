@@ -35,7 +35,7 @@ pyverbs: $(VENV)/.installed-base ## make the distribution's RDMA bindings import
 # The engines that the integrations are tested with. Each has an environment of its own, .venvs/NAME, made of what
 # requirements/NAME.txt lists and, without its dependencies, what requirements/NAME.no-deps.txt does. To add one: its name
 # here, those files, and its tests in tests/integrations/NAME.
-ENGINES := lmcache vllm aibrix
+ENGINES := lmcache vllm aibrix sglang
 ENGINE_STAMPS := $(ENGINES:%=.venvs/%/.installed)
 
 test-integrations: $(ENGINE_STAMPS) ## set up the engines' environments, then test the integrations in them

@@ -17,7 +17,6 @@ has `infinistore.integrations.lmcache_l2`.
 
 import builtins
 import math
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from infinistore import aio, blocking
 from infinistore.errors import LimitExceeded
 from infinistore.integrations.exact_reads import Outcome, read_exactly_async
+from infinistore.integrations.held_prefixes import HeldPrefixes
 from infinistore.integrations.record import Record
 from infinistore.integrations.store_settings import StoreSettings
 
@@ -128,7 +128,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         self._hold_s = settings.hold_s
         self._memory: LocalCPUBackend = context.local_cpu_backend
         self._record = Record(_log, settings.url)
-        self._holds: dict[str, tuple[str, float]] = {}  # of a look-up: the hold, and when it ends
+        self._held = HeldPrefixes(settings.hold_s)  # by look-up
         self._open_async: Callable[[], Any] = lambda: aio.open_store(settings.url, **settings.options)
         self._async_store: aio.AsyncStore | None = None
         self._async_exit = AsyncExitStack()
@@ -179,11 +179,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
             match = await store.match_prefix(names, hold_s=self._hold_s)
         except LimitExceeded:  # too much is held already; most of it will be there all the same
             return int(await store.match_prefix(names))
-        now = time.monotonic()
-        while self._holds and next(iter(self._holds.values()))[1] <= now:  # of requests that were given up
-            del self._holds[next(iter(self._holds))]
-        if match.hold:
-            self._holds[lookup_id] = (match.hold, now + self._hold_s)
+        self._held.add(lookup_id, match.hold)
         return int(match)
 
     # Stores.
@@ -236,7 +232,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         try:
             blocks = await self.batched_get(keys)
         finally:
-            hold, _ = self._holds.pop(lookup_id, ("", 0.0))
+            hold = self._held.pop(lookup_id)
             if hold:
                 await self._guarded("release", self._release(hold), False)
         leading = blocks.index(None) if None in blocks else len(blocks)
@@ -300,7 +296,9 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return [name.removeprefix(self._blocks) for name in found]
 
     async def close(self) -> None:
-        """Let go of the store."""
+        """Let go of the store, and of what look-ups found there."""
+        for hold in self._held.pop_all():
+            await self._guarded("release", self._release(hold), False)
         self._exit.close()
         await self._async_exit.aclose()
 
@@ -316,7 +314,13 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         if self._async_store is None:  # being lazy, it opens without giving another task a turn
             store: aio.AsyncStore = await self._async_exit.enter_async_context(self._open_async())
             self._async_store = store
+            memory = getattr(getattr(self._memory, "memory_allocator", None), "buffer", None)
+            if memory is not None:  # so that RDMA moves blocks without copying them
+                await self._guarded("registration", self._register(store, memory), None)
         return self._async_store
+
+    async def _register(self, store: aio.AsyncStore, memory: torch.Tensor) -> None:
+        self._async_exit.callback((await store.register(memory)).close)
 
     async def _guarded(self, call: str, work: Awaitable[_T], otherwise: _T) -> _T:
         try:

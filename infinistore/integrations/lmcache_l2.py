@@ -9,6 +9,7 @@ between the objects that LMCache gives and the store. No failure is raised: a st
 a look-up or a load that fails has found nothing; both are counted, and told to the log once.
 """
 
+import ctypes
 import itertools
 import threading
 import time
@@ -166,6 +167,9 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         self._sizes: dict[tuple[str, int, int], int] = {}
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
+            if l1_memory_desc is not None:  # so that RDMA moves objects without copying them
+                memory = (ctypes.c_ubyte * l1_memory_desc.size).from_address(l1_memory_desc.ptr)
+                self._guarded("registration", lambda: stack.callback(self._store.register(memory).close), None)
             # Look-ups never wait behind blocks.
             self._lookup_threads = _threads(stack, _LOOKUP_THREADS, "look-up")
             self._transfer_threads = _threads(stack, _TRANSFER_THREADS, "transfer")

@@ -1,0 +1,42 @@
+"""Holds that wait for a load: what a look-up found is kept in the store until the request that asked loads it."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+__all__ = ["HeldPrefixes"]
+
+
+class HeldPrefixes:
+    """Holds by what the engine calls the request. One that is never asked for again ends by itself, and is forgotten.
+
+    Any thread may use it.
+    """
+
+    def __init__(self, hold_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hold_s = hold_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._holds: dict[Hashable, tuple[str, float]] = {}  # and when they end, in that order
+
+    def add(self, request: Hashable, hold: str) -> None:
+        """Remember the hold of a match; an empty one is none."""
+        now = self._clock()
+        with self._lock:
+            while self._holds and next(iter(self._holds.values()))[1] <= now:
+                del self._holds[next(iter(self._holds))]
+            self._holds.pop(request, None)  # a second look-up of the same: the first hold ends by itself
+            if hold:
+                self._holds[request] = (hold, now + self._hold_s)
+
+    def pop(self, request: Hashable) -> str:
+        """Return the hold of a request, to be released; empty if there is none."""
+        with self._lock:
+            return self._holds.pop(request, ("", 0.0))[0]
+
+    def pop_all(self) -> list[str]:
+        """Return all holds, to be released."""
+        with self._lock:
+            holds = [hold for hold, _ in self._holds.values()]
+            self._holds.clear()
+        return holds
