@@ -235,7 +235,7 @@ METRICS: tuple[Described, ...] = (
         _one(_fragmentation),
     ),
     _gauge("reservations_open", "Puts that are not finished", _of_store("reservations")),
-    _gauge("leases_open", "Gets that are not finished", _of_store("leases")),
+    _gauge("leases_open", "Gets that are not finished, and leases in place", _of_store("leases")),
     _gauge("holds_open", "Prefixes that are held", _of_store("holds")),
     _gauge("quarantined_clients", "Clients that are lost and may still write", _of_store("quarantined_clients")),
     _counter("spins", "How often the server waited awake for a quick client", _one(lambda s: s.server.spin.spins)),
