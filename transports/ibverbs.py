@@ -7,6 +7,7 @@ Everything is closed explicitly and in order: what is left to the garbage collec
 pyverbs 44 crashes then. In a forked child nothing is closed at all, because the kernel would do it to the parent.
 """
 
+import atexit
 import ctypes
 import logging
 import os
@@ -26,6 +27,8 @@ __all__ = ["Pyverbs", "load_pyverbs", "open_device"]
 
 MOST_REQUESTS = 4 * CHAIN
 """Work requests in one queue pair: four batches in flight hide the time that posting the next one takes."""
+LONGEST_BYTES = 1 << 30
+"""In one work request, if the device allows as much."""
 _EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
 _REMEDY = (
     "install pyverbs for this Python (Debian, for the system's Python: apt-get install python3-pyverbs, and link"
@@ -110,10 +113,12 @@ class VerbsDevice:
         except BaseException:
             self._context.close()
             raise
-        self.limits = DeviceLimits(min(MOST_REQUESTS, attributes.max_qp_wr), found.max_msg_sz)
+        self.limits = DeviceLimits(min(MOST_REQUESTS, attributes.max_qp_wr), min(found.max_msg_sz, LONGEST_BYTES))
         self.mtu = 128 << min(found.active_mtu, 5)  # enum ibv_mtu: 1 is 256 bytes
         self.reads = max(1, min(attributes.max_qp_rd_atom, 16))
         self.own_reads = max(1, min(attributes.max_qp_init_rd_atom, 16))
+        # A device that nobody closed must not be left to the garbage collector, which would crash the process.
+        atexit.register(self.close)
         self._work = {
             Operation.READ: WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_READ),
             Operation.WRITE: WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_WRITE),
@@ -208,6 +213,7 @@ class VerbsDevice:
             region.close()
         self._pd.close()
         self._context.close()
+        atexit.unregister(self.close)
 
     def abandon(self) -> None:
         """In a forked child: keep every object for ever, since destroying it would destroy the parent's."""

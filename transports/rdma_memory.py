@@ -38,26 +38,26 @@ class RegisteredMemory:
     """
 
     def __init__(self) -> None:
-        self._spans: tuple[RegisteredSpan, ...] = ()
-        self._addresses: tuple[int, ...] = ()
+        # The spans and where each begins, by address; replaced as a whole.
+        self._table: tuple[tuple[RegisteredSpan, ...], tuple[int, ...]] = (), ()
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._table[0])
 
     def add(self, span: RegisteredSpan) -> None:
         """Know a span from now on."""
-        self._replace([*self._spans, span])
+        self._replace([*self._table[0], span])
 
     def remove(self, span: RegisteredSpan) -> None:
         """Forget a span, if it is known."""
-        self._replace([known for known in self._spans if known is not span])
+        self._replace([known for known in self._table[0] if known is not span])
 
     def locate(self, views: Sequence[memoryview], *, writable: bool) -> Placement | None:
         """Return where the peer finds these views; None unless every one of them lies in registered memory.
 
         Where spans overlap, the one that begins last counts.
         """
-        spans, starts = self._spans, self._addresses
+        spans, starts = self._table
         if not spans:
             return None
         addresses: list[int] = []
@@ -78,8 +78,7 @@ class RegisteredMemory:
 
     def _replace(self, spans: Iterable[RegisteredSpan]) -> None:
         ordered = tuple(sorted(spans, key=_ADDRESS))
-        # In this order: a lookup that runs meanwhile finds a place among the new ones, or none.
-        self._addresses, self._spans = tuple(map(_ADDRESS, ordered)), ordered
+        self._table = ordered, tuple(map(_ADDRESS, ordered))
 
 
 class Staging:

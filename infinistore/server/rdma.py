@@ -51,6 +51,7 @@ __all__ = ["RdmaPool", "RdmaRequest", "RdmaRequests", "open_rdma"]
 
 _log = logging.getLogger("infinistore.server")
 RdmaRequest: TypeAlias = RdmaConnect | RdmaPut | RdmaGet | RdmaFill | RdmaFetch
+_ADDRESS_SPACE = 1 << 64
 _MTUS = (256, 512, 1024, 2048, 4096)
 
 
@@ -269,6 +270,8 @@ class RdmaRequests:
         mover = self._mover
         assert mover is not None
         longest = self._rdma.device.limits.longest_bytes
+        if lengths and max(remote.addresses) + max(lengths) > _ADDRESS_SPACE:
+            raise ProtocolError("an address beyond the end of all memory")
         pieces = plan_transfer(local, remote, lengths, longest_bytes=longest)
         count = sum(lengths)
         with trio.move_on_after(self._conversation.limits.transfer_s(count, received.deadline_us)) as scope:

@@ -244,6 +244,7 @@ TWO = numbers([1, 1])
         (RdmaGet(A, numbers(), ONE, ONE), "columns"),
         (RdmaGet(A, ONE, TWO, ONE), "columns"),
         (RdmaGet(A, ONE, TWO, ONE, 10), "one span"),
+        (RdmaPut(A, numbers([2]), numbers([2**64 - 1]), ONE, numbers()), "beyond the end"),
         (RdmaFetch(7, 0, 1, 1, 1), "no lease 7"),
         (MapArenas(), "Unix socket"),
         (Lease(A, numbers()), "Unix socket"),
