@@ -103,12 +103,9 @@ def server() -> Iterator[str]:
 
 
 def lease(store: BlockingStore, keys: list[str]) -> None:
-    """Look at blocks where they lie in the pool: at one byte of each, which nobody has copied."""
+    """Have views of blocks where they lie in the pool, and let go of them. Nobody reads or copies a byte."""
     with store.lease(keys) as views:
-        for view in views:
-            assert view is not None
-            view[0]
-        del view, views
+        assert len(views) == len(keys)
 
 
 def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[str, float]:
