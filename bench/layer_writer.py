@@ -193,11 +193,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of the prompt's chunk (128)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
     parser.add_argument("--kv-heads", type=int, default=12, help="of its heads of 64, those with keys and values (12)")
-    parser.add_argument("--steps", type=int, default=2, help="in a round (2)")
+    parser.add_argument("--steps", type=int, default=4, help="in a round (4)")
     parser.add_argument("--rounds", type=int, default=0, help="how many")
     parser.add_argument("--nice", type=int, default=10, help="of the writer's thread (10)")
     arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (7 if arguments.quick else 31)
+    arguments.rounds = arguments.rounds or (5 if arguments.quick else 21)
     results = measure(arguments)
     if arguments.json:
         print(json.dumps(results, indent=2))

@@ -163,8 +163,9 @@ class Background(Generic[_Job]):
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(OSError):  # of this thread alone, as Linux has it; where that is forbidden, it runs as others do
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        me = threading.get_native_id()  # Linux has a priority for each thread
+        with suppress(OSError):  # where it may not be changed, this thread runs as others do
+            os.setpriority(os.PRIO_PROCESS, me, max(self._nice, os.getpriority(os.PRIO_PROCESS, me)))
         while batch := self._next_batch():
             try:
                 self._work(batch)

@@ -162,6 +162,8 @@ def _check_tensor(tensor: Any) -> "torch.Tensor":
         )
     import torch
 
+    if tensor.is_nested:
+        raise ValueError("a nested tensor has no one shape; pass the tensors of tensor.unbind() by themselves")
     if tensor.layout is not torch.strided:
         raise ValueError(f"a tensor of layout {tensor.layout} has no blocks of bytes; pass tensor.to_dense()")
     if tensor.is_quantized:
@@ -197,8 +199,11 @@ def _check_device(tensor: "torch.Tensor") -> None:
 
 
 def _has_memory(tensor: "torch.Tensor") -> bool:
-    # A fake tensor says that it is on a device, but its storage is not.
-    return tensor.untyped_storage().device == tensor.device and bool(tensor.data_ptr() or not tensor.numel())
+    try:
+        # A fake tensor says that it is on a device, but its storage is not.
+        return tensor.untyped_storage().device == tensor.device and bool(tensor.data_ptr() or not tensor.numel())
+    except (NotImplementedError, RuntimeError):  # a wrapper without storage: inside torch.func or torch.compile
+        return False
 
 
 def _columns(blocks: Blocks) -> tuple[list[str], list[int]]:

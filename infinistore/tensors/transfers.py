@@ -8,7 +8,7 @@ Where the bytes go, by where the tensor is and whether the store's pool is mappe
 * On a device otherwise: by way of memory of this process that the device likes.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -41,11 +41,7 @@ def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
 
 async def put_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> None:
     """The same for an asynchronous store."""
-    if any(transfer.on_device or transfer.blocks.starts is None for transfer in batch):
-        pairs = await in_thread(lambda: _sources(batch, Staging(None)))
-    else:
-        pairs = _sources(batch, Staging(None))
-    await store.put_many(pairs)
+    await store.put_many(await _beside_loop(batch, lambda: _sources(batch, Staging(None))))
 
 
 def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> list[_Problem]:
@@ -64,12 +60,17 @@ def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
 
 async def get_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> list[_Problem]:
     """The same for an asynchronous store."""
-    targets = _targets(batch, Staging(None))
+    targets = await _beside_loop(batch, lambda: _targets(batch, Staging(None)))
     with _longer_blocks_refused():
         lengths = await store.get_many_into(pair for target in targets for pair in target.pairs)
-    if any(target.beside is not None for target in targets):
-        return await in_thread(lambda: _finish(targets, lengths))
-    return _finish(targets, lengths)
+    return await _beside_loop(batch, lambda: _finish(targets, lengths))
+
+
+async def _beside_loop(batch: Sequence[Transfer], work: Callable[[], _T]) -> _T:
+    """Do in a thread what copies, or asks a device; the rest takes less time than a thread."""
+    if any(transfer.on_device or transfer.blocks.starts is None for transfer in batch):
+        return await in_thread(work)
+    return work()
 
 
 # Between a device and the pool

@@ -211,6 +211,23 @@ def test_a_quantised_tensor_is_refused(store: BlockingStore) -> None:
         write_blocks(store, [("key", 0)], 4, torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8))
 
 
+def test_a_tensor_inside_a_transformation_is_refused(store: BlockingStore) -> None:
+    def write(tensor: torch.Tensor) -> torch.Tensor:
+        write_blocks(store, [("key", 0)], 4, tensor)
+        return tensor
+
+    with pytest.raises(ValueError, match="no memory"):
+        torch.func.vmap(write)(torch.zeros(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_refused(store: BlockingStore, layout: torch.layout) -> None:
+    tensor = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=layout)
+    with pytest.raises(ValueError, match=r"unbind\(\)"):
+        write_blocks(store, [("key", 0)], 4, tensor)
+
+
 def test_a_fake_tensor_is_refused(store: BlockingStore) -> None:
     with FakeTensorMode():
         tensor = torch.zeros(4)

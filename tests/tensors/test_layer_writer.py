@@ -1,5 +1,6 @@
 """`LayerWriter`: what it stores, in which order, what it does when it is full, and where its errors come out."""
 
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -347,6 +348,21 @@ def test_a_server_that_is_killed_midway_is_an_error_and_not_the_end(tmp_path: Pa
                 server.start()
             with blocking.open_store(url) as store, LayerWriter(store) as writer:
                 assert write_layer(writer, 1).wait()
+
+
+@pytest.mark.parametrize("nice", [0, 7])
+def test_the_thread_stands_back_for_the_computation(store: BlockingStore, nice: int) -> None:
+    class Noting(GatedStore):
+        def put_many(self, items: Any, replace: bool = True) -> list[str]:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return []
+
+    found: list[int] = []
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with LayerWriter(Noting(store), nice=nice) as writer:
+        write_layer(writer, 1).wait()
+    assert found == [max(nice, mine)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 def test_wrong_arguments_are_refused_at_once(store: BlockingStore) -> None:
