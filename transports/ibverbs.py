@@ -35,7 +35,7 @@ _REMEDY = (
     " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"
 )
 _loading = threading.Lock()
-_opening = threading.Lock()  # a channel's descriptor is found by what was opened meanwhile
+_opening = threading.Lock()  # a channel's descriptor is the one that was opened meanwhile, so nobody else may
 
 
 @attrs.frozen
@@ -103,7 +103,7 @@ class VerbsDevice:
         self._closed = False
         self._regions: set[VerbsRegion] = set()
         self._queues: set[VerbsQueue] = set()
-        with self._refusing("cannot be opened"):
+        with self._refusing("cannot be opened"), _opening:
             self._context = pyverbs.device.Context(name=port.device)
         try:
             with self._refusing("cannot be used"):
@@ -184,8 +184,10 @@ class VerbsDevice:
             channel = self._pyverbs.cq.CompChannel(self._context)
             made.append(channel)
             fd = getattr(channel, "fd", None)
-            if fd is None:
-                (fd,) = _event_descriptors() - before
+            found = {fd} if fd is not None else _event_descriptors() - before
+        if len(found) != 1:
+            raise NoRdma(f"another library opened an RDMA device at the same moment as {self.name}; try again")
+        fd = found.pop()
         os.set_blocking(fd, False)
         return channel, fd
 

@@ -78,6 +78,19 @@ def test_a_channels_descriptor_is_found_and_does_not_block(device: VerbsDevice) 
     assert queue._completions.acknowledged == 1
 
 
+def test_a_descriptor_that_cannot_be_told_from_anothers_is_not_taken(
+    device: VerbsDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter([set(), {100, 101}])
+    monkeypatch.setattr(ibverbs, "_event_descriptors", lambda: next(seen))
+    if hasattr(device._pyverbs.cq.CompChannel, "fd"):
+        device.create_queue(serves=True)
+    else:
+        with pytest.raises(NoRdma, match="at the same moment"):
+            device.create_queue(serves=True)
+        assert closed() == ["CompChannel"]
+
+
 def test_everything_is_closed_in_order_and_once(device: VerbsDevice) -> None:
     device.create_queue(serves=True)
     device.register(4096, 100, remote=False)
