@@ -402,7 +402,10 @@ def looks_stale(sock: socket.socket) -> bool:
 
 def cannot_connect(place: str, error: OSError | UnicodeError) -> StoreUnavailable:
     """Return the error for a server that is not there."""
-    return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; is the server running there?")
+    remedy = "is the server running there?"
+    if isinstance(error, PermissionError) and place.startswith("/"):  # the mode of the socket, or of its folder
+        remedy = "connect as the user who runs the server, or by TCP"
+    return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; {remedy}")
 
 
 def broken(error: OSError) -> StoreUnavailable:

@@ -157,6 +157,11 @@ def _take_memory(fd: int, length: int) -> None:
         os.ftruncate(fd, length)
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise OutOfMemory(
+                f"an arena of {length} bytes is above the limit on the size of files, and an arena is one; raise it"
+                " (ulimit -f), or use a smaller pool"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise OutOfMemory(

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 
 import pytest
 
@@ -161,3 +162,13 @@ def _mapping_field(arena: Arena, name: str) -> int:
             elif inside and first == f"{name}:":
                 return int(line.split()[1]) * 1024
     raise AssertionError("the arena is not mapped")
+
+
+def test_an_arena_above_the_limit_on_files_is_refused_with_the_remedy() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OutOfMemory, match=r"ulimit -f.*smaller pool"):
+            create_arena(0, 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
