@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from infinistore.client import AsyncStore
 from infinistore.errors import StoreUnavailable
 from infinistore.transports import asyncio_sockets
 from tests.clients.stores import Loops
-from tests.server.running import MIB, RunningServer, running_server
+from tests.server.running import MIB, RunningServer, make_config, running_server
 
 KEYS = ["a", "b", "c"]
 SIZE = 2 * MIB
@@ -187,3 +188,33 @@ def test_a_store_may_be_used_in_another_loop_than_that_which_opened_it(server: R
         assert bytes(asyncio.run(store.get("b"))) == b"def"
     with pytest.raises(StoreUnavailable):
         asyncio.run(store.get("a"))
+
+
+def test_a_lease_and_a_reservation_by_shared_memory_that_are_cancelled_keep_nothing(
+    loops: Loops, waits: CancelAt, tmp_path: Path
+) -> None:
+    config = make_config(unix_socket=str(tmp_path / "store.sock"))
+
+    async def main(server: RunningServer) -> None:
+        async with aio.open_store(f"shm://{server.unix_path}", spin_us=0) as store:
+            stored = dict.fromkeys(KEYS, b"x" * 100_000)
+            await store.put_many(stored)
+
+            async def use() -> None:
+                async with store.lease(KEYS, verify=True) as views, store.reserve({"new": 100_000}) as room:
+                    assert [view and bytes(view) for view in views] == list(stored.values())
+                    room[0][:] = b"n" * 100_000
+                    del views, room
+
+            async def look() -> None:
+                assert await store.get_many(["new"]) in ([None], [bytearray(b"n" * 100_000)])
+                await store.delete(["new"])
+                statistics = (await store.stats()).store
+                while statistics.leases or statistics.reservations:  # given back by other connections than this
+                    statistics = (await store.stats()).store
+
+            assert await cancel_at_each_wait(waits, use, look) >= 2
+        await asyncio.to_thread(loops.trio.run, server.quiet)
+
+    with loops.trio.entered(lambda: running_server(config)) as server:
+        asyncio.run(main(server))
