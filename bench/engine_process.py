@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -79,12 +80,13 @@ class EngineProcess:
         return json.loads(line)
 
 
-def answer_questions(start: Callable[[dict[str, Any]], Ask]) -> None:
-    """In the process: start an engine with the settings in the argument, and answer until the input ends."""
+def answer_questions(running: Callable[[dict[str, Any]], AbstractContextManager[Ask]]) -> None:
+    """In the process: run an engine with the settings in the argument, and answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whoever prints to standard output from here on does not disturb the answers
-    ask = start(json.loads(sys.argv[1]))
-    answers.write("[]\n")
-    for line in sys.stdin:
-        question = json.loads(line)
-        answers.write(json.dumps(ask(question["prompts"], question["max_tokens"], question["salt"])) + "\n")
+    with running(json.loads(sys.argv[1])) as ask:
+        answers.write("[]\n")
+        for line in sys.stdin:
+            question = json.loads(line)
+            answers.write(json.dumps(ask(question["prompts"], question["max_tokens"], question["salt"])) + "\n")
+    os._exit(0)  # LMCache leaves threads behind that never end

@@ -4,7 +4,8 @@ python bench/transformers_engine.py '{"model": FOLDER, "url": "infinistore://127
 """
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from engine_process import Answer, Ask, answer_questions
@@ -12,13 +13,14 @@ from infinistore import blocking
 from infinistore.integrations.transformers import load_cache, save_cache
 
 
-def start(settings: dict[str, Any]) -> Ask:
+@contextmanager
+def running(settings: dict[str, Any]) -> Iterator[Ask]:
     """Load the model, and open the store."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_pretrained(settings["model"])
-    store = ExitStack().enter_context(blocking.open_store(settings["url"]))  # until the process ends
-    return lambda prompts, max_tokens, salt: [_complete(model, store, p, max_tokens, salt) for p in prompts]
+    with blocking.open_store(settings["url"]) as store:
+        yield lambda prompts, max_tokens, salt: [_complete(model, store, p, max_tokens, salt) for p in prompts]
 
 
 def _complete(model: Any, store: blocking.BlockingStore, prompt: list[int], max_tokens: int, salt: str) -> Answer:
@@ -39,4 +41,4 @@ def _complete(model: Any, store: blocking.BlockingStore, prompt: list[int], max_
 
 
 if __name__ == "__main__":
-    answer_questions(start)
+    answer_questions(running)

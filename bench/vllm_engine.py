@@ -3,9 +3,10 @@
 python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}'
 """
 
-import atexit
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from engine_process import Answer, Ask, answer_questions
@@ -25,16 +26,17 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def start(settings: dict[str, Any]) -> Ask:
-    """Start vLLM in this process."""
+@contextmanager
+def running(settings: dict[str, Any]) -> Iterator[Ask]:
+    """Run vLLM in this process."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
     from vllm import LLM
 
     engine: Any = LLM(**{**_SETTINGS, **settings}).llm_engine
-    atexit.register(engine.engine_core.shutdown)
-    return lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
+    yield lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
+    engine.engine_core.shutdown()
 
 
 def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str) -> list[Answer]:
@@ -57,4 +59,4 @@ def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str)
 
 
 if __name__ == "__main__":
-    answer_questions(start)
+    answer_questions(running)
