@@ -1,5 +1,6 @@
 """The scheduler's half, with a store but without vLLM: what is read, held and written, and when."""
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,3 +235,13 @@ def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(monkeypatch: p
         server.start()
         fill(store, 5)
         assert start(scheduler, MadeRequest.of(TOKENS, "later")) == 20
+
+
+def test_a_step_travels_to_other_processes(store: blocking.BlockingStore) -> None:
+    fill(store, 2)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    step = run(scheduler, request, 14)
+    assert step.loads and step.saves
+
+    assert pickle.loads(pickle.dumps(step)) == step
