@@ -348,6 +348,8 @@ class RemoteCalls(Generic[_Stream]):
         return link, hello
 
     def _give_back(self, link: Link[_Stream]) -> None:
+        if self._closed == FORKED:  # its socket is closed, and a thread that is not here may have its lock
+            return
         for other in self._pinned:
             other.pins.flush()
         if not link.usable:

@@ -37,6 +37,13 @@ def test_threads_share_the_blocking_client(url: str) -> None:
     assert run_example("blocking_client.py", url).startswith("4 threads wrote and read 67 MB")
 
 
+@pytest.mark.parametrize(("where", "pinned"), [("embedded", 262144), ("server", 0)])
+def test_blocks_are_written_and_read_in_place_or_as_if(url: str, where: str, pinned: int) -> None:
+    printed = run_example("in_place.py", *([url] if where == "server" else []))
+
+    assert printed.startswith(f"scores: [0.0, 1024.0, 2048.0, 3072.0]\npinned: {pinned} bytes\n")
+
+
 @pytest.mark.parametrize("where", ["embedded", "server"])
 def test_layers_are_stored_while_the_next_is_computed(url: str, where: str) -> None:
     printed = run_example("layer_by_layer.py", *([url] if where == "server" else []))

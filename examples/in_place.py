@@ -1,0 +1,41 @@
+"""Blocks without a copy: written where they will lie, and read where they are, as numpy arrays.
+
+    python examples/in_place.py                                   # embedded: the pool of this process
+    python examples/in_place.py infinistore://127.0.0.1:22345     # a server on this host: its pool, by shared memory
+
+To a server elsewhere the same program works with copies.
+"""
+
+import sys
+
+import numpy as np
+
+from infinistore import blocking
+
+SHAPE = (16, 2048)  # tokens, numbers each
+
+
+def main(url: str | None) -> None:
+    with blocking.open_store(url) as store:
+        # Room for two blocks. What is computed into it is stored when the block of code is left, both at once.
+        size_bytes = int(np.prod(SHAPE)) * 4
+        with store.reserve({"layer0/keys": size_bytes, "layer0/values": size_bytes}) as views:
+            keys, values = (np.frombuffer(view, np.float32).reshape(SHAPE) for view in views)
+            np.multiply.outer(np.arange(16), np.ones(2048), out=keys)
+            values[:] = 0.5
+            del keys, values  # after the block nobody may write there
+
+        # Views of the pool: read-only, and pinned. One that is not there is None.
+        with store.lease(["layer0/keys", "layer0/values", "layer1/keys"], verify=True) as (first, second, missing):
+            assert first is not None and second is not None and missing is None
+            scores = np.frombuffer(first, np.float32).reshape(SHAPE) @ np.frombuffer(second, np.float32)[:2048]
+            print("scores:", scores[:4].tolist())
+            print("pinned:", store.stats().store.pinned_bytes, "bytes")
+
+        # The pins went with the last array. An array that outlives the block keeps them; LeaseStillInUse warns of that.
+        print("the bytes went by:", store.stats().transport)
+        store.delete(["layer0/keys", "layer0/values"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
