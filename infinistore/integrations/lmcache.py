@@ -32,7 +32,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
-from infinistore.errors import LimitExceeded
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, LimitExceeded
 from infinistore.integrations.exact_reads import Outcome, read_exactly_async
 from infinistore.integrations.held_prefixes import HeldPrefixes
 from infinistore.integrations.record import Record
@@ -42,6 +42,8 @@ __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
 
 _T = TypeVar("_T")
 _log = init_logger(__name__)
+_DESCRIPTION_BYTES = 1024
+"""Room for a description: one has some 60 bytes, and 20 more for each further group of layers."""
 _SCHEME = "plugin://"
 _TYPE = "infinistore"
 
@@ -128,6 +130,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         self._hold_s = settings.hold_s
         self._memory: LocalCPUBackend = context.local_cpu_backend
         self._record = Record(_log, settings.url)
+        self._usual: _Description | None = None
         self._held = HeldPrefixes(settings.hold_s)  # by look-up
         self._open_async: Callable[[], Any] = lambda: aio.open_store(settings.url, **settings.options)
         self._async_store: aio.AsyncStore | None = None
@@ -203,6 +206,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
             # What is first in a batch is evicted last: a description outlives its block.
             items[self._description_name(key)] = _Description.of(block).pack()
             items[self._name(key)] = block.byte_array
+            self._note_usual(block)
         await (await self._opened()).put_many(items, replace=False)
         return len(keys)
 
@@ -244,6 +248,56 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
 
     async def _get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         store = await self._opened()
+        blocks, others = await self._get_usual(store, keys)
+        try:
+            if others:
+                described = await self._get_described(store, [keys[index] for index in others])
+                for index, block in zip(others, described, strict=True):
+                    blocks[index] = block
+        except BaseException:
+            _drop(blocks)
+            raise
+        return blocks
+
+    async def _get_usual(
+        self, store: aio.AsyncStore, keys: Sequence[CacheEngineKey]
+    ) -> tuple[list[MemoryObj | None], list[int]]:
+        """Load blocks that are described like most, with their descriptions, in one round trip.
+
+        Return them, and the places of those that are there and described otherwise.
+        """
+        usual = self._usual
+        blocks = [] if usual is None else [self._allocate(usual) for _ in keys]
+        if usual is None or None in blocks:
+            _drop(blocks)
+            return [None] * len(keys), list(range(len(keys)))
+        packed = usual.pack()
+        read = [memoryview(bytearray(_DESCRIPTION_BYTES)) for _ in keys]
+        items: list[tuple[str, memoryview]] = []
+        for key, description, block in zip(keys, read, blocks, strict=True):
+            assert block is not None
+            items += [(self._description_name(key), description), (self._name(key), memoryview(block.byte_array))]
+        others: list[int] = []
+        try:
+            sizes = await store.get_many_into(items)
+        except (BufferTooSmall, ChecksumMismatch):
+            _drop(blocks)
+            return [None] * len(keys), list(range(len(keys)))
+        except BaseException:  # failed or cancelled: the store writes to these no more
+            _drop(blocks)
+            raise
+        for index, block in enumerate(blocks):
+            described, size = sizes[2 * index], sizes[2 * index + 1]
+            assert block is not None
+            if described != len(packed) or read[index][:described] != packed or size != block.get_size():
+                block.ref_count_down()
+                blocks[index] = None
+                if described is not None:
+                    others.append(index)
+        return blocks, others
+
+    async def _get_described(self, store: aio.AsyncStore, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Load blocks of any kind: first their descriptions, then them."""
         packed = await store.get_many(map(self._description_name, keys))
         blocks: list[MemoryObj | None] = [None] * len(keys)
         bad: list[CacheEngineKey] = []
@@ -260,7 +314,9 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
             items = [(self._name(keys[index]), memoryview(block.byte_array)) for index, block in wanted]
             outcomes = await read_exactly_async(store, items, self._record)
             for (index, block), outcome in zip(wanted, outcomes, strict=True):
-                if outcome is not Outcome.HIT:
+                if outcome is Outcome.HIT:
+                    self._note_usual(block)
+                else:
                     blocks[index] = None
                     block.ref_count_down()
                 if outcome is Outcome.BAD:
@@ -271,6 +327,13 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
             _drop(blocks)
             raise
         return blocks
+
+    def _note_usual(self, block: MemoryObj) -> None:
+        """Most blocks are full chunks, all alike: the largest. Compressed blocks are all different."""
+        described = _Description.of(block)
+        larger = self._usual is None or described.size_bytes > self._usual.size_bytes
+        if larger and None not in described.dtypes:
+            self._usual = described
 
     def _allocate(self, described: _Description) -> MemoryObj | None:
         # Without waiting: what would free memory runs in the same loop.
