@@ -147,9 +147,7 @@ class SharedMemoryOperations(RemoteOperations):
 
     def _copy_out(self, keys: Keys, reply: LeaseReply, targets: list[memoryview]) -> Exchange[None]:
         there = present_in(reply)
-        whole = len(there) == len(reply.sizes)
-        places = reply.places if whole else [reply.places[i] for i in there]
-        sizes = reply.sizes if whole else [reply.sizes[i] for i in there]
+        places, sizes = _at(reply.places, there), _at(reply.sizes, there)
         yield from self._know_arenas(places)
         sources = self.pool.blocks(places, sizes, writable=False)
         checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
@@ -175,7 +173,8 @@ class SharedMemoryOperations(RemoteOperations):
                         owed.append(Release(reply.lease))
                     self._check_reply(request, reply)
                     views += yield from self._views_of(reply, watch)
-                    checksums += reply.checksums
+                    if verify:
+                        checksums += reply.checksums
                 if verify:
                     yield from self._check_in_place(keys, views, checksums)
             except BaseException:
@@ -190,9 +189,9 @@ class SharedMemoryOperations(RemoteOperations):
         there = present_in(reply)
         if there and len(reply.places) != len(reply.sizes):
             raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
-        places = [reply.places[i] for i in there]
+        places = _at(reply.places, there)
         yield from self._know_arenas(places)
-        views = self.pool.views(places, [reply.sizes[i] for i in there], writable=False, watch=watch)
+        views = self.pool.views(places, _at(reply.sizes, there), writable=False, watch=watch)
         if len(there) == len(reply.sizes):
             return list(views)
         present = iter(views)
@@ -251,3 +250,8 @@ class SharedMemoryOperations(RemoteOperations):
                 os.close(descriptor)
             raise
         self.pool.add(first, reply.lengths, descriptors, writable=reply.writable)
+
+
+def _at(column: Numbers, positions: Sequence[int]) -> Sequence[int]:
+    """Return what stands at these positions of a column, in order; the column itself if that is all of it."""
+    return column if len(positions) == len(column) else [column[i] for i in positions]
