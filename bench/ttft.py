@@ -345,8 +345,11 @@ def main() -> int:
             if way in ("overhead", "read"):
                 more[way] = (overhead if way == "overhead" else read)(bench)
             else:
-                timings += pair(bench) if way == "pair" else reuse(bench, way)
-                errors.print(*(f"{t.way} {t.tokens}: {t.cold_s:.3f} s, {t.warm_s:.3f} s" for t in timings[-1:]))
+                of_way = pair(bench) if way == "pair" else reuse(bench, way)
+                timings += of_way
+                for t in of_way:
+                    same = "the same tokens" if t.same else "OTHER TOKENS"
+                    errors.print(f"{t.way}, {t.tokens} tokens: cold {t.cold_s:.3f} s, warm {t.warm_s:.3f} s, {same}")
     report(given, timings, more)
     return 0 if all(t.same for t in timings) else 1
 
