@@ -17,6 +17,7 @@ __all__ = ["BATCH", "RdmaMover"]
 
 BATCH = 64
 """How many work requests share one completion."""
+_YIELD_AFTER = 16  # completions that came without waiting: then others have their turn
 _POLLS = 4  # before it goes to sleep: on real hardware a small batch is done by then
 
 
@@ -54,7 +55,7 @@ class RdmaMover:
         await trio.lowlevel.checkpoint()
         queue = self._queue
         expected: list[int] = []
-        idle = 0
+        idle = done = 0
         while not window.done:
             while batch := window.next_batch():
                 number = next(self._numbers)
@@ -69,12 +70,17 @@ class RdmaMover:
                 completions = queue.poll()  # what came before it was armed makes no event
                 if not completions:
                     await self._wait()
+                    done = 0
             for number, status in completions:
                 idle = 0
                 if status:
                     raise TransferFailed(f"RDMA over {self._place}: {describe_status(status)}")
                 assert number == expected.pop(0), "a reliable connection completes in order"
                 window.complete()
+                done += 1
+            if done >= _YIELD_AFTER:
+                done = 0
+                await trio.lowlevel.checkpoint()
 
     async def _wait(self) -> None:
         try:

@@ -4,13 +4,21 @@ A request names a batch of keys where it names any. Lists of numbers travel pack
 What each field means on the wire is told in `docs/protocol.md`; a test holds the two together.
 """
 
-from array import array
-from typing import ClassVar, NewType, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import attrs
 from attrs import validators
 
-from infinistore.keys import MAX_KEY_BYTES
+from infinistore.protocol.fields import Keys, Numbers, Tree, count, ratio, text
+from infinistore.protocol.rdma_messages import (
+    RdmaConnect,
+    RdmaConnectReply,
+    RdmaFetch,
+    RdmaFill,
+    RdmaGet,
+    RdmaGetReply,
+    RdmaPut,
+)
 
 __all__ = [
     "KINDS",
@@ -70,22 +78,6 @@ MISSING = 2**64 - 1
 NO_CHECKSUM = 0
 """The checksum of a block that was written without one."""
 
-Keys = NewType("Keys", list[str])
-"""Keys in request order. On the wire they are one text, joined by NUL (`infinistore.keys`)."""
-Numbers = NewType("Numbers", "array[int]")
-"""Unsigned 64-bit numbers, packed little-endian on the wire; `array('Q')` in memory."""
-Tree = NewType("Tree", dict[str, object])
-"""Nested maps and lists of plain values."""
-
-
-def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < 2**64:  # one call, where attrs' own validators take four
-        raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
-
-
-_text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
-_ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
-
 
 @attrs.frozen
 class Hello:
@@ -95,8 +87,8 @@ class Hello:
     """
 
     KIND: ClassVar[int] = 0x01
-    name: str = attrs.field(default="", validator=_text)
-    token: str = attrs.field(default="", validator=_text, repr=False)
+    name: str = attrs.field(default="", validator=text)
+    token: str = attrs.field(default="", validator=text, repr=False)
 
 
 @attrs.frozen
@@ -108,14 +100,14 @@ class HelloReply:
     """
 
     KIND: ClassVar[int] = 0x81
-    instance: str = attrs.field(validator=_text)
-    server_version: str = attrs.field(validator=_text)
-    max_body_bytes: int = attrs.field(validator=_count)
-    max_batch_keys: int = attrs.field(validator=_count)
-    max_batch_bytes: int = attrs.field(validator=_count)
-    max_value_bytes: int = attrs.field(validator=_count)
-    unix_socket: str = attrs.field(default="", validator=_text)
-    rdma: str = attrs.field(default="", validator=_text)
+    instance: str = attrs.field(validator=text)
+    server_version: str = attrs.field(validator=text)
+    max_body_bytes: int = attrs.field(validator=count)
+    max_batch_keys: int = attrs.field(validator=count)
+    max_batch_bytes: int = attrs.field(validator=count)
+    max_value_bytes: int = attrs.field(validator=count)
+    unix_socket: str = attrs.field(default="", validator=text)
+    rdma: str = attrs.field(default="", validator=text)
 
 
 @attrs.frozen
@@ -185,7 +177,7 @@ class MatchPrefix:
 
     KIND: ClassVar[int] = 0x05
     keys: Keys
-    hold_us: int = attrs.field(default=0, validator=_count)
+    hold_us: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
@@ -193,8 +185,8 @@ class MatchPrefixReply:
     """How many leading keys are there, and the id of the hold (0: none was asked for, or nothing matched)."""
 
     KIND: ClassVar[int] = 0x85
-    matched: int = attrs.field(validator=_count)
-    hold: int = attrs.field(default=0, validator=_count)
+    matched: int = attrs.field(validator=count)
+    hold: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
@@ -202,7 +194,7 @@ class ReleaseHold:
     """End a hold before its time. The count in the reply is 1 if it was there, else 0."""
 
     KIND: ClassVar[int] = 0x06
-    hold: int = attrs.field(validator=_count)
+    hold: int = attrs.field(validator=count)
 
 
 @attrs.frozen
@@ -218,9 +210,9 @@ class ListKeys:
     """One page of the keys that begin with `prefix` and come after `after`, in code point order."""
 
     KIND: ClassVar[int] = 0x08
-    prefix: str = attrs.field(default="", validator=_text)
-    after: str = attrs.field(default="", validator=_text)
-    limit: int = attrs.field(default=1000, validator=_count)
+    prefix: str = attrs.field(default="", validator=text)
+    after: str = attrs.field(default="", validator=text)
+    limit: int = attrs.field(default=1000, validator=count)
 
 
 @attrs.frozen
@@ -229,7 +221,7 @@ class KeysReply:
 
     KIND: ClassVar[int] = 0x88
     keys: Keys
-    limit: int = attrs.field(validator=_count)
+    limit: int = attrs.field(validator=count)
 
 
 @attrs.frozen
@@ -244,8 +236,8 @@ class Evict:
     """If more than `high` of the pool is used, evict cold blocks until at most `low` is. The reply counts blocks."""
 
     KIND: ClassVar[int] = 0x0A
-    low: float = attrs.field(converter=float, validator=_ratio)
-    high: float = attrs.field(converter=float, validator=_ratio)
+    low: float = attrs.field(converter=float, validator=ratio)
+    high: float = attrs.field(converter=float, validator=ratio)
 
 
 @attrs.frozen
@@ -287,7 +279,7 @@ class MapArenas:
     """Ask for the descriptors of the arenas from number `first` on. Over a Unix socket only."""
 
     KIND: ClassVar[int] = 0x10
-    first: int = attrs.field(default=0, validator=_count)
+    first: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
@@ -323,7 +315,7 @@ class ReserveReply:
     """
 
     KIND: ClassVar[int] = 0x91
-    reservation: int = attrs.field(validator=_count)
+    reservation: int = attrs.field(validator=count)
     places: Numbers
 
 
@@ -335,7 +327,7 @@ class Commit:
     """
 
     KIND: ClassVar[int] = 0x12
-    reservation: int = attrs.field(validator=_count)
+    reservation: int = attrs.field(validator=count)
     keys: Keys
     checksums: Numbers
     replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
@@ -351,7 +343,7 @@ class Lease:
     KIND: ClassVar[int] = 0x14
     keys: Keys
     capacities: Numbers
-    inline_bytes: int = attrs.field(default=0, validator=_count)
+    inline_bytes: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
@@ -362,7 +354,7 @@ class LeaseReply:
     """
 
     KIND: ClassVar[int] = 0x94
-    lease: int = attrs.field(validator=_count)
+    lease: int = attrs.field(validator=count)
     sizes: Numbers
     checksums: Numbers
     places: Numbers
@@ -376,7 +368,7 @@ class Release:
     """
 
     KIND: ClassVar[int] = 0x15
-    lease: int = attrs.field(validator=_count)
+    lease: int = attrs.field(validator=count)
 
 
 @attrs.frozen
@@ -384,115 +376,7 @@ class Abort:
     """Give the room of a reservation back. It has no reply, either."""
 
     KIND: ClassVar[int] = 0x16
-    reservation: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class RdmaConnect:
-    """Connect the client's queue pair to one that the server makes for it. From then on RDMA may be asked for.
-
-    `queue` and `packet` are the number of the queue pair and of its first packet; `gid` is 32 hexadecimal digits.
-    """
-
-    KIND: ClassVar[int] = 0x20
-    queue: int = attrs.field(validator=_count)
-    packet: int = attrs.field(validator=_count)
-    gid: str = attrs.field(validator=_text)
-    lid: int = attrs.field(default=0, validator=_count)
-    mtu: int = attrs.field(default=1024, validator=_count)
-    reads: int = attrs.field(default=1, validator=_count)
-
-
-@attrs.frozen
-class RdmaConnectReply:
-    """The server's end, which is ready. The fields are those of `RdmaConnect`."""
-
-    KIND: ClassVar[int] = 0xA0
-    queue: int = attrs.field(validator=_count)
-    packet: int = attrs.field(validator=_count)
-    gid: str = attrs.field(validator=_text)
-    lid: int = attrs.field(default=0, validator=_count)
-    mtu: int = attrs.field(default=1024, validator=_count)
-    reads: int = attrs.field(default=1, validator=_count)
-
-
-@attrs.frozen
-class RdmaPut:
-    """Store a batch that the server reads out of the client's registered memory. Answered like a Put.
-
-    `remote_keys` has one key for each block, or a single one for all. `checksums` is empty, or one for each block.
-    """
-
-    KIND: ClassVar[int] = 0x21
-    keys: Keys
-    sizes: Numbers
-    addresses: Numbers
-    remote_keys: Numbers
-    checksums: Numbers
-    replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class RdmaGet:
-    """Read a batch, which the server writes into the client's registered memory.
-
-    With `region_bytes` 0, `addresses` has a place for each block, of at least its capacity. Otherwise it has one, of a
-    span of so many bytes, and the blocks that are there go into it back to back. A batch of at most `inline_bytes`
-    comes as payload instead. One that is longer than the span is leased, to be fetched in pieces.
-    """
-
-    KIND: ClassVar[int] = 0x22
-    keys: Keys
-    capacities: Numbers
-    addresses: Numbers
-    remote_keys: Numbers
-    region_bytes: int = attrs.field(default=0, validator=_count)
-    inline_bytes: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class RdmaGetReply:
-    """`sizes` and `checksums` are as in a GetReply, with a checksum for each.
-
-    The blocks are where the request said; or, if `inline`, follow as payload; or, if `lease` is not 0, wait for
-    `RdmaFetch` and `Release`.
-    """
-
-    KIND: ClassVar[int] = 0xA2
-    sizes: Numbers
-    checksums: Numbers
-    lease: int = attrs.field(default=0, validator=_count)
-    inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class RdmaFill:
-    """Read a piece of a reserved batch out of the client's registered memory. The count in the reply is its length.
-
-    `first_byte` counts from the batch's beginning, its blocks end to end.
-    """
-
-    KIND: ClassVar[int] = 0x23
-    reservation: int = attrs.field(validator=_count)
-    first_byte: int = attrs.field(validator=_count)
-    length: int = attrs.field(validator=_count)
-    address: int = attrs.field(validator=_count)
-    remote_key: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class RdmaFetch:
-    """Write a piece of a leased batch into the client's registered memory. The count in the reply is its length.
-
-    `first_byte` counts from the beginning of the blocks that are there, end to end.
-    """
-
-    KIND: ClassVar[int] = 0x24
-    lease: int = attrs.field(validator=_count)
-    first_byte: int = attrs.field(validator=_count)
-    length: int = attrs.field(validator=_count)
-    address: int = attrs.field(validator=_count)
-    remote_key: int = attrs.field(validator=_count)
+    reservation: int = attrs.field(validator=count)
 
 
 @attrs.frozen
@@ -500,7 +384,7 @@ class CountReply:
     """The answer to every request that is answered by one number."""
 
     KIND: ClassVar[int] = 0x80
-    count: int = attrs.field(validator=_count)
+    count: int = attrs.field(validator=count)
 
 
 @attrs.frozen
@@ -511,8 +395,8 @@ class ErrorReply:
     """
 
     KIND: ClassVar[int] = 0xFF
-    code: int = attrs.field(validator=_count)
-    message: str = attrs.field(validator=_text)
+    code: int = attrs.field(validator=count)
+    message: str = attrs.field(validator=text)
     fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 

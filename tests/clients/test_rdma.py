@@ -4,8 +4,7 @@ The devices are made of memory copies, with the checks of real ones (`tests.tran
 does, and the rule machine, run over them too: see `tests.clients.stores`.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import asyncio
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from infinistore.client.remote import RemoteCalls
 from infinistore.errors import (
     ChecksumMismatch,
     ConfigError,
-    DeadlineExceeded,
     LimitExceeded,
     StoreUnavailable,
     TransferFailed,
@@ -28,31 +26,12 @@ from infinistore.errors import (
 from infinistore.protocol.messages import HelloReply
 from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
-from tests.clients.test_cancellation import cancel_at_each_await
-from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
-from tests.transports.fake_rdma import Fabric, fabric_in_use
+from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
+from tests.server.running import KIB, MIB, make_config, running_server
+from tests.transports.fake_rdma import fabric_in_use
 
 REMOTE_ACCESS = 10
 LARGE = DeviceLimits(depth=256, longest_bytes=1 << 30)
-VALUE = bytes(range(256)) * 64
-
-
-@asynccontextmanager
-async def serving(
-    limits: DeviceLimits | None = None, **settings: Any
-) -> AsyncGenerator[tuple[Fabric, RunningServer], None]:
-    with fabric_in_use(limits) as fabric:
-        async with running_server(make_config(**settings)) as server:
-            yield fabric, server
-
-
-def rdma_url(server: RunningServer) -> str:
-    return f"rdma://127.0.0.1:{server.server.addresses.port}?inline_bytes=0&device=fake1"
-
-
-def best_url(server: RunningServer) -> str:
-    """RDMA if it can be had."""
-    return rdma_url(server).replace("rdma://", "infinistore://")
 
 
 async def way(url: str) -> tuple[str, str]:
@@ -342,103 +321,6 @@ async def test_the_pause_doubles_and_ends_with_success() -> None:
         rdma.close()
 
 
-# The caller's memory
-
-
-async def test_nothing_is_written_to_the_callers_memory_after_a_cancelled_get() -> None:
-    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
-        await store.put("a", VALUE)
-        target = bytearray(len(VALUE))
-        await store.register(target)
-        fabric.held = True
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(store.get_into, "a", target)
-                await until_work_is_held(fabric)
-                scope.cancel()
-        fabric.release()
-        assert not any(target)
-        assert fabric.moved_bytes == len(VALUE), "the put, and nothing since"
-        assert await store.get("a") == VALUE
-    await server.quiet()
-
-
-async def test_nothing_is_read_from_the_callers_memory_after_a_cancelled_put() -> None:
-    async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
-        source = bytearray(VALUE)
-        await store.register(source)
-        fabric.held = True
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(store.put, "a", source)
-                await until_work_is_held(fabric)
-                scope.cancel()
-        source[:] = bytes(len(source))
-        fabric.release()
-        assert fabric.moved_bytes == 0
-        assert not await store.exists("a")
-    await server.quiet()
-
-
-async def test_a_deadline_ends_a_transfer_and_its_queue_pairs() -> None:
-    async with serving() as (fabric, server):
-        target = bytearray(len(VALUE))
-        async with infinistore.open_store(rdma_url(server)) as store:
-            await store.put("a", VALUE)
-        async with infinistore.open_store(rdma_url(server), deadline_s=0.3) as store:
-            await store.register(target)
-            fabric.held = True
-            with pytest.raises(DeadlineExceeded):
-                await store.get_into("a", target)
-        fabric.release()
-        await server.quiet()
-        assert not any(target)
-        assert not fabric.queues
-
-
-async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_more() -> None:
-    async with serving() as (fabric, server), infinistore.open_store(best_url(server)) as store:
-        await store.put("a", VALUE)
-        target = bytearray(len(VALUE))
-        registration = await store.register(target)
-        fabric.held = True
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.get_into, "a", target)
-            await until_work_is_held(fabric)
-            registration.close()
-            moved = fabric.moved_bytes
-            fabric.release()
-        assert fabric.moved_bytes == moved
-        assert target == VALUE, "the call went on without RDMA"
-
-
-@pytest.mark.parametrize("registered", [True, False])
-async def test_a_call_can_be_cancelled_at_each_of_its_waits(registered: bool) -> None:
-    async with serving() as (_, server):
-        source, target = bytearray(VALUE), bytearray(len(VALUE))
-        async with infinistore.open_store(f"{rdma_url(server)}&staging_bytes=5000") as store:
-            if registered:
-                await store.register(source)
-                await store.register(target)
-
-            async def there_and_back() -> None:
-                await store.put("a", source)
-                assert await store.get_into("a", target) == len(VALUE)
-                assert target == VALUE
-
-            async def what_was_put_is_whole() -> None:
-                assert await store.get_many(["a"]) in ([None], [VALUE])
-
-            assert await cancel_at_each_await(there_and_back, what_was_put_is_whole) > 3
-        await server.quiet()
-
-
-async def until_work_is_held(fabric: Fabric) -> None:
-    with trio.fail_after(20):
-        while not fabric.work:
-            await trio.lowlevel.checkpoint()
-
-
 # The ends of things
 
 
@@ -501,8 +383,6 @@ async def test_other_drivers_use_it_too() -> None:
                     await store.put("b", registration.view)
                     assert await store.get("b") == VALUE
                     return (await store.stats()).transport
-
-        import asyncio
 
         assert await trio.to_thread.run_sync(with_threads) == "rdma"
         assert await trio.to_thread.run_sync(asyncio.run, with_asyncio()) == "rdma"

@@ -88,6 +88,7 @@ class FakeQueue:
             fabric.batches += 1
             fabric.requests += len(pieces)
             fabric.work.append(_Work(self, operation, pieces, batch))
+            fabric.has_work.set()
             if not fabric.held:
                 fabric.run()
 
@@ -187,6 +188,8 @@ class Fabric:
         self.work: deque[_Work] = deque()
         self.absent = ""
         """Why no device can be opened, if none can."""
+        self.has_work = threading.Event()
+        """Some was posted since this was cleared."""
         self.held = False
         self.unplugged = False
         self.refuses_to_register = self.refuses_to_connect = self.refuses_queues = False

@@ -1,0 +1,39 @@
+"""Servers with devices made of memory copies, for the tests of stores that use RDMA."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from infinistore.transports.rdma_verbs import DeviceLimits
+from tests.server.running import RunningServer, make_config, running_server
+from tests.transports.fake_rdma import Fabric, fabric_in_use
+
+__all__ = ["VALUE", "best_url", "rdma_url", "serving", "until_work_is_held"]
+
+VALUE = bytes(range(256)) * 64
+
+
+@asynccontextmanager
+async def serving(
+    limits: DeviceLimits | None = None, **settings: Any
+) -> AsyncGenerator[tuple[Fabric, RunningServer], None]:
+    with fabric_in_use(limits) as fabric:
+        async with running_server(make_config(**settings)) as server:
+            yield fabric, server
+
+
+def rdma_url(server: RunningServer) -> str:
+    return f"rdma://127.0.0.1:{server.server.addresses.port}?inline_bytes=0&device=fake1"
+
+
+def best_url(server: RunningServer) -> str:
+    """RDMA if it can be had."""
+    return rdma_url(server).replace("rdma://", "infinistore://")
+
+
+async def until_work_is_held(fabric: Fabric) -> None:
+    with trio.fail_after(20):
+        while not fabric.work:
+            await trio.lowlevel.checkpoint()
