@@ -1,5 +1,6 @@
 """LMCache itself, where it is installed: `make test-integrations` brings an environment that has it."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ import pytest
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess, running_server_process
 
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # a test tells nobody that it ran
 if find_spec("lmcache") is not None:
     with warnings.catch_warnings():  # what LMCache and its dependencies warn of while they are imported
         warnings.simplefilter("ignore")
