@@ -88,6 +88,8 @@ $(ENGINE_STAMPS): .venvs/%/.installed: requirements/%.txt $(wildcard requirement
 	if [ -f requirements/$*.no-deps.txt ]; then install --no-deps --requirement requirements/$*.no-deps.txt; fi
 	@touch $@
 
+# Made by one pattern for another, it would count as intermediate, and make would delete it at the end.
+.PRECIOUS: %/bin/python
 %/bin/python:
 	@set -e; chosen=; \
 	for python in $(PYTHON); do \
