@@ -3,8 +3,9 @@
     python bench/local.py [--quick] [--json]
 
 The server is a process of its own on this machine. Blocks are page-aligned. Each batch comes from, and goes to, other
-memory than the one before: the pool, the memory that the yardstick copies to and the caller's buffers are each larger
-than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against the copying get.
+memory than the one before: the pool, the memory that the yardstick copies to (as long as the pool) and the caller's
+buffers are each larger than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against
+the copying get.
 
 Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its mapping is populated by a
 thread in the background meanwhile, and every page that it has not come to yet is a page fault.
@@ -59,14 +60,15 @@ class Batches:
     """Batches of one shape that take turns, made beforehand: what is measured begins with a list of pairs."""
 
     def __init__(self, count: int, size: int) -> None:
-        source, target, room = (Blocks(n, size) for n in (BUFFER_BYTES, BUFFER_BYTES, STORED_BYTES))
-        firsts = range(0, len(room.views), count)
+        source, target, room = (Blocks(n, size) for n in (BUFFER_BYTES, BUFFER_BYTES, POOL_BYTES))
+        firsts = range(0, STORED_BYTES // size, count)
         self.keys = [[f"model/{size}/block/{first + i:06d}" for i in range(count)] for first in firsts]
         self.puts = [self._pairs(keys, source.views, first) for keys, first in zip(self.keys, firsts, strict=True)]
         self.gets = [self._pairs(keys, target.views, first) for keys, first in zip(self.keys, firsts, strict=True)]
-        self.copies_in = [self._pairs(room.arrays[f : f + count], source.arrays, f) for f in firsts]
+        rooms = range(0, len(room.views), count)
+        self.copies_in = [self._pairs(room.arrays[f : f + count], source.arrays, f) for f in rooms]
         self.copies_out = [
-            [(t, r) for r, t in self._pairs(room.arrays[f : f + count], target.arrays, f)] for f in firsts
+            [(t, r) for r, t in self._pairs(room.arrays[f : f + count], target.arrays, f)] for f in rooms
         ]
 
     @staticmethod
