@@ -59,10 +59,13 @@ class Runtime(Protocol):
     def pinned(self, length: int) -> "torch.Tensor":
         """Make pinned memory of this process: uint8, `length` bytes."""
 
-    def register(self, address: int, length: int, *, read_only: bool) -> bool:
-        """Pin memory of this process; False if it cannot be pinned, or somebody else has pinned it."""
+    def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
+        """Pin memory of this process; False if it cannot be pinned, or somebody else has pinned it.
 
-    def unregister(self, address: int) -> None:
+        It is pinned for every device; `device` is one that the process uses anyway.
+        """
+
+    def unregister(self, device: "torch.device", address: int) -> None:
         """Undo that. Nothing may be copied there meanwhile."""
 
 
@@ -82,6 +85,7 @@ class _Registered(NamedTuple):
     reading: int
     pinned: int
     length: int
+    device: "torch.device"
     ours: bool
     view: memoryview
 
@@ -194,7 +198,7 @@ class CudaCopies:
 
     # The pool
 
-    def use_pool(self, arenas: Sequence[MappedArena]) -> None:
+    def use_pool(self, arenas: Sequence[MappedArena], device: "torch.device") -> None:
         """Register the arenas that are new, and unregister those that are not there any more."""
         with self._lock:
             known = {arena.reading: arena for arena in self._pool}
@@ -202,26 +206,29 @@ class CudaCopies:
             for arena in arenas:
                 reading = int(addresses_of([arena.reading])[0])
                 kept = known.pop(reading, None)
-                found.append(self._register(reading, arena) if kept is None else kept)
+                found.append(self._register(reading, arena, device) if kept is None else kept)
             self._pool = found
             self._gone += known.values()
             self._unregister_gone()
 
     def close(self) -> None:
         """Unregister everything, when nothing is being copied any more."""
-        self.use_pool([])
+        with self._lock:
+            self._gone += self._pool
+            self._pool = []
+            self._unregister_gone()
 
-    def _register(self, reading: int, arena: MappedArena) -> _Registered:
+    def _register(self, reading: int, arena: MappedArena, device: "torch.device") -> _Registered:
         view = arena.reading if arena.writing is None else arena.writing
         pinned = int(addresses_of([view])[0])
-        ours = self._runtime.register(pinned, len(view), read_only=arena.writing is None)
-        return _Registered(reading, pinned, len(view), ours, view)
+        ours = self._runtime.register(device, pinned, len(view), read_only=arena.writing is None)
+        return _Registered(reading, pinned, len(view), device, ours, view)
 
     def _unregister_gone(self) -> None:
         if not self._copying:
             for arena in self._gone:
                 if arena.ours:
-                    self._runtime.unregister(arena.pinned)
+                    self._runtime.unregister(arena.device, arena.pinned)
             self._gone.clear()
 
     def _where_pinned(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -97,9 +97,29 @@ class TorchCuda:
 
         return torch.empty(length, dtype=torch.uint8, pin_memory=True)
 
-    def register(self, address: int, length: int, *, read_only: bool) -> bool:
+    def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
         """Pin memory of this process; False if it cannot be, or somebody else has pinned it."""
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        with self.at(device):
+            return self._register(address, length, flags)
+
+    def unregister(self, device: "torch.device", address: int) -> None:
+        """Undo `register`."""
+        with self.at(device):
+            if self._bindings is not None:
+                self._bindings.cudaHostUnregister(address)
+                return
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def at(self, device: "torch.device") -> AbstractContextManager[Any]:
+        """What is done inside concerns this device. Without it, CUDA would begin to use the first device, too."""
+        import torch
+
+        return torch.cuda.device(device)
+
+    def _register(self, address: int, length: int, flags: int) -> bool:
         if self._bindings is not None:
             (status,) = self._bindings.cudaHostRegister(address, length, flags)
             if status != self._bindings.cudaError_t.cudaSuccess:
@@ -113,15 +133,6 @@ class TorchCuda:
         with suppress(RuntimeError):  # the same: a kernel's launch looks for it
             torch.zeros(1, device="cuda")
         return False
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        if self._bindings is not None:
-            self._bindings.cudaHostUnregister(address)
-            return
-        import torch
-
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def _check(self, what: str, status: Any) -> None:
         if status != self._bindings.cudaError_t.cudaSuccess:

@@ -78,10 +78,12 @@ async def _beside_loop(batch: Sequence[Transfer], work: Callable[[], _T]) -> _T:
 
 def _is_within_reach(store: "BlockingStore", batch: Sequence[Transfer]) -> bool:
     """Whether a device is concerned and the pool is mapped; if so, it is pinned for the device."""
-    devices = {transfer.copies for transfer in batch if isinstance(transfer.copies, CudaCopies)}
-    arenas = [MappedArena(*arena) for arena in store._mapped_arenas()] if devices else []
-    for copies in devices:
-        copies.use_pool(arenas)
+    found = next((transfer for transfer in batch if isinstance(transfer.copies, CudaCopies)), None)
+    if found is None:
+        return False
+    arenas = [MappedArena(*arena) for arena in store._mapped_arenas()]
+    assert isinstance(found.copies, CudaCopies)
+    found.copies.use_pool(arenas, found.blocks.tensor.device)  # all devices of a store have the same copies
     return bool(arenas)
 
 

@@ -84,13 +84,13 @@ class FakeCuda:
         self.calls.append(("pinned", length))
         return torch.empty(length, dtype=torch.uint8)
 
-    def register(self, address: int, length: int, *, read_only: bool) -> bool:
+    def register(self, device: torch.device, address: int, length: int, *, read_only: bool) -> bool:
         self.calls.append(("register", address, length, read_only))
         if self.refuse_registration or address in self.registered:
             return False
         self.registered[address] = length
         return True
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, device: torch.device, address: int) -> None:
         self.calls.append(("unregister", address))
         del self.registered[address]

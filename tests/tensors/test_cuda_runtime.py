@@ -19,6 +19,7 @@ from infinistore.tensors.device_copies import Pieces, addresses_of
 from tests.tensors.conftest import random_bytes
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+GPU = torch.device("cuda", 1)
 STREAM = SimpleNamespace(cuda_stream=0x1000)
 
 
@@ -68,6 +69,7 @@ class Bindings:
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchCuda, "on", lambda self, stream: nullcontext())
+    monkeypatch.setattr(TorchCuda, "at", lambda self, device: nullcontext())
 
 
 @pytest.mark.parametrize("to_host", [True, False])
@@ -112,14 +114,14 @@ def test_a_batch_that_cuda_refuses_is_a_typed_error() -> None:
 def test_memory_is_pinned_for_every_device(read_only: bool, flags: int) -> None:
     bindings = Bindings()
     runtime = TorchCuda(bindings)
-    assert runtime.register(4096, 8192, read_only=read_only)
-    runtime.unregister(4096)
+    assert runtime.register(GPU, 4096, 8192, read_only=read_only)
+    runtime.unregister(GPU, 4096)
     assert bindings.calls == [(4096, 8192, flags), (4096,)]
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
     bindings = Bindings(status=Status.cudaErrorInvalidValue)
-    assert not TorchCuda(bindings).register(4096, 8192, read_only=False)
+    assert not TorchCuda(bindings).register(GPU, 4096, 8192, read_only=False)
     assert bindings.calls[-1] == ("last error",)
 
 
@@ -132,4 +134,4 @@ def test_the_real_bindings_take_these_arguments() -> None:
     runtime.batches = True
     with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: .*driver"):
         runtime.copy(STREAM, random_bytes(8), Pieces([0, 4], [4096, 8192], [2, 2]), to_host=True)  # type: ignore[arg-type]
-    assert not runtime.register(4096, 4096, read_only=True)
+    assert not runtime.register(GPU, 4096, 4096, read_only=True)

@@ -18,6 +18,8 @@ from infinistore.tensors.tensor_blocks import TensorBlocks, blocks_to_read, bloc
 from tests.tensors.conftest import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda, FakeStream
 
+CPU = torch.device("cpu")
+
 
 def engines() -> list[DeviceCopies]:
     return [CpuCopies(), CudaCopies(FakeCuda(batches=True)), CudaCopies(FakeCuda(batches=False))]
@@ -210,13 +212,13 @@ def address(view: memoryview | None) -> int:
 def test_the_pool_is_registered_once_and_given_back() -> None:
     engine, fake = cuda_with(batches=True)
     pool = MappedPoolOfTest(2)
-    engine.use_pool(pool.mapped[:1])
-    engine.use_pool(pool.mapped[:1])
-    engine.use_pool(pool.mapped)
+    engine.use_pool(pool.mapped[:1], CPU)
+    engine.use_pool(pool.mapped[:1], CPU)
+    engine.use_pool(pool.mapped, CPU)
     addresses = [address(arena.writing) for arena in pool.mapped]
     assert fake.registered == dict.fromkeys(addresses, 8192)
     assert [call[1] for call in fake.calls] == addresses
-    engine.use_pool(pool.mapped[1:])  # as after a restart of the server: other arenas
+    engine.use_pool(pool.mapped[1:], CPU)  # as after a restart of the server: other arenas
     assert list(fake.registered) == addresses[1:]
     engine.close()
     assert fake.registered == {}
@@ -226,7 +228,7 @@ def test_the_pool_is_registered_once_and_given_back() -> None:
 def test_a_pool_that_may_not_be_written_is_registered_for_reading() -> None:
     engine, fake = cuda_with(batches=True)
     pool = MappedPoolOfTest(1, writable=False)
-    engine.use_pool(pool.mapped)
+    engine.use_pool(pool.mapped, CPU)
     assert fake.calls == [("register", address(pool.mapped[0].reading), 8192, True)]
     pool.close()
 
@@ -235,7 +237,7 @@ def test_what_was_not_registered_by_us_is_not_unregistered_by_us() -> None:
     engine, fake = cuda_with(batches=True)
     fake.refuse_registration = True
     pool = MappedPoolOfTest(1)
-    engine.use_pool(pool.mapped)
+    engine.use_pool(pool.mapped, CPU)
     engine.close()
     assert fake.count("unregister") == 0
     pool.close()
@@ -244,7 +246,7 @@ def test_what_was_not_registered_by_us_is_not_unregistered_by_us() -> None:
 def test_nothing_is_unregistered_under_a_copy() -> None:
     engine, fake = cuda_with(batches=True)
     pool = MappedPoolOfTest(1)
-    engine.use_pool(pool.mapped)
+    engine.use_pool(pool.mapped, CPU)
     tensor = random_bytes(4096)
     blocks = blocks_to_write(tensor, [("key", 0)], 4096)
     fake.compute.told.append(engine.close)  # while the copy waits for the computation
@@ -258,7 +260,7 @@ def test_nothing_is_unregistered_under_a_copy() -> None:
 def test_what_is_read_from_the_pool_is_copied_from_where_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, fake = cuda_with(batches=True)
     pool = MappedPoolOfTest(2)
-    engine.use_pool(pool.mapped)
+    engine.use_pool(pool.mapped, CPU)
     source = random_bytes(4096)
     pool.arenas[1].memory[4096:] = as_bytes(source)
     seen: list[list[int]] = []
@@ -284,7 +286,7 @@ def test_a_piece_does_not_reach_from_one_arena_into_another() -> None:
     engine, fake = cuda_with(batches=True)
     whole = create_arena(0, 8192)
     halves = [MappedArena(whole.memory[half], whole.memory[half]) for half in (slice(0, 4096), slice(4096, 8192))]
-    engine.use_pool(halves)
+    engine.use_pool(halves, CPU)
     tensor = random_bytes(8192)
     blocks = blocks_to_write(tensor, named(range(0, 8192, 1024)), 1024)
     engine.to_host(blocks, [whole.memory[at : at + 1024] for at in range(0, 8192, 1024)], engine.mark(tensor))

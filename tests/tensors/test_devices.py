@@ -199,7 +199,7 @@ def test_each_store_has_one_engine_which_ends_with_it(store: BlockingStore, monk
     assert devices._copies_for(mine, tensor) is copies
     assert devices._copies_for(other, tensor) is not copies
     assert isinstance(copies, CudaCopies)
-    copies.use_pool([MappedArena(*arena) for arena in store._mapped_arenas()])
+    copies.use_pool([MappedArena(*arena) for arena in store._mapped_arenas()], tensor.device)
     assert len(fake.registered) == 1
     del mine
     gc.collect()
