@@ -301,6 +301,9 @@ def plot(timings: Sequence[Timing], file: Path) -> None:
         tokens, color = [t.tokens for t in those], f"C{number}"
         axes.plot(tokens, [t.cold_s for t in those], "o--", color=color, label=f"{TITLES[way]}, cold")
         axes.plot(tokens, [t.warm_s for t in those], "o-", color=color, label=f"{TITLES[way]}, warm")
+    lengths = sorted({t.tokens for t in timings})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(tokens) for tokens in lengths])
     axes.set_yscale("log")
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("time to first token, s")
@@ -347,6 +350,7 @@ def main() -> int:
             for way in given.ways:
                 if way in ("overhead", "read"):
                     more[way] = (overhead if way == "overhead" else read)(bench)
+                    errors.print(f"{way}: {more[way]['ratio']:.3f}")
                     continue
                 of_way = pair(bench) if way == "pair" else reuse(bench, way)
                 timings += of_way
