@@ -31,8 +31,8 @@ class SpinStatistics:
 class Spinner:
     """Decides when to wait awake, and does it. One for all streams of a thread.
 
-    It spins only for the stream that was the last to move bytes, only soon after that, and only if no other stream has
-    moved any lately. A miss makes it skip the next eight chances.
+    It spins only for the stream that was the last to move bytes, only soon after that (or before a time by which it is
+    known to move some), and only if no other stream has moved any lately. A miss makes it skip the next eight chances.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:

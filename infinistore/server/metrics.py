@@ -234,7 +234,7 @@ METRICS: tuple[Described, ...] = (
         "pool_fragmentation_ratio", "Part of the free room that is outside the largest free extent",
         _one(_fragmentation),
     ),
-    _gauge("reservations_open", "Puts that are not finished", _of_store("reservations")),
+    _gauge("reservations_open", "Puts that are not finished, or whose room was taken ahead", _of_store("reservations")),
     _gauge("leases_open", "Gets that are not finished, and leases in place", _of_store("leases")),
     _gauge("holds_open", "Prefixes that are held", _of_store("holds")),
     _gauge("quarantined_clients", "Clients that are lost and may still write", _of_store("quarantined_clients")),
