@@ -22,6 +22,7 @@ from infinistore.errors import ConfigError
 from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
 from tests.integrations.lmcache.engine import EXAMPLES, Worker, engine_config, engine_metadata, running_worker
+from tests.integrations.other_version import server_of_another_version
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 16, 16])], [torch.bfloat16])
@@ -224,6 +225,13 @@ def test_a_store_that_is_killed_finds_and_stores_nothing(mortal_server: ServerPr
         adapter.submit_unlock(keys)
         adapter.delete(keys)
         assert adapter.report_status()["is_healthy"] is False
+
+
+def test_a_server_of_another_version_finds_and_stores_nothing(memory: Worker) -> None:
+    with server_of_another_version() as url, running_adapter(url) as adapter:
+        assert not store(adapter, object_keys(1), [memory.make_block(0)]).is_successful()
+        assert look_up(adapter, object_keys(1)) == []
+        assert load(adapter, object_keys(1), [memory.make_block(0)]) == []
 
 
 def test_a_pool_that_is_too_small_fails_the_store_alone(adapter: InfiniStoreL2Adapter, memory: Worker) -> None:

@@ -26,6 +26,7 @@ from tests.integrations.lmcache.engine import (
     keys_of,
     running_worker,
 )
+from tests.integrations.other_version import server_of_another_version
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
 LOGS = ["infinistore.integrations.lmcache", "lmcache.v1.storage_backend.remote_backend"]
@@ -339,6 +340,16 @@ def test_a_wrong_token_costs_misses_and_names_the_remedy(log: list[str], tmp_pat
     assert len(log) == 1
     assert "AuthenticationFailed" in log[0]
     assert "token" in log[0]
+
+
+def test_a_server_of_another_version_costs_misses_and_names_both(log: list[str]) -> None:
+    with server_of_another_version() as url, running_worker(plugin_config(url), engine_metadata()) as worker:
+        worker.put(keys_of(1), [worker.make_block(0)])
+        assert worker.get(keys_of(1)) == [None]
+        assert worker.backend.batched_contains(keys_of(1)) == 0
+    assert len(log) == 1
+    assert "VersionMismatch" in log[0]
+    assert "version 250" in log[0]
 
 
 def test_a_pool_smaller_than_one_prompt_stores_what_it_can(server: ServerProcess, log: list[str]) -> None:

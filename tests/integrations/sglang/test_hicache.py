@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.integrations.other_version import server_of_another_version
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sglang" / "hicache.json"
 PAGE_TOKENS, PAGES, LAYERS = 4, 8, 3
@@ -225,6 +226,26 @@ def test_a_wrong_token_costs_misses(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert backend.batch_exists(hashes(1)) == 0
         assert backend.batch_set_v1(hashes(1), indices([0])) == [False]
     assert "AuthenticationFailed" in caplog.text
+
+
+def test_a_server_of_another_version_costs_misses(caplog: pytest.LogCaptureFixture) -> None:
+    with server_of_another_version() as url, running_backend(storage_config(url), host_pool()) as backend:
+        assert backend.batch_exists(hashes(1)) == 0
+        assert backend.batch_set_v1(hashes(1), indices([0])) == [False]
+        assert backend.batch_get_v1(hashes(1), indices([0])) == [False]
+    assert "VersionMismatch" in caplog.text
+
+
+def test_a_pool_smaller_than_one_prompt_stores_what_it_can(server: ServerProcess) -> None:
+    pool = host_pool()
+    pool.kv_buffer = torch.zeros(
+        2, pool.size, LAYERS, 2, 8 * 4096, dtype=torch.bfloat16
+    )  # 3 MiB a page, 16 in the pool
+    pool.head_dim = 8 * 4096
+    with running_backend(storage_config(server.url), pool) as backend:
+        assert backend.batch_set_v1(hashes(8), indices(range(8))) == [False] * 8
+        assert backend.batch_set_v1(hashes(2), indices([0, 1])) == [True] * 2
+        assert backend.batch_exists(hashes(8)) == 2
 
 
 def test_indices_that_do_not_fit_the_pages_are_misses(server: ServerProcess) -> None:
