@@ -56,7 +56,9 @@ class TorchCuda:
 
     def copy(self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
         """Tell the stream to copy pieces, by one call if there is a way."""
-        with self.on(stream):
+        import torch
+
+        with self.on(stream), torch.inference_mode():  # or a tensor that was made in it could not be written
             if self.batches and len(pieces.sizes) > 1:
                 self._copy_batch(stream, memory, pieces, to_host=to_host)
                 return

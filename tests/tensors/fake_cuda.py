@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from infinistore.tensors.cuda_runtime import TorchCuda
 from infinistore.tensors.device_copies import Pieces
 
-__all__ = ["FakeCuda", "FakeStream"]
+__all__ = ["FakeCuda", "FakeStream", "PyTorchCopies"]
 
 
 class FakeStream:
@@ -94,3 +95,26 @@ class FakeCuda:
     def unregister(self, device: torch.device, address: int) -> None:
         self.calls.append(("unregister", address))
         del self.registered[address]
+
+
+class PyTorchCopies(TorchCuda):
+    """The runtime as it is without cuda-bindings, but for streams, events and pinning: PyTorch makes the copies."""
+
+    def new_stream(self, device: torch.device) -> Any:
+        return None
+
+    def record(self, device: torch.device) -> Any:
+        return None
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        pass
+
+    @contextmanager
+    def on(self, stream: Any) -> Generator[None, None, None]:
+        yield
+
+    def finish(self, stream: Any) -> None:
+        pass
+
+    def pinned(self, length: int) -> torch.Tensor:
+        return torch.empty(length, dtype=torch.uint8)

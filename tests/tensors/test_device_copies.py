@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.core.arena import Arena, Mapping, create_arena
-from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
+from infinistore.tensors.cuda_copies import CudaCopies, MappedArena, Runtime
 from infinistore.tensors.device_copies import CpuCopies, DeviceCopies, Pieces, addresses_of, merge
 from infinistore.tensors.tensor_blocks import TensorBlocks, blocks_to_read, blocks_to_write
 from tests.tensors.conftest import as_bytes, random_bytes
-from tests.tensors.fake_cuda import FakeCuda, FakeStream
+from tests.tensors.fake_cuda import FakeCuda, FakeStream, PyTorchCopies
 
 CPU = torch.device("cpu")
 
 
 def engines() -> list[DeviceCopies]:
-    return [CpuCopies(), CudaCopies(FakeCuda(batches=True)), CudaCopies(FakeCuda(batches=False))]
+    cuda: list[Runtime] = [FakeCuda(batches=True), FakeCuda(batches=False), PyTorchCopies()]
+    return [CpuCopies(), *map(CudaCopies, cuda)]
 
 
 def named(offsets: Sequence[int]) -> list[tuple[str, int]]:
