@@ -97,7 +97,7 @@ class TorchCuda:
         """Make pinned memory; PyTorch keeps it for the next time."""
         import torch
 
-        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
         """Pin memory of this process; False if it cannot be, or somebody else has pinned it."""

@@ -95,7 +95,7 @@ class CpuCopies:
         """Make memory."""
         import torch
 
-        return torch.empty(length, dtype=torch.uint8)
+        return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
 def _gathered(blocks: TensorBlocks) -> "tuple[torch.Tensor, Sequence[int]]":

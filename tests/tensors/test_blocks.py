@@ -142,6 +142,19 @@ def test_tensors_made_in_inference_mode(store: BlockingStore) -> None:
     read_blocks(store, [("key", 0)], 48, tensor.T)
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_what_surrounds_a_call_makes_no_difference(store: BlockingStore, around: Any, scattered: bool) -> None:
+    tensor, target = random_bytes(4, 100), torch.zeros(4, 100, dtype=torch.uint8)
+    if scattered:
+        tensor, target = tensor.T, target.T
+    blocks = [("a", 100), ("b", 300)]
+    with around():
+        write_blocks(store, blocks, 100, tensor)
+        read_blocks(store, blocks, 100, target)
+    assert as_bytes(target) == bytes(100) + as_bytes(tensor)[100:200] + bytes(100) + as_bytes(tensor)[300:]
+
+
 async def test_with_trio_it_is_awaited() -> None:
     tensor, back = random_bytes(3, 100), torch.zeros(3, 100, dtype=torch.uint8)
     async with infinistore.open_store(pool_bytes=1 << 20) as store:
