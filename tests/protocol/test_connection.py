@@ -521,7 +521,9 @@ def test_request_ids_count_up_and_skip_zero_when_they_wrap() -> None:
 ERRORS: list[type[InfiniStoreException]] = [
     cls
     for name in errors.__all__
-    if isinstance(cls := getattr(errors, name), type) and issubclass(cls, errors.InfiniStoreException)
+    if isinstance(cls := getattr(errors, name), type)
+    and issubclass(cls, errors.InfiniStoreException)
+    and cls.__name__ == name  # a second name is no second error
 ]
 every_error = pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 
