@@ -35,6 +35,22 @@ _Buffer = TypeVar("_Buffer", bytearray, memoryview)
 _MAX_BATCH_KEYS = 1024 * 1024
 
 
+class _CoreLock(Returns[Lease | Reservation]):
+    """The lock around a core."""
+
+    def __init__(self, core: StoreCore) -> None:
+        super().__init__()
+        self._core = core
+
+    def give_back(self, things: Sequence[Lease | Reservation]) -> int:
+        for thing in things:
+            if isinstance(thing, Lease):
+                self._core.release(thing)
+            else:
+                self._core.abort(thing)  # does nothing after a commit
+        return len(things)
+
+
 class EmbeddedStore:
     """A core with its pool, for one process. Blocking to make: it takes the memory of the pool."""
 
@@ -42,7 +58,7 @@ class EmbeddedStore:
         self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
         self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
         self.core = StoreCore(self.pool, clock=clock, limits=CoreLimits(max_batch_keys=_MAX_BATCH_KEYS))
-        self.lock: Returns[Lease | Reservation] = Returns(self._give_back)
+        self.lock = _CoreLock(self.core)
         self._looker: Client | None = None
         self._closed = ""
         let_go_in_child(self)
@@ -56,7 +72,7 @@ class EmbeddedStore:
     def let_go(self) -> None:
         """In a forked child: the memory is not there, and the lock may be held by a thread that is not there either."""
         self._closed = FORKED
-        self.lock = Returns(self._give_back)
+        self.lock = _CoreLock(self.core)
         for arena in self.pool.arenas:
             arena.abandon()
 
@@ -88,14 +104,6 @@ class EmbeddedStore:
     def arena(self, index: int) -> memoryview:
         """Return all the bytes of an arena."""
         return self.pool.arenas[index].memory
-
-    def _give_back(self, pinned: Sequence[Lease | Reservation]) -> int:
-        for one in pinned:
-            if isinstance(one, Lease):
-                self.core.release(one)
-            else:
-                self.core.abort(one)  # does nothing after a commit
-        return len(pinned)
 
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -26,18 +27,23 @@ _T = TypeVar("_T")
 _ALIGNMENT_BYTES = 64  # of blocks in private memory: arrays of any element type can be made from them
 
 
-class Returns(Generic[_T]):
+class Returns(ABC, Generic[_T]):
     """A lock, and what finalizers have left to be given back under it.
 
     A finalizer must not wait for a lock, which its own thread may hold. It leaves the thing here. Whoever holds the
-    lock gives it back when they are done; if nobody does, it is given back at once. `give_back` is called with the lock
-    held, must neither wait nor raise, and returns how many it took; the others are given to it again, some time later.
+    lock gives it back when they are done; if nobody does, it is given back at once.
     """
 
-    def __init__(self, give_back: Callable[[Sequence[_T]], int]) -> None:
-        self._give_back = give_back
+    def __init__(self) -> None:
         self._left: deque[_T] = deque()
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def give_back(self, things: Sequence[_T]) -> int:
+        """Give things back, with the lock held, without waiting or raising.
+
+        Returns how many were; the others come again, some time later.
+        """
 
     def acquire(self) -> None:
         """Take the lock. Finalizers hold it for moments only."""
@@ -66,7 +72,7 @@ class Returns(Generic[_T]):
             try:
                 while self._left:
                     things = [self._left.popleft() for _ in range(len(self._left))]
-                    taken = self._give_back(things)
+                    taken = self.give_back(things)
                     if taken < len(things):
                         self._left.extendleft(reversed(things[taken:]))
                         return

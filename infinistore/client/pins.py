@@ -26,51 +26,44 @@ class HasSocket(Protocol):
     socket: sockets.socket
 
 
-class Pins:
+class Pins(Returns[list[Release | Abort]]):
     """The pins of one connection by Unix socket. `with pins` around an exchange: finalizers send nothing meanwhile."""
 
     def __init__(self, stream: HasSocket, connection: ClientConnection) -> None:
+        super().__init__()
         self._stream = stream
         self._connection = connection
-        self._returns: Returns[list[Release | Abort]] = Returns(self._give_back)
         self._watched = 0
+        self._has_room = False
         self.reserved = False
         """Whether a reservation is open that somebody means to commit."""
         self._close: Callable[[], None] | None = None
 
-    def __enter__(self) -> None:
-        self._returns.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._returns.release()
-
     def watch(self, owed: list[Release | Abort]) -> Watch:
         """Watch memory; when nothing of it is alive any more, send what is in `owed` then. Inside `with` only."""
-        if not self._watched:
+        if not self._has_room:
+            self._has_room = True
             with suppress(OSError):
                 self._stream.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watched += 1
-        return Watch(self._returns.leave, owed)
+        return Watch(self.leave, owed)
 
     @property
-    def any(self) -> bool:
+    def in_use(self) -> bool:
         """Whether memory that belongs to this connection is still alive."""
         return self._watched > 0
 
-    def flush(self) -> None:
-        """Send what could not be sent before, because the server had not read enough."""
-        self._returns.flush()
-
     def close_after(self, close: Callable[[], None]) -> None:
         """Close the connection, with `close`, as soon as it has no pins: now, or from a finalizer."""
-        with self._returns:
+        with self:
             self._close = close
             self._close_if_done()
 
-    def _give_back(self, owed: Sequence[list[Release | Abort]]) -> int:
+    def give_back(self, things: Sequence[list[Release | Abort]]) -> int:
+        """Send what is owed. What the server has no room for now is sent with the next call of the store."""
         taken = 0
-        while taken < len(owed):
-            some = owed[taken : taken + _MOST_AT_ONCE]
+        while taken < len(things):
+            some = things[taken : taken + _MOST_AT_ONCE]
             # On a connection that is given up nobody waits for this: its end says it all.
             if not self._send([message for messages in some for message in messages]) and self._close is None:
                 break

@@ -230,7 +230,7 @@ class RemoteCalls(Generic[_Stream]):
             link.deadline = deadline
             yield Use(link.stream)
             retries = link.instead_of_rdma and self.rdma.retry_is_due
-            if (yield from self._settle(link)) and not link.stream.is_stale() and not retries:
+            if link.usable and (yield from self._settle(link)) and not link.stream.is_stale() and not retries:
                 return link
             self._close(link)
         return (yield from self._connect(deadline))
@@ -354,7 +354,7 @@ class RemoteCalls(Generic[_Stream]):
             other.pins.flush()
         if not link.usable:
             self._close(link)
-        elif link.pins.any:
+        elif link.pins.in_use:
             self._pinned.append(link)
         else:
             self._idle.append(link)
@@ -383,7 +383,7 @@ class RemoteCalls(Generic[_Stream]):
         for links in (self._pinned, self._idle) if pinning else (self._idle,):
             with suppress(IndexError):  # other threads take from them, too
                 return links.pop()
-        for link in [link for link in self._pinned if not link.pins.any]:
+        for link in [link for link in self._pinned if not link.pins.in_use]:
             with suppress(ValueError):
                 self._pinned.remove(link)
                 return link
@@ -400,7 +400,7 @@ class RemoteCalls(Generic[_Stream]):
 
     def _close(self, link: Link[_Stream]) -> None:
         link.close()
-        if not link.pins.any:
+        if not link.pins.in_use:
             self._streams.discard(link.stream)
             link.stream.close()
             return

@@ -89,12 +89,16 @@ class SharedMemoryOperations(RemoteOperations):
 
     def _room_for(self, sizes: Numbers) -> Exchange[ReserveReply]:
         """Take room for a batch: what was asked for with the last put, if that was alike."""
+        if self._spare is not None and sizes == self._last_sizes:
+            spare, self._spare = self._spare, None
+            return spare
+        yield from self._give_up_spare()
+        return expect(ReserveReply, (yield from self._ask(Reserve(sizes))))
+
+    def _give_up_spare(self) -> Exchange[None]:
         spare, self._spare = self._spare, None
         if spare is not None:
-            if sizes == self._last_sizes:
-                return spare
             yield from self._connection.notify(Abort(spare.reservation))
-        return expect(ReserveReply, (yield from self._ask(Reserve(sizes))))
 
     def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         yield from self.settle()
@@ -161,6 +165,7 @@ class SharedMemoryOperations(RemoteOperations):
     def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
         """Pin the batch in the server's pool, in as many parts as the server makes of it, and return views of that."""
         with self.pins:
+            yield from self._give_up_spare()  # puts will go by other connections
             owed: list[Release | Abort] = []
             watch = self.pins.watch(owed)
             views: list[memoryview | None] = []
@@ -213,7 +218,7 @@ class SharedMemoryOperations(RemoteOperations):
         if not self.pool.writable or not keys:
             return private_room(keys, sizes)
         with self.pins:
-            reply = expect(ReserveReply, (yield from self._ask(Reserve(numbers(sizes)))))
+            reply = yield from self._room_for(numbers(sizes))
             owed: list[Release | Abort] = [Abort(reply.reservation)]
             watch = self.pins.watch(owed)
             self.pins.reserved = True

@@ -113,6 +113,7 @@ async def test_a_block_that_is_left_after_its_store_was_closed_stores_nothing(tm
                 (view,) = await reservation.__aenter__()
             view[:] = b"value"
             await reservation.__aexit__(None, None, None)
+        del view
         await server.quiet()
         assert server.core.keys() == []
 
