@@ -257,26 +257,27 @@ class PrivateBlocks:
         """One for each block, None for what is missing."""
         self._writable = writable
 
-    def add(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Make room for blocks of these sizes, and `views` of it; return the room of those that are there, writable."""
+    def room(self, sizes: Sequence[int], first: int) -> list[memoryview]:
+        """Make room for blocks of these sizes, and views of it, from number `first` on; return the room of those that
+        are there, writable. A part that is read again, by another way, takes the place of what was there."""
         present = [size for size in sizes if size != MISSING]
         room = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in present]
         starts = list(accumulate(room, initial=0))
         if not present:
-            self.views += [None] * len(sizes)
+            self.views[first:] = [None] * len(sizes)
             return []
         memory = memoryview(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         whole = self.watch.over(memory, writable=self._writable)
         slices = [slice(start, start + size) for start, size in zip(starts, present, strict=False)]
         views = map(whole.__getitem__, slices)
-        self.views += [None if size == MISSING else next(views) for size in sizes]
+        self.views[first:] = [None if size == MISSING else next(views) for size in sizes]
         return [memory[place] for place in slices]
 
 
 def private_room(keys: list[str], sizes: Sequence[int]) -> ReservedRoom:
     """Return room in this process's own memory, to be put when it has been written."""
     blocks = PrivateBlocks(writable=True)
-    blocks.add(sizes)
+    blocks.room(sizes, 0)
     return ReservedRoom(keys, [view for view in blocks.views if view is not None], blocks.watch)
 
 

@@ -290,7 +290,7 @@ class RemoteOperations:
         blocks = PrivateBlocks()
         verified, self._verify = self._verify, self._verify or verify
         try:
-            yield from self._get(keys, None, lambda sizes, first: blocks.add(sizes))
+            yield from self._get(keys, None, blocks.room)
         finally:
             self._verify = verified
         return Leased(blocks.views, blocks.watch)

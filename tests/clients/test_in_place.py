@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infinistore.client.in_place import PrivateBlocks
 from infinistore.core.statistics import StoreStatistics
 from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
+from infinistore.protocol.messages import MISSING
 from tests.clients.conftest import Remotes
 from tests.clients.stores import Opened
 from tests.server.running import KIB, MIB
@@ -189,6 +191,15 @@ def test_a_lease_goes_in_as_many_parts_as_the_server_makes_of_it(remotes: Remote
         assert [view if view is None else bytes(view) for view in views] == [*items.values(), None]
         del views
     assert statistics(opened).leases == 0
+
+
+def test_a_part_that_is_read_again_takes_the_place_of_the_first_attempt() -> None:
+    blocks = PrivateBlocks()
+    blocks.room([3, MISSING], 0)
+    for attempt in (b"bad", b"new"):
+        part = blocks.room([3, MISSING, 5], 2)
+        part[0][:], part[1][:] = attempt, b"other"
+    assert [view if view is None else bytes(view) for view in blocks.views] == [bytes(3), None, b"new", None, b"other"]
 
 
 def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
