@@ -104,7 +104,7 @@ class _Description:
             described = cls(MemoryFormat[name], shapes, dtypes)
             if described.size_bytes <= 0:
                 raise ValueError(f"a block of {described.size_bytes} bytes")
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise ValueError(f"a description that this version cannot read: {error}") from None
         return described
 

@@ -197,7 +197,15 @@ def test_a_block_of_another_size_than_described_is_a_miss_and_is_replaced(
         assert_same(got, stored)
 
 
-@pytest.mark.parametrize("garbage", [b"x", b"\x92\xa7KV_2LTD\x91\x92\xa4cuda\x91\x05", b"\x92\xa7KV_2LTD\x90"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"x",
+        b"\x92\xa7KV_2LTD\x91\x92\xa4cuda\x91\x05",
+        b"\x92\xa7KV_2LTD\x90",
+        b"\x92\xa7KV_2LTD\x91\x92\xa4half\x92\xcf\xff\xff\xff\xff\xff\xff\xff\xff\x02",
+    ],
+)
 def test_a_description_that_is_none_is_a_miss(worker: Worker, server: ServerProcess, garbage: bytes) -> None:
     keys = keys_of(1)
     worker.put(keys, [worker.make_block(0)])
