@@ -272,3 +272,29 @@ def test_a_server_that_is_killed_is_an_error_soon_and_found_again(hosts: tuple[H
         trio.run(main)
     finally:
         server.kill()
+
+
+_CARELESS = """
+import gc, os, sys
+from infinistore.transports.rdma_memory import address_of
+from infinistore.transports.rdma_verbs import open_device
+
+buffer = bytearray(100_000)
+device = open_device(sys.argv[1])
+made = [device.create_queue(serves=True), device.register(address_of(memoryview(buffer)), len(buffer), remote=True)]
+pid = os.fork()
+if pid == 0:
+    device.abandon()
+    for part in (*made, device):
+        part.close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+made.append(device.create_queue(serves=True))  # the parent's device is as it was
+device.itself = device  # for the garbage collector to find
+del device, made
+gc.collect()
+"""
+
+
+def test_a_process_that_forks_and_closes_nothing_ends_without_a_crash(hosts: tuple[Host, Host]) -> None:
+    subprocess.run([sys.executable, "-c", _CARELESS, hosts[1].device], check=True)
