@@ -380,13 +380,13 @@ class RemoteCalls(Generic[_Stream]):
     def _next(self, pinning: bool) -> Link[_Stream] | None:
         """Return a connection that nobody uses. One with pins is for more of them, so that few connections have any:
         whatever else goes wrong on a connection closes it, and that has to wait for the pins."""
-        for links in (self._pinned, self._idle) if pinning else (self._idle,):
-            with suppress(IndexError):  # other threads take from them, too
-                return links.pop()
         for link in [link for link in self._pinned if not link.pins.in_use]:
-            with suppress(ValueError):
+            with suppress(ValueError):  # other threads take from them, too
                 self._pinned.remove(link)
-                return link
+                self._idle.append(link)
+        for links in (self._pinned, self._idle) if pinning else (self._idle,):
+            with suppress(IndexError):
+                return links.pop()
         return None
 
     def _close_idle(self) -> None:
