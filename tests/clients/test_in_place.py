@@ -227,11 +227,11 @@ def test_what_one_client_pins_is_bounded_and_that_is_said(opened: Opened) -> Non
         assert views[0][5] == 2
 
 
-def test_leases_count_together_whatever_was_reserved_in_between(opened: Opened) -> None:
+def test_leases_count_together_whatever_was_reserved_in_between(opened: Opened, torch: Any) -> None:
     opened.store.put_many({f"key {index}": bytes(MIB) for index in range(3)})
     with opened.store.lease(["key 0"]) as views:
-        with opened.store.reserve({"written": 100 * KIB}) as (room,):
-            room[:] = bytes(100 * KIB)
+        with opened.store.reserve({"written": 100 * KIB}) as room:
+            room[0][:] = bytes(100 * KIB)
         with opened.store.lease(["key 1"]) as more:
             if is_in_place(opened):
                 with pytest.raises(LimitExceeded, match="max_pinned_ratio"), opened.store.lease(["key 2"]):
