@@ -8,13 +8,7 @@ names without content. What is tested (`hicache_storage`, `storage.backend_facto
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
-
-import pytest
-
-from infinistore import blocking
-from tests.bad_days.servers import ServerProcess, running_server_process
 
 ENTERED = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
 WITHOUT_CONTENT = (
@@ -61,24 +55,3 @@ def enter_sglang(folder: str) -> None:
 _spec = find_spec("sglang")
 if _spec is not None and _spec.submodule_search_locations:
     enter_sglang(_spec.submodule_search_locations[0])
-
-
-@pytest.fixture(scope="session")
-def shared_server() -> Iterator[ServerProcess]:
-    with running_server_process("--unix-socket", "auto") as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: ServerProcess) -> Iterator[ServerProcess]:
-    """A server with an empty pool of 16 MiB, for tests that leave it alive."""
-    yield shared_server
-    with blocking.open_store(shared_server.url) as store:
-        store.purge()
-
-
-@pytest.fixture
-def mortal_server() -> Iterator[ServerProcess]:
-    """A server for tests that kill it."""
-    with running_server_process() as server:
-        yield server
