@@ -16,6 +16,7 @@ __all__ = [
     "ChecksumMismatch",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceMemoryUnreachable",
     "InfiniStoreException",
     "InfiniStoreKeyNotFound",
     "InvalidRequest",
@@ -145,6 +146,16 @@ class TransferFailed(StoreUnavailable):
     """
 
     code: ClassVar[int] = 16
+
+
+class DeviceMemoryUnreachable(InfiniStoreException, ValueError):
+    """Memory of a GPU was to be moved as it is, or registered for that, and it cannot be: it is not registered, the
+    system does not let it be, or there is no RDMA to move it by.
+
+    The message says which, and what would help. Nothing was stored; what a get should have filled is undefined.
+    """
+
+    code: ClassVar[int] = 17
 
 
 class LeaseStillInUse(ResourceWarning):

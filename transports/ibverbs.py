@@ -144,7 +144,20 @@ class VerbsDevice:
             f"does not register {length} bytes of memory (is `ulimit -l` large enough? RDMA pins what it registers)"
         ):
             memory = self._pyverbs.mr.MR(self._pd, length, access, address=address)
-        region = VerbsRegion(memory, self._regions.discard)
+        return self._keep(memory, address)
+
+    def register_dmabuf(self, fd: int, offset: int, length: int) -> "VerbsRegion":
+        """Register memory of another device. pyverbs gives it addresses that begin at `offset`."""
+        enums, mr = self._pyverbs.enums, self._pyverbs.mr
+        access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE
+        if not hasattr(mr, "DmaBufMR"):
+            raise NoRdma("this release of pyverbs knows no dmabuf", "44 or newer does")
+        with self._refusing("does not register a dmabuf"):
+            memory = mr.DmaBufMR(self._pd, length, access, dmabuf=fd, offset=offset)
+        return self._keep(memory, offset)
+
+    def _keep(self, memory: Any, remote_address: int) -> "VerbsRegion":
+        region = VerbsRegion(memory, remote_address, self._regions.discard)
         self._regions.add(region)
         return region
 
@@ -238,8 +251,9 @@ class VerbsDevice:
 class VerbsRegion:
     """Registered memory."""
 
-    def __init__(self, memory: Any, forget: Callable[["VerbsRegion"], None]) -> None:
+    def __init__(self, memory: Any, remote_address: int, forget: Callable[["VerbsRegion"], None]) -> None:
         self._memory = memory
+        self.remote_address = remote_address
         self._forget = forget
         self._abandoned = False
         self.local_key: int = memory.lkey

@@ -5,59 +5,84 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 from infinistore.transports.rdma_plan import Placement
 from infinistore.transports.rdma_verbs import Device, Region
 
-__all__ = ["RegisteredMemory", "RegisteredSpan", "Staging", "address_of"]
+__all__ = ["RegisteredMemory", "RegisteredSpan", "RemoteSpan", "SpanTable", "Staging", "address_of"]
 
 _ADDRESS = attrgetter("address")
 
 
-class RegisteredSpan:
-    """A span of memory that a device knows. It keeps the memory alive, and is gone for good after `close`."""
+class RemoteSpan:
+    """A span of memory that a device knows, from `address` to `end`; `shift` is from there to what a peer calls it."""
 
-    def __init__(self, device: Device, view: memoryview) -> None:
-        self.view = view
-        self.address = address_of(view)
-        self.end = self.address + len(view)
-        self.writable = not view.readonly
-        self._region: Region = device.register(self.address, len(view), remote=True, writable=self.writable)
-        self.key = self._region.remote_key
+    def __init__(self, address: int, length: int, region: Region) -> None:
+        self.address = address
+        self.end = address + length
+        self.key = region.remote_key
+        self.shift = region.remote_address - address
+        self._region = region
 
     def close(self) -> None:
         """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
         self._region.close()
+
+
+class RegisteredSpan(RemoteSpan):
+    """A span of this process's memory. It keeps the memory alive, and is gone for good after `close`."""
+
+    def __init__(self, device: Device, view: memoryview) -> None:
+        self.view = view
+        self.writable = not view.readonly
+        address = address_of(view)
+        super().__init__(address, len(view), device.register(address, len(view), remote=True, writable=self.writable))
+
+    def close(self) -> None:
+        """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
+        super().close()
         self.view = memoryview(b"")
 
 
-class RegisteredMemory:
-    """The spans that a caller has registered, to be found by address.
+_AnySpan = TypeVar("_AnySpan", bound=RemoteSpan)
+
+
+class SpanTable(Generic[_AnySpan]):
+    """Registered spans, by address.
 
     Lookups may run beside changes in other threads: they see the spans before a change, or after it.
     """
 
     def __init__(self) -> None:
-        # The spans and where each begins, by address; replaced as a whole.
-        self._table: tuple[tuple[RegisteredSpan, ...], tuple[int, ...]] = (), ()
+        self.table: tuple[tuple[_AnySpan, ...], tuple[int, ...]] = (), ()
+        """The spans and where each begins, by address; replaced as a whole."""
 
     def __len__(self) -> int:
-        return len(self._table[0])
+        return len(self.table[0])
 
-    def add(self, span: RegisteredSpan) -> None:
+    def add(self, span: _AnySpan) -> None:
         """Know a span from now on."""
-        self._replace([*self._table[0], span])
+        self._replace([*self.table[0], span])
 
-    def remove(self, span: RegisteredSpan) -> None:
+    def remove(self, span: _AnySpan) -> None:
         """Forget a span, if it is known."""
-        self._replace([known for known in self._table[0] if known is not span])
+        self._replace([known for known in self.table[0] if known is not span])
+
+    def _replace(self, spans: Iterable[_AnySpan]) -> None:
+        ordered = tuple(sorted(spans, key=_ADDRESS))
+        self.table = ordered, tuple(map(_ADDRESS, ordered))
+
+
+class RegisteredMemory(SpanTable[RegisteredSpan]):
+    """The spans that a caller has registered, to be found by address."""
 
     def locate(self, views: Sequence[memoryview], *, writable: bool) -> Placement | None:
         """Return where the peer finds these views; None unless every one of them lies in registered memory.
 
         Where spans overlap, the one that begins last counts.
         """
-        spans, starts = self._table
+        spans, starts = self.table
         if not spans:
             return None
         addresses: list[int] = []
@@ -75,10 +100,6 @@ class RegisteredMemory:
             addresses.append(address)
             keys.append(span.key)
         return Placement(addresses, keys)
-
-    def _replace(self, spans: Iterable[RegisteredSpan]) -> None:
-        ordered = tuple(sorted(spans, key=_ADDRESS))
-        self._table = ordered, tuple(map(_ADDRESS, ordered))
 
 
 class Staging:

@@ -69,10 +69,14 @@ class Completion(NamedTuple):
 
 
 class Region(Protocol):
-    """Registered memory. `remote_key` is what a peer names it by; nobody is told that of the pool."""
+    """Registered memory. `remote_key` is what a peer names it by; nobody is told that of the pool.
+
+    `remote_address` is what a peer calls its first byte.
+    """
 
     local_key: int
     remote_key: int
+    remote_address: int
 
     def close(self) -> None:
         """Unregister: when this returns, the device touches the memory no more. Idempotent."""
@@ -130,6 +134,15 @@ class Device(Protocol):
         """Register memory; `remote` lets the peer of a queue pair read and, if it is writable, write it.
 
         Slow: the pages are pinned. The interpreter waits for it, whichever thread calls (pyverbs keeps its lock).
+
+        Raises:
+            NoRdma: the system does not allow it.
+        """
+
+    def register_dmabuf(self, fd: int, offset: int, length: int) -> Region:
+        """Register memory of another device, for a peer to read and write: `length` bytes from `offset` of a dmabuf.
+
+        The descriptor may be closed afterwards.
 
         Raises:
             NoRdma: the system does not allow it.

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
-from infinistore.client.buffers import BufferLike, plain_bytes, readable, writable
+from infinistore.client.buffers import BufferLike, OnDevice, plain_bytes, readable, writable
+from infinistore.client.device_memory import DeviceBatch, device_batch
 from infinistore.client.operations import Batch
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys, check_distinct, check_keys
@@ -38,21 +39,27 @@ def key_list(keys: Iterable[str]) -> list[str]:
     return CheckedKeys(keys)
 
 
-def batch_to_put(items: Pairs) -> Batch:
-    """Return keys and the bytes of their data. No key may stand there twice."""
+def batch_to_put(items: Pairs) -> Batch | DeviceBatch:
+    """Return keys and the bytes of their data. No key may stand there twice. All data may be on GPUs, or none."""
     names, data = _columns(items)
     keys = CheckedKeys(names)
     check_distinct(keys)
-    return Batch(keys, plain_bytes(data) or list(map(readable, data)))
+    try:
+        return Batch(keys, plain_bytes(data) or list(map(readable, data)))
+    except OnDevice:
+        return device_batch(keys, data)
 
 
-def batch_to_get(items: Pairs) -> Batch:
-    """Return keys and the bytes of their buffers, which can be written."""
+def batch_to_get(items: Pairs) -> Batch | DeviceBatch:
+    """Return keys and the bytes of their buffers, which can be written. All may be on GPUs, or none."""
     names, buffers = _columns(items)
     keys = CheckedKeys(names)
     views = plain_bytes(buffers)
     if not views or any(map(_READONLY, views)):
-        views = list(map(writable, buffers))
+        try:
+            views = list(map(writable, buffers))
+        except OnDevice:
+            return device_batch(keys, buffers)
     return Batch(keys, views)
 
 

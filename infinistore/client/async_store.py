@@ -19,14 +19,19 @@ from infinistore.client.arguments import (
     key_list,
     sizes_to_reserve,
 )
-from infinistore.client.buffers import BufferLike, readable
+from infinistore.client.buffers import BufferLike
+from infinistore.client.device_calls import get_device_into_async as get_device_into
+from infinistore.client.device_calls import put_device_async as put_device
+from infinistore.client.device_memory import DeviceBatch, registrable
 from infinistore.client.in_place import Kept
 from infinistore.client.leasing import AsyncLease, AsyncReservation
 from infinistore.client.operations import Operation
 from infinistore.client.prefix_match import PrefixMatch
+from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.errors import KeyNotFound
 from infinistore.statistics import Stats
+from infinistore.transports.device_memory import DeviceMemory
 
 __all__ = ["AsyncStore"]
 
@@ -36,8 +41,9 @@ _T = TypeVar("_T")
 class AsyncStore(ABC):
     """A store of blocks by key. Made by `open_store`; used by any number of tasks at once.
 
-    Data and buffers are anything contiguous with the buffer protocol, and PyTorch tensors on the CPU. Each method has a
-    deadline (`deadline_s` of `open_store`) and may be cancelled. Every method may raise:
+    Data and buffers are anything contiguous with the buffer protocol, and PyTorch tensors: on the CPU, or on a GPU if
+    `register` knows them. Each method has a deadline (`deadline_s` of `open_store`) and may be cancelled. Every method
+    may raise:
 
     * `StoreUnavailable`: the server cannot be reached, or was lost; a put that ends so may have been stored;
     * `DeadlineExceeded`: the same, after the deadline;
@@ -78,6 +84,8 @@ class AsyncStore(ABC):
             LimitExceeded: a bound of the server was reached.
         """
         checked = batch_to_put(items)
+        if isinstance(checked, DeviceBatch):
+            return await put_device(self, checked, replace)
         return await self._call(lambda ops: ops.put_many(checked, replace), idempotent=False, payload=True)
 
     async def get(self, key: str) -> bytearray:
@@ -128,7 +136,10 @@ class AsyncStore(ABC):
             ChecksumMismatch: the bytes are not those that were written.
         """
         checked = batch_to_get(items)
-        lengths = await self._call(lambda ops: ops.get_many_into(checked, all_or_nothing), payload=True)
+        if isinstance(checked, DeviceBatch):
+            lengths = await get_device_into(self, checked, all_or_nothing)
+        else:
+            lengths = await self._call(lambda ops: ops.get_many_into(checked, all_or_nothing), payload=True)
         if all_or_nothing:
             check_all_there(checked.keys, lengths)
         return lengths
@@ -227,13 +238,23 @@ class AsyncStore(ABC):
         it does nothing more than look at its argument, so that callers need not know which path is in use. Registering
         pins the memory and takes 0.1 s and more per GiB, in which this process waits: never do it for each transfer.
 
+        The memory may be a GPU's: a CUDA tensor. By RDMA, `put`, `put_many`, `get_into` and `get_many_into` then take
+        slices of it, and so does `infinistore.tensors`; no byte of them passes this process's memory. They are moved
+        when this thread's current stream has done what it was told before the call, and they have no checksum, written
+        or checked, whatever `verify` says. Without RDMA such a call is a `DeviceMemoryUnreachable`.
+
         Raises:
             LimitExceeded: the system does not let so much memory be pinned.
+            DeviceMemoryUnreachable: memory of a GPU cannot be registered here; the message names the remedy.
         """
-        return self._register(readable(buffer))
+        return self._register(registrable(buffer))
 
-    def _register(self, view: memoryview) -> Registration:
-        return Registration(len(view))
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return Registration(len(memory))
+
+    def _rdma(self) -> ClientRdma | None:
+        """What is registered for RDMA, if this store may ever use that."""
+        return None
 
     def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """For `infinistore.tensors`: the pool as it is mapped into this process, each arena to be read and, if that is

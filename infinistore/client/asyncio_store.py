@@ -14,11 +14,13 @@ from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.transports.asyncio_sockets import AsyncioSocketStream, connect_tcp, connect_unix
+from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.spin import Spinner
 
 __all__ = ["RemoteAsyncioStore", "open_store"]
@@ -104,8 +106,11 @@ class RemoteAsyncioStore(AsyncStore):
         """Close the connections; those of calls under way, when they end. Any number of times."""
         self._calls.close()
 
-    def _register(self, view: memoryview) -> Registration:
-        return self._calls.register(view)
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self._calls.register(memory)
+
+    def _rdma(self) -> ClientRdma:
+        return self._calls.rdma
 
     async def _call(
         self,

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
-__all__ = ["BufferLike", "plain_bytes", "readable", "writable"]
+__all__ = ["BufferLike", "OnDevice", "plain_bytes", "readable", "writable"]
 
 _FIELD_NAME = re.compile(":[^:]*:")
 BufferLike: TypeAlias = Any
 """bytes, bytearray, memoryview, array, mmap, a numpy array, a PyTorch tensor on the CPU: contiguous, of any type."""
+
+
+class OnDevice(ValueError):
+    """A tensor in the memory of a GPU, where bytes of this process's memory were asked for."""
 
 
 def readable(data: BufferLike) -> memoryview:
@@ -91,7 +95,8 @@ def _bytes_of_array(data: Any, error: Exception) -> memoryview:
 
 def _bytes_of_tensor(tensor: Any, torch: Any) -> memoryview:
     if tensor.device.type != "cpu":
-        raise ValueError(f"the tensor is on {tensor.device}; move it to the CPU first")
+        kind = OnDevice if tensor.device.type == "cuda" else ValueError
+        raise kind(f"the tensor is on {tensor.device}; move it to the CPU first")
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous; pass tensor.contiguous(), or a contiguous buffer to read into")
     try:

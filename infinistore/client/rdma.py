@@ -4,19 +4,23 @@ The device is opened with the first connection that may use it. Where that fails
 kept, and RDMA is tried again after a pause that doubles each time. Meanwhile other paths serve.
 """
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinistore.client.options import Options
 from infinistore.client.registration import Registration
 from infinistore.protocol.messages import HelloReply
-from infinistore.transports import rdma_verbs
+from infinistore.transports import cuda_driver, rdma_verbs
+from infinistore.transports.device_memory import DeviceMemory
+from infinistore.transports.rdma_device_memory import DeviceSpan, RegisteredDeviceMemory
 from infinistore.transports.rdma_devices import there_is_rdma
 from infinistore.transports.rdma_memory import RegisteredMemory, RegisteredSpan, Staging
 from infinistore.transports.rdma_verbs import Device, NoRdma
 
 __all__ = ["DEAD_AFTER_S", "ClientRdma"]
 
+_log = logging.getLogger("infinistore.client")
 DEAD_AFTER_S = 0.25
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -30,11 +34,12 @@ class ClientRdma:
         self.asked_for = forced or bool(options.device)
         """Whether RDMA comes before shared memory."""
         self.memory = RegisteredMemory()
+        self.device_memory = RegisteredDeviceMemory()
         self._options = options
         self._clock = clock
         self._lock = threading.RLock()
         self._device: Device | None = None
-        self._registrations: dict[Registration, RegisteredSpan | None] = {}
+        self._registrations: dict[Registration, RegisteredSpan | DeviceSpan | None] = {}
         self._staging: list[Staging] = []
         self._closed = False
         self._users = 0  # connections that have a queue pair
@@ -99,15 +104,40 @@ class ClientRdma:
         """Whether it did not work, and the pause is over: connections that go another way may be replaced."""
         return bool(self._reason) and self._clock() >= self._try_again_at
 
-    def register(self, view: memoryview) -> Registration:
-        """Register memory, now if a device is open, else when one is."""
-        registration = Registration(len(view), self._unregister)
+    def register(self, memory: memoryview | DeviceMemory) -> Registration:
+        """Register memory, now if a device is open, else when one is.
+
+        Raises:
+            NoRdma: now, and the system does not allow it.
+        """
+        registration = Registration(len(memory), self._unregister)
+        if isinstance(memory, DeviceMemory):
+            registration.device_memory = memory
+        else:
+            registration.view = memory
         with self._lock:
-            span = None if self._device is None else self._span(self._device, view)
-            self._registrations[registration] = span
-            registration.view = view
-            registration.registered = span is not None
+            self._registrations[registration] = None
+            if self._device is not None:
+                try:
+                    self._make_known(registration, self._device)
+                except BaseException:
+                    del self._registrations[registration]
+                    raise
         return registration
+
+    def why_not_registered(self, blocks: Sequence[DeviceMemory]) -> str | None:
+        """Return why these blocks of GPUs can never be moved by RDMA; None if the caller has registered the memory."""
+        if self.device_memory.locate(blocks) is not None:
+            return None
+        with self._lock:
+            known = [one for one in self._registrations if one.device_memory is not None]
+        for block in blocks:
+            holding = [one for one in known if one.device_memory is not None and one.device_memory.holds(block)]
+            if not holding:
+                return f"the tensor is on {block.place} and not registered: register it with the store first"
+            if all(one.problem for one in holding):
+                return holding[0].problem
+        return None
 
     def take_staging(self) -> Staging:
         """Return a staging buffer that nobody uses.
@@ -151,22 +181,41 @@ class ClientRdma:
             device = rdma_verbs.open_device(options.device or None, options.ib_port, None, options.gid_index)
             try:
                 for registration in self._registrations:
-                    self._registrations[registration] = self._span(device, registration.view)
-                    registration.registered = True
+                    self._make_known_later(registration, device)
             except BaseException:
                 device.close()
                 raise
             self._device = device
         return self._device
 
-    def _span(self, device: Device, view: memoryview) -> RegisteredSpan:
-        span = RegisteredSpan(device, view)
-        self.memory.add(span)
-        return span
+    def _make_known(self, registration: Registration, device: Device) -> None:
+        span: RegisteredSpan | DeviceSpan
+        if registration.device_memory is None:
+            span = RegisteredSpan(device, registration.view)
+            self.memory.add(span)
+        else:
+            span = DeviceSpan(device, registration.device_memory, cuda_driver.load_cuda())
+            self.device_memory.add(span)
+        self._registrations[registration] = span
+        registration.registered = True
+
+    def _make_known_later(self, registration: Registration, device: Device) -> None:
+        """Register what the caller gave before there was a device. What cannot be done for a GPU is no reason to do
+        without RDMA."""
+        try:
+            self._make_known(registration, device)
+        except NoRdma as error:
+            if registration.device_memory is None:
+                raise
+            registration.problem = str(error)
+            _log.warning("memory of a GPU is not registered", extra={"reason": str(error)})
 
     def _unregister(self, registration: Registration) -> None:
         with self._lock:
             span = self._registrations.pop(registration, None)
-            if span is not None:
+            if isinstance(span, DeviceSpan):
+                self.device_memory.remove(span)
+            elif span is not None:
                 self.memory.remove(span)
+            if span is not None:
                 span.close()

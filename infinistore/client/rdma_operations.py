@@ -6,15 +6,20 @@ meanwhile. What is small goes inline over the stream: one round trip, and nothin
 
 When a call ends, however it ends, no byte of it moves any more: either its reply has come, or its queue pair is
 destroyed. If a transfer fails, the stream still works, so the call goes on inline, unless the URL asks for RDMA alone.
+
+Blocks in the memory of GPUs have no other way than RDMA, however small they are. They have no checksums either: this
+process does not see them.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import cast
 
 from infinistore.client.copying import copy_blocks, hash_blocks
+from infinistore.client.device_memory import DeviceBatch
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, skipped_keys
 from infinistore.client.rdma import ClientRdma
-from infinistore.errors import DeadlineExceeded, ProtocolError, TransferFailed
+from infinistore.errors import DeadlineExceeded, DeviceMemoryUnreachable, ProtocolError, TransferFailed
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import ClientConnection, Exchange, Pause
 from infinistore.protocol.messages import (
@@ -37,6 +42,7 @@ from infinistore.protocol.messages import (
     ReserveReply,
 )
 from infinistore.protocol.span import Span
+from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.rdma_memory import Staging
 from infinistore.transports.rdma_plan import Placement
 from infinistore.transports.rdma_verbs import NoRdma, Queue
@@ -78,6 +84,8 @@ class RdmaOperations(RemoteOperations):
     # Put
 
     def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+        if _is_on_device(batch.views):
+            return (yield from self._put_from_device(batch, replace))
         if self._queue is not None and sum(map(len, batch.views)) > self._inline_bytes:
             try:
                 return (yield from self._put_by_rdma(batch, replace))
@@ -151,6 +159,9 @@ class RdmaOperations(RemoteOperations):
         return (yield from super().get_many_into(batch, all_or_nothing=False))
 
     def _get(self, keys: Sequence[str], views: Sequence[memoryview] | None, room: Room) -> Exchange[None]:
+        if views and _is_on_device(views):
+            yield from self._get_to_device(keys, views, room)
+            return
         first = 0
         while first < len(keys) and self._queue is not None:
             try:
@@ -220,6 +231,50 @@ class RdmaOperations(RemoteOperations):
         bad = [keys[i] for i, found in pairs if reply.checksums[i] not in (NO_CHECKSUM, found)]
         yield from self._report(bad, len(present))
 
+    # Memory of GPUs
+
+    def put_device(self, batch: DeviceBatch, replace: bool) -> Exchange[list[str]]:
+        """Put a batch that lies in registered memory of GPUs; return the keys that were skipped."""
+        return (yield from self.put_many(_as_batch(batch), replace))
+
+    def get_device_into(self, batch: DeviceBatch, all_or_nothing: bool) -> Exchange[list[int | None]]:
+        """Read the batch into registered memory of GPUs; return the stored lengths, None for what is missing."""
+        return (yield from self.get_many_into(_as_batch(batch), all_or_nothing))
+
+    def _put_from_device(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+        placement = self._locate(batch.views)
+        try:
+            return (yield from self._put_at(batch.keys, list(map(len, batch.views)), placement, [], replace))
+        except (TransferFailed, DeadlineExceeded) as error:
+            yield from self._give_up(error)
+            raise DeviceMemoryUnreachable(f"{error}; nothing was stored") from error
+
+    def _get_to_device(self, keys: Sequence[str], views: Sequence[memoryview], room: Room) -> Exchange[None]:
+        first = 0
+        while first < len(keys):
+            part = Keys(list(keys[first : first + self._hello.max_batch_keys]))
+            wanted = views[first : first + len(part)]
+            target = self._locate(wanted)
+            place = numbers(target.addresses), _one_if_same(target.keys)
+            get = RdmaGet(part, numbers(map(len, wanted)), *place, read_back=True)
+            try:
+                reply = expect(RdmaGetReply, (yield from self._ask(get)))
+            except (TransferFailed, DeadlineExceeded) as error:
+                yield from self._give_up(error)
+                raise DeviceMemoryUnreachable(str(error)) from error
+            self._check_reply(get, reply)
+            if reply.lease or (reply.inline and set(reply.sizes) != {MISSING}):
+                raise ProtocolError("the server did not write to the memory that it was given")
+            room(reply.sizes, first)
+            first += len(reply.sizes)
+            self._rdma.works()
+
+    def _locate(self, views: Sequence[memoryview]) -> Placement:
+        placement = self._rdma.device_memory.locate(cast("Sequence[DeviceMemory]", views))
+        if placement is None:  # it was, when the call began
+            raise DeviceMemoryUnreachable("the memory was unregistered")
+        return placement
+
     # The queue pair
 
     def _staging(self) -> Staging:
@@ -243,6 +298,16 @@ class RdmaOperations(RemoteOperations):
         if self._owed is not None:  # for the call that goes on: it may need that room
             yield from self._connection.notify(self._owed)
             self._owed = None
+
+
+def _as_batch(batch: DeviceBatch) -> Batch:
+    """The parts of an operation that only measure and cut the blocks are the same for both kinds of memory."""
+    return Batch(batch.keys, cast("list[memoryview]", batch.blocks))
+
+
+def _is_on_device(views: Sequence[memoryview]) -> bool:
+    first: object = views[0]
+    return type(first) is DeviceMemory
 
 
 def _one_if_same(keys: Sequence[int]) -> Numbers:

@@ -26,9 +26,17 @@ from infinistore.client.operations import Operation
 from infinistore.client.options import Options
 from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
-from infinistore.errors import DeadlineExceeded, InfiniStoreException, LimitExceeded, StoreUnavailable, TransferFailed
+from infinistore.errors import (
+    DeadlineExceeded,
+    DeviceMemoryUnreachable,
+    InfiniStoreException,
+    LimitExceeded,
+    StoreUnavailable,
+    TransferFailed,
+)
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
 from infinistore.protocol.messages import HelloReply
+from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.rdma_verbs import NoRdma
 from infinistore.transports.sockets import peer_user
 
@@ -167,13 +175,14 @@ class RemoteCalls(Generic[_Stream]):
                         self._give_back(link)
             yield Sleep(delay_s)
 
-    def register(self, view: memoryview) -> Registration:
+    def register(self, memory: memoryview | DeviceMemory) -> Registration:
         """Register memory of the caller's; see the method of the stores."""
         self.check_open()
         try:
-            return self.rdma.register(view)
+            return self.rdma.register(memory)
         except NoRdma as error:
-            raise LimitExceeded(str(error)) from error
+            kind = DeviceMemoryUnreachable if isinstance(memory, DeviceMemory) else LimitExceeded
+            raise kind(str(error)) from error
 
     def deadline_exceeded(self, attempt: Attempt) -> DeadlineExceeded:
         """Note that a call did not finish in time, and return the error to raise."""

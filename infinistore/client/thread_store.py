@@ -12,11 +12,13 @@ from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Attempt, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Receive, ReceiveDescriptors, Send
 from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
+from infinistore.transports.device_memory import DeviceMemory
 
 __all__ = ["RemoteThreadStore", "open_store"]
 
@@ -112,8 +114,11 @@ class RemoteThreadStore(BlockingStore):
     def _verifies(self) -> bool:
         return self._calls.options.verify == "always"
 
-    def _register(self, view: memoryview) -> Registration:
-        return self._calls.register(view)
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self._calls.register(memory)
+
+    def _rdma(self) -> ClientRdma:
+        return self._calls.rdma
 
     def _call(
         self,

@@ -12,10 +12,12 @@ from infinistore.client.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.in_place import Kept
 from infinistore.client.operations import Operation
 from infinistore.client.options import Options, StoreOptions, make_options
+from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.sockets import SocketStream, connect_tcp, connect_unix
 
 __all__ = ["open_store"]
@@ -118,8 +120,11 @@ class _RemoteTrioStore(AsyncStore):
     def close(self) -> None:
         self._calls.close()
 
-    def _register(self, view: memoryview) -> Registration:
-        return self._calls.register(view)
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self._calls.register(memory)
+
+    def _rdma(self) -> ClientRdma:
+        return self._calls.rdma
 
     async def _call(
         self,

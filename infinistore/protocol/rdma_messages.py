@@ -65,6 +65,9 @@ class RdmaGet:
     With `region_bytes` 0, `addresses` has a place for each block, of at least its capacity. Otherwise it has one, of a
     span of so many bytes, and the blocks that are there go into it back to back. A batch of at most `inline_bytes`
     comes as payload instead. One that is longer than the span is leased, to be fetched in pieces.
+
+    With `read_back`, the server reads a byte of each memory that it has written to before it replies. That pushes
+    before it what the client's card has taken but not yet written, to the memory of a GPU for example.
     """
 
     KIND: ClassVar[int] = 0x22
@@ -74,6 +77,7 @@ class RdmaGet:
     remote_keys: Numbers
     region_bytes: int = attrs.field(default=0, validator=count)
     inline_bytes: int = attrs.field(default=0, validator=count)
+    read_back: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen

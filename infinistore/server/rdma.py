@@ -9,6 +9,7 @@ once, like everywhere else.
 """
 
 import logging
+import mmap
 from collections.abc import Sequence
 from itertools import repeat
 from operator import add
@@ -43,6 +44,7 @@ from infinistore.protocol.messages import (
 from infinistore.server.conversation import Conversation
 from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
 from infinistore.transports import rdma_verbs
+from infinistore.transports.rdma_memory import address_of
 from infinistore.transports.rdma_mover import RdmaMover
 from infinistore.transports.rdma_plan import Placement, plan_transfer
 from infinistore.transports.rdma_verbs import Device, Endpoint, NoRdma, Operation, Region
@@ -63,6 +65,9 @@ class RdmaPool:
         self.dead_after_s = dead_after_s
         self._bases: list[int] = []
         self._regions: list[Region] = []
+        # Where bytes are read that nobody looks at.
+        self._scratch = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        self._scratch_region = device.register(address_of(self._scratch), 1, remote=False)
 
     def add_arena(self, arena: Arena) -> None:
         """Register the next arena. Blocking, 0.1 s and more per GiB.
@@ -84,6 +89,10 @@ class RdmaPool:
         bases, regions = self._bases, self._regions
         addresses = [bases[arena] + offset for arena, offset in zip(arenas, offsets, strict=True)]
         return Placement(addresses, [regions[arena].local_key for arena in arenas])
+
+    def scratch(self, count: int) -> Placement:
+        """One byte, as often as it is wanted, to read into what nobody will look at."""
+        return Placement([address_of(self._scratch)] * count, [self._scratch_region.local_key] * count)
 
     def close(self) -> None:
         """Close the device; idempotent."""
@@ -212,12 +221,25 @@ class RdmaRequests:
                 keeps = True
                 return await conversation.reply(RdmaGetReply(sizes, checksums, number))
             target = _packed(remote, lease) if packs else _scattered(remote, lease)
-            await self._move(Operation.WRITE, self._rdma.placement(lease.pinned), target, _lengths(lease), received)
+            lengths = _lengths(lease)
+            await self._move(Operation.WRITE, self._rdma.placement(lease.pinned), target, lengths, received)
+            if get.read_back:
+                await self._read_back(target, lengths, received)
             conversation.traffic.sent_bytes += total
         finally:
             if not keeps:
                 self._core.release(lease)
         return await conversation.reply(RdmaGetReply(sizes, checksums))
+
+    async def _read_back(self, written: Placement, lengths: Sequence[int], received: Received) -> None:
+        """Read the last byte that was written to each memory: a card does not let a read overtake writes.
+
+        A write is acknowledged when the client's card has it. Until it has passed the bus to a GPU, the GPU may read
+        what was there before, and the reply, which goes another way, may be quicker.
+        """
+        ends = dict(zip(written.keys, map(add, written.addresses, lengths), strict=True))
+        last = Placement([end - 1 for end in ends.values()], list(ends))
+        await self._move(Operation.READ, self._rdma.scratch(len(last.keys)), last, [1] * len(last.keys), received)
 
     def check_order(self, message: SharedMemoryRequest) -> None:
         """Refuse what only a client that maps the pool may ask for, and to commit what was not filled.

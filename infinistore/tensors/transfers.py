@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from infinistore.client.threads import in_thread
 from infinistore.errors import BufferTooSmall, InfiniStoreException, LimitExceeded
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
 from infinistore.tensors.devices import Staging, Transfer
 from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing
 from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
-from infinistore.tensors.threads import in_thread
 
 if TYPE_CHECKING:
     import torch

@@ -66,7 +66,8 @@ def test_what_is_retried_is_what_the_table_says(operation: Any) -> None:
 def test_every_error_that_is_named_exists_and_every_error_of_a_store_is_named() -> None:
     named = set(
         re.findall(
-            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Memory|Large|Small|NotFound))`", PAGE
+            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Unreachable|Memory|Large|Small|NotFound))`",
+            PAGE,
         )
     )
     known = set(errors.__all__) | {"ValueError", "TypeError"}

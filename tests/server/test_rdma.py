@@ -183,7 +183,7 @@ async def test_a_client_that_goes_with_a_transfer_under_way_loses_it(rdma: RdmaP
 async def test_no_client_can_address_the_servers_memory(rdma: RdmaPeer, operation: Operation) -> None:
     await rdma.put("a")
     (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
-    (arena,) = pool.regions.values()
+    arena = max(pool.regions.values(), key=lambda region: region.length)
     before = ctypes.string_at(arena.address, len(VALUE))
     queue = await connect_queue(rdma.peer, rdma.device, serves=True)
     rdma.memory[:] = b"x" * len(VALUE)
@@ -201,11 +201,11 @@ async def test_no_client_can_address_the_servers_memory(rdma: RdmaPeer, operatio
 
 async def test_what_is_registered_for_the_server_is_not_for_its_clients(rdma: RdmaPeer) -> None:
     (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
-    assert [region.remote for region in pool.regions.values()] == [False]
+    assert [region.remote for region in pool.regions.values()] == [False, False], "a scratch byte and the arena"
     with pytest.raises(TransferFailed):
         await rdma.put("a", address=rdma.server.core.pool.arenas[0].address)
     rdma.queue = await connect_queue(rdma.peer, rdma.device)
-    own = next(iter(pool.regions.values()))
+    own = max(pool.regions.values(), key=lambda region: region.length)
     with pytest.raises(TransferFailed):
         await rdma.put("a", address=own.address, remote_key=own.remote_key)
 
@@ -326,6 +326,21 @@ async def test_a_get_that_is_longer_than_its_span_is_leased_and_fetched_in_piece
     await rdma.peer.send_head(Release(reply.lease))
     assert await rdma.exists("a")
     assert rdma.server.core.statistics().leases == 0
+
+
+async def test_what_was_written_is_read_back_once_from_each_memory(rdma: RdmaPeer) -> None:
+    await rdma.put("a")
+    await rdma.put("b", 1000)
+    other = RegisteredSpan(rdma.device, memoryview(bytearray(1000)))
+    places = numbers([rdma.span.address, other.address, other.address + 500])
+    keys = numbers([rdma.span.key, other.key, other.key])
+    get = RdmaGet(Keys(["a", "b", "missing"]), numbers([len(VALUE), 1000, 10]), places, keys)
+    before = rdma.fabric.moved_bytes
+    assert await rdma.ask(get) == await rdma.ask(attrs.evolve(get, read_back=True))
+    assert rdma.fabric.moved_bytes - before == 2 * (len(VALUE) + 1000) + 2
+    assert other.view == VALUE[:1000]
+    nothing = RdmaGet(Keys(["missing"]), numbers([10]), numbers([other.address]), numbers([other.key]), read_back=True)
+    assert await rdma.ask(nothing) == RdmaGetReply(numbers([2**64 - 1]), numbers([0]), inline=True)
 
 
 async def test_local_access_is_checked_too() -> None:

@@ -3,6 +3,9 @@
 A `Fabric` connects the devices that are opened on it. Each transfer is checked against what both ends registered and
 connected, byte by byte: a wrong key, a span that ends too late, a write where only reads are allowed, a peer that is
 gone. Work can be held back, to look at what happens meanwhile.
+
+Memory of other devices is known by a dmabuf, whose descriptor says which memory it is (`Fabric.dmabufs`). What is
+written there arrives late: with the next read of the same memory.
 """
 
 import ctypes
@@ -36,6 +39,9 @@ class FakeRegion:
     remote_key: int
     remote: bool
     writable: bool
+    remote_address: int
+    late: list[tuple[int, bytes]] | None = None
+    """For a device's memory: what was written to it and has not arrived."""
 
     def close(self) -> None:
         with self.device.fabric.lock:
@@ -43,6 +49,11 @@ class FakeRegion:
 
     def holds(self, address: int, length: int) -> bool:
         return self.address <= address and address + length <= self.address + self.length
+
+    def arrive(self) -> None:
+        while self.late:
+            target, content = self.late.pop(0)
+            ctypes.memmove(target, content, len(content))
 
 
 @attrs.define(eq=False)
@@ -148,11 +159,24 @@ class FakeDevice:
             if fabric.refuses_to_register:
                 raise NoRdma("no more memory may be pinned; raise `ulimit -l`")
             key = next(fabric.numbers)
-            region = FakeRegion(self, address, length, key, key, remote, writable)
-            self.regions[key] = region
-            fabric.registrations += 1
-            fabric.registered_bytes += length
-            return region
+            return self._keep(FakeRegion(self, address, length, key, key, remote, writable, address))
+
+    def register_dmabuf(self, fd: int, offset: int, length: int) -> FakeRegion:
+        fabric = self.fabric
+        with fabric.lock:
+            assert not self.closed
+            if fabric.refuses_dmabufs:
+                raise NoRdma(f"{self.name} does not register a dmabuf: Operation not supported")
+            base, whole = fabric.dmabufs[os.fstat(fd).st_ino]
+            assert 0 <= offset <= offset + length <= whole, "beyond the end of the dmabuf"
+            key = next(fabric.numbers)
+            return self._keep(FakeRegion(self, base + offset, length, key, key, True, True, offset, []))
+
+    def _keep(self, region: FakeRegion) -> FakeRegion:
+        self.regions[region.local_key] = region
+        self.fabric.registrations += 1
+        self.fabric.registered_bytes += region.length
+        return region
 
     def create_queue(self, *, serves: bool) -> FakeQueue:
         with self.fabric.lock:
@@ -192,7 +216,9 @@ class Fabric:
         """Some was posted since this was cleared."""
         self.held = False
         self.unplugged = False
-        self.refuses_to_register = self.refuses_to_connect = self.refuses_queues = False
+        self.refuses_to_register = self.refuses_to_connect = self.refuses_queues = self.refuses_dmabufs = False
+        self.dmabufs: dict[int, tuple[int, int]] = {}
+        """The memory behind a descriptor, address and length, by the descriptor's inode."""
         self.statuses: deque[int] = deque()
         """With which status the next requests end, 0 for as usual."""
         self.batches = self.requests = self.registrations = self.registered_bytes = self.moved_bytes = 0
@@ -242,13 +268,21 @@ class Fabric:
         remote = next((known for known in peer.device.regions.values() if known.remote_key == remote_key), None)
         if peer.serves:
             return REMOTE_INVALID
-        if remote is None or not remote.remote or not remote.holds(there, length):
+        if remote is None or not remote.remote:
+            return REMOTE_ACCESS
+        there += remote.address - remote.remote_address
+        if not remote.holds(there, length):
             return REMOTE_ACCESS
         if operation is Operation.WRITE and not remote.writable:
             return REMOTE_ACCESS
-        source, target = (there, here) if operation is Operation.READ else (here, there)
-        ctypes.memmove(target, source, length)
         self.moved_bytes += length
+        if operation is Operation.READ:
+            remote.arrive()
+            ctypes.memmove(here, there, length)
+        elif remote.late is not None:
+            remote.late.append((there, ctypes.string_at(here, length)))
+        else:
+            ctypes.memmove(there, here, length)
         return 0
 
 

@@ -70,6 +70,18 @@ class MR(_Closes):
         self.lkey, self.rkey = 7, 8
 
 
+class DmaBufMR(MR):
+    """In 44 to 65 alike: `dmabuf` may be a descriptor, and the memory's addresses begin at `offset`."""
+
+    def __init__(  # noqa: PLR0917 - as it is there
+        self, pd: PD, length: int, access: int, dmabuf: int | None = None, offset: int = 0, gpu: int = 0, gtt: int = 0
+    ) -> None:
+        if length > 1 << 40:
+            raise PyverbsRDMAError("Failed to register a dma-buf MR", errno.EOPNOTSUPP)
+        super().__init__(pd, length, access)
+        self.dmabuf, self.offset = dmabuf, offset
+
+
 class CompChannel44(_Closes):
     """It has a descriptor, and does not tell."""
 
@@ -230,7 +242,7 @@ def _loader(enums: str, channel: type[CompChannel44]) -> Loader:
         "pyverbs.pd": SimpleNamespace(PD=PD),
         "pyverbs.cq": SimpleNamespace(CompChannel=channel, CQ=CQ),
         "pyverbs.qp": SimpleNamespace(QPCap=QPCap, QPInitAttr=QPInitAttr, QPAttr=QPAttr, QP=QP),
-        "pyverbs.mr": SimpleNamespace(MR=MR),
+        "pyverbs.mr": SimpleNamespace(MR=MR, DmaBufMR=DmaBufMR),
         "pyverbs.wr": SimpleNamespace(SGE=SGE, SendWR=SendWR),
         "pyverbs.addr": SimpleNamespace(GID=GID, GlobalRoute=GlobalRoute, AHAttr=AHAttr),
     }

@@ -144,6 +144,24 @@ def test_memory_is_registered_for_no_more_than_it_is_for(
     assert (region.local_key, region.remote_key) == (7, 8)
 
 
+def test_a_dmabuf_is_registered_from_an_offset_and_its_addresses_begin_there(device: VerbsDevice) -> None:
+    region = device.register_dmabuf(33, 700, 4096)
+    memory = region._memory
+    assert (type(memory).__name__, memory.dmabuf, memory.offset, memory.access) == ("DmaBufMR", 33, 700, 1 | 2 | 4)
+    assert (region.remote_key, region.remote_address) == (8, 700)
+    assert device.register(8192, 100, remote=True).remote_address == 8192
+    device.close()
+    assert closed().count("DmaBufMR") == 1
+
+
+def test_a_device_that_takes_no_dmabufs_says_so(device: VerbsDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoRdma, match="rxe0 does not register a dmabuf: Failed"):
+        device.register_dmabuf(33, 0, 1 << 41)
+    monkeypatch.delattr(device._pyverbs.mr, "DmaBufMR")
+    with pytest.raises(NoRdma, match="pyverbs knows no dmabuf; 44 or newer does"):
+        device.register_dmabuf(33, 0, 4096)
+
+
 def test_a_queue_pair_is_connected_within_what_both_ends_can_do(device: VerbsDevice) -> None:
     queue = device.create_queue(serves=True)
     assert queue._pair.wanted.cap.max_send_wr == device.limits.depth == 4 * CHAIN

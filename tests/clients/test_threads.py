@@ -6,7 +6,7 @@ import threading
 import pytest
 import trio
 
-from infinistore.tensors.threads import in_thread
+from infinistore.client.threads import in_thread
 
 
 class Work:

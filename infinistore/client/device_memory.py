@@ -1,0 +1,86 @@
+"""CUDA tensors as memory of a GPU: looked at, and never touched, in this process.
+
+A tensor is seen as its bytes, like any buffer. What is moved from or to it is ordered after what the caller's current
+stream was told before: a batch remembers that when it is made, and somebody waits for it before any byte is moved.
+"""
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from infinistore.client.buffers import BufferLike, OnDevice, readable
+from infinistore.transports import cuda_driver
+from infinistore.transports.device_memory import DeviceMemory
+
+__all__ = ["DeviceBatch", "device_batch", "device_memory", "registrable"]
+
+
+class DeviceBatch(NamedTuple):
+    """Keys, and for each of them the memory of a GPU to store, or to read into.
+
+    `wait` returns when the GPUs have done what they were told before the batch was made.
+    """
+
+    keys: list[str]
+    blocks: list[DeviceMemory]
+    wait: Callable[[], None]
+
+
+def device_batch(keys: list[str], tensors: Collection[BufferLike]) -> DeviceBatch:
+    """Return a batch of tensors that are all on GPUs.
+
+    Raises:
+        ValueError: some are not, or one is not contiguous or has no bytes of its own.
+    """
+    on_cpu = next((tensor for tensor in tensors if not _is_on_gpu(tensor)), None)
+    if on_cpu is not None:
+        raise ValueError(
+            f"one batch has a {type(on_cpu).__name__} beside CUDA tensors; make two calls: one for what is on GPUs, and"
+            " one for the rest"
+        )
+    blocks = list(map(device_memory, tensors))
+    cuda = cuda_driver.load_cuda()
+    events = [cuda.record(ordinal) for ordinal in sorted({block.ordinal for block in blocks})]
+
+    def wait() -> None:
+        for event in events:
+            cuda.wait(event)
+
+    return DeviceBatch(keys, blocks, wait)
+
+
+def registrable(buffer: BufferLike) -> memoryview | DeviceMemory:
+    """Return the bytes of what is to be registered, wherever they are.
+
+    Raises:
+        TypeError, ValueError: as of `readable`, and of `device_memory`.
+    """
+    try:
+        return readable(buffer)
+    except OnDevice:
+        return device_memory(buffer)
+
+
+def device_memory(tensor: Any) -> DeviceMemory:
+    """Return the bytes of a CUDA tensor, of any element type.
+
+    Raises:
+        ValueError: it is not contiguous, is empty, or its bytes are not its values.
+    """
+    torch = sys.modules["torch"]  # who passes a tensor has imported it
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError("the tensor is not contiguous; pass tensor.contiguous(), or a contiguous tensor to read into")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("the tensor is a lazy conjugate or negative; pass tensor.resolve_conj().resolve_neg()")
+    length = tensor.numel() * tensor.element_size()
+    if not length:
+        raise ValueError("a value has at least one byte; this tensor is empty")
+    address = tensor.data_ptr()
+    if not address:
+        raise ValueError("the tensor has no memory of its own (a meta or fake tensor); pass a real one")
+    return DeviceMemory(address, length, tensor.device.index or 0, tensor)
+
+
+def _is_on_gpu(data: BufferLike) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor) and data.device.type == "cuda"
