@@ -8,7 +8,7 @@ from infinistore.doctor.findings import Finding, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
 from infinistore.sizes import MIB, describe_size
 
-__all__ = ["examine_kernel"]
+__all__ = ["examine_kernel", "kernel_version"]
 
 _TOPIC = "system"
 _DESCRIPTORS_BESIDE_CONNECTIONS = 64
@@ -28,16 +28,21 @@ def examine_kernel(host: Host) -> Iterator[Finding]:
 
 def _version(host: Host) -> Finding:
     release = host.text("proc/sys/kernel/osrelease")
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found is None:
+    version = kernel_version(host)
+    if version is None:
         return warning(_TOPIC, "kernel", release or "unknown", "InfiniStore needs Linux")
-    version = (int(found[1]), int(found[2]))
     if version >= (5, 14):
         return good(_TOPIC, "kernel", f"Linux {release}")
     text = f"Linux {release} is older than 5.14: the first touch of the pool's memory is slower"
     if version < (5, 12):
         text += ", and RDMA with fork needs RDMAV_FORK_SAFE=1"
     return warning(_TOPIC, "kernel", text, "a newer kernel, if start-up takes too long")
+
+
+def kernel_version(host: Host) -> tuple[int, int] | None:
+    """Return the first two numbers of the kernel's version; None if it tells none."""
+    found = re.match(r"(\d+)\.(\d+)", host.text("proc/sys/kernel/osrelease"))
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _descriptors(host: Host) -> Finding:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from infinistore.doctor.findings import Finding, Level, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.doctor.kernel import kernel_version
 from infinistore.sizes import MIB, describe_size
 from infinistore.transports.rdma_choice import NoRdma, Wanted, choose, judge_gids, judge_port
 from infinistore.transports.rdma_devices import Link, RdmaDevice, RdmaPort, RdmaSystem, read_system, roce_mtu_bytes
@@ -13,6 +14,8 @@ __all__ = ["examine_rdma"]
 _TOPIC = "RDMA"
 _CAP_IPC_LOCK = 14
 _LITTLE_MEMLOCK_BYTES = 64 * MIB
+_FIRST_WITH_DMABUF = (5, 12)
+_PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def examine_rdma(host: Host, wanted: Wanted, pyverbs: Callable[[], str]) -> Iterator[Finding]:
@@ -25,7 +28,7 @@ def examine_rdma(host: Host, wanted: Wanted, pyverbs: Callable[[], str]) -> Iter
     yield _choice(system, wanted)
     yield _pyverbs(pyverbs, needed=bool(system.devices))
     yield _memlock(host, needed=bool(system.devices))
-    yield _peer_memory(host)
+    yield _gpu_memory(host)
 
 
 def _device(device: RdmaDevice, host: Host) -> Finding:
@@ -120,18 +123,26 @@ def _memlock(host: Host, *, needed: bool) -> Finding:
     return (bad if soft < _LITTLE_MEMLOCK_BYTES else warning)(_TOPIC, "memlock", text, remedy)
 
 
-def _peer_memory(host: Host) -> Finding:
+def _gpu_memory(host: Host) -> Finding:
+    """In which of two ways a card's driver can be told where a GPU's memory is."""
     subject = "memory of GPUs"
     driver = host.text("proc/driver/nvidia/version")
     if not driver:
         return good(_TOPIC, subject, "no NVIDIA driver here")
-    if host.exists("sys/module/nvidia_peermem"):
-        return good(_TOPIC, subject, "nvidia-peermem is loaded")
-    if "Open Kernel Module" in driver:
-        return good(_TOPIC, subject, "the open NVIDIA driver exports it as dmabuf; nvidia-peermem is not loaded")
+    exports = "Open Kernel Module" in driver
+    version = kernel_version(host)
+    imports = version is not None and version >= _FIRST_WITH_DMABUF
+    loaded = [name for name in _PEER_MEMORY_MODULES if host.exists(f"sys/module/{name}")]
+    ways = ["as a dmabuf, which the open NVIDIA driver exports"] * (exports and imports)
+    ways += [f"by {name.replace('_', '-')}, which is loaded" for name in loaded]
+    if ways:
+        return good(
+            _TOPIC, subject, f"can be registered {', and '.join(ways)}, if the RDMA device's driver takes it so"
+        )
+    why = "Linux before 5.12 hands no dmabuf to RDMA" if exports else "only its open kernel modules export a dmabuf"
     return warning(
         _TOPIC,
         subject,
-        "the NVIDIA driver is there, but neither nvidia-peermem nor the open driver's dmabuf",
+        f"the NVIDIA driver is there, but not nvidia-peermem, and {why}: RDMA goes by way of the host's memory",
         "as root: modprobe nvidia-peermem",
     )

@@ -47,6 +47,9 @@ class Runtime(Protocol):
     def wait_event(self, stream: Any, event: Any) -> None:
         """Let what the stream is told from now on begin after the event."""
 
+    def wait(self, event: Any) -> None:
+        """Wait for the event. The interpreter's lock is free meanwhile."""
+
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """What PyTorch does inside, it does on this stream."""
 
@@ -104,6 +107,10 @@ class CudaCopies:
     def mark(self, tensor: "torch.Tensor") -> Any:
         """Remember what the tensor's device was told so far, by this thread's current stream."""
         return self._runtime.record(tensor.device)
+
+    def wait(self, after: Any) -> None:
+        """Wait for what `mark` remembered."""
+        self._runtime.wait(after)
 
     def host_memory(self, length: int) -> "torch.Tensor":
         """Make pinned memory."""

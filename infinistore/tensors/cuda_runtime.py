@@ -48,6 +48,10 @@ class TorchCuda:
         """Let the stream go on after the event."""
         stream.wait_event(event)
 
+    def wait(self, event: "torch.cuda.Event") -> None:
+        """Wait for the event."""
+        event.synchronize()
+
     def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
         """What PyTorch does inside, it does on this stream, and on its device."""
         import torch

@@ -4,18 +4,21 @@ Where the bytes go, by where the tensor is and whether the store's pool is mappe
 
 * On the CPU, in one piece each: the store moves them from and to the tensor itself.
 * On the CPU, scattered: by way of a contiguous copy.
+* On a GPU, in memory that is registered for RDMA: between the GPU and the server (`direct`).
 * On a device, the pool mapped: between the device and the pool, under a reservation or a lease.
 * On a device otherwise: by way of memory of this process that the device likes.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from infinistore.client.device_calls import get_device_into, get_device_into_async, put_device, put_device_async
 from infinistore.client.threads import in_thread
-from infinistore.errors import BufferTooSmall, InfiniStoreException, LimitExceeded
+from infinistore.errors import BufferTooSmall, DeviceMemoryUnreachable, InfiniStoreException, LimitExceeded
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
 from infinistore.tensors.devices import Staging, Transfer
+from infinistore.tensors.direct import direct_batch
 from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing
 from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
 
@@ -34,6 +37,10 @@ _Problem: TypeAlias = InfiniStoreException | None
 
 def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> None:
     """Store the blocks of all these tensors, visible at once."""
+    if (direct := direct_batch(store, batch)) is not None:
+        with suppress(DeviceMemoryUnreachable):  # nothing was stored
+            put_device(store, direct, True)
+            return
     if _is_within_reach(store, batch) and _put_in_place(store, batch):
         return
     store.put_many(_sources(batch, staging))
@@ -41,6 +48,10 @@ def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
 
 async def put_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> None:
     """The same for an asynchronous store."""
+    if (direct := direct_batch(store, batch)) is not None:
+        with suppress(DeviceMemoryUnreachable):
+            await put_device_async(store, direct, True)
+            return
     await store.put_many(await _beside_loop(batch, lambda: _sources(batch, Staging(None))))
 
 
@@ -50,6 +61,9 @@ def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
     Raises:
         BlockSizeMismatch: a stored block is longer than its place in a tensor; nothing was written to any.
     """
+    if (direct := direct_batch(store, batch)) is not None:
+        with suppress(DeviceMemoryUnreachable), _longer_blocks_refused():
+            return _problems(batch, get_device_into(store, direct, False))
     if _is_within_reach(store, batch):
         return _get_in_place(store, batch)
     targets = _targets(batch, staging)
@@ -60,6 +74,9 @@ def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
 
 async def get_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> list[_Problem]:
     """The same for an asynchronous store."""
+    if (direct := direct_batch(store, batch)) is not None:
+        with suppress(DeviceMemoryUnreachable), _longer_blocks_refused():
+            return _problems(batch, await get_device_into_async(store, direct, False))
     targets = await _beside_loop(batch, lambda: _targets(batch, Staging(None)))
     with _longer_blocks_refused():
         lengths = await store.get_many_into(pair for target in targets for pair in target.pairs)
@@ -180,6 +197,11 @@ def _targets(batch: Sequence[Transfer], staging: Staging) -> list[_Target]:
 def _finish(targets: list[_Target], lengths: Sequence[int | None]) -> list[_Problem]:
     parts = _parts([target.transfer for target in targets], lengths)
     return [target.finish(part) for target, part in zip(targets, parts, strict=True)]
+
+
+def _problems(batch: Sequence[Transfer], lengths: Sequence[int | None]) -> list[_Problem]:
+    parts = _parts(batch, lengths)
+    return [_find_problem(transfer.blocks, part) for transfer, part in zip(batch, parts, strict=True)]
 
 
 def _find_problem(blocks: TensorBlocks, lengths: Sequence[int | None]) -> _Problem:

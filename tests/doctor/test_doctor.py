@@ -93,6 +93,13 @@ CASES: dict[str, tuple[dict[str, str], dict[str, int], str, Level, str]] = {
         {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550\n"},
         {}, "memory of GPUs", Level.WARNING, "modprobe nvidia-peermem",
     ),
+    "open driver, old kernel": (
+        {
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570\n",
+            "proc/sys/kernel/osrelease": "5.10.0-32\n",
+        },
+        {}, "memory of GPUs", Level.WARNING, "modprobe nvidia-peermem",
+    ),
     "little memory": ({"proc/meminfo": "MemAvailable: 9 kB\n"}, {}, "room for a pool", Level.WARNING, "--prealloc"),
     "control group": (
         {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "1000000\n", "sys/fs/cgroup/memory.current": "1\n"},
@@ -130,9 +137,15 @@ def test_what_is_wrong_is_said_with_its_remedy(
 
 def test_a_graphics_driver_that_exports_memory_is_good(tmp_path: Path) -> None:
     opened = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570\n"}
-    assert "dmabuf" in diagnose(machine(tmp_path, opened))["memory of GPUs"].text
-    loaded = {"proc/driver/nvidia/version": "NVIDIA\n", "sys/module/nvidia_peermem/refcnt": "0\n"}
-    assert "is loaded" in diagnose(machine(tmp_path, loaded))["memory of GPUs"].text
+    finding = diagnose(machine(tmp_path / "opened", opened))["memory of GPUs"]
+    assert (finding.level, "as a dmabuf" in finding.text, "peermem" in finding.text) == (Level.GOOD, True, False)
+    module = {"sys/module/nvidia_peermem/refcnt": "0\n"}
+    finding = diagnose(machine(tmp_path / "loaded", {"proc/driver/nvidia/version": "NVIDIA\n"} | module))[
+        "memory of GPUs"
+    ]
+    assert (finding.level, "dmabuf" in finding.text, "by nvidia-peermem" in finding.text) == (Level.GOOD, False, True)
+    both = diagnose(machine(tmp_path / "both", opened | module))["memory of GPUs"].text
+    assert "exports, and by nvidia-peermem" in both
 
 
 def test_who_may_lock_all_memory_needs_no_limit(tmp_path: Path) -> None:

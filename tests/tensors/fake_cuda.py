@@ -61,6 +61,10 @@ class FakeCuda:
         self.calls.append(("wait_event", event))
         stream.told.append(lambda: self.compute.run(event))
 
+    def wait(self, event: int) -> None:
+        self.calls.append(("wait", event))
+        self.compute.run(event)
+
     @contextmanager
     def on(self, stream: FakeStream) -> Generator[None, None, None]:
         stream.run(len(stream.told))
