@@ -11,12 +11,15 @@ import ctypes
 import mmap
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinistore.transports.device_memory import Cuda, DeviceMemory, Dmabuf
 from infinistore.transports.rdma_choice import NoRdma
 
-__all__ = ["CudaDriver", "load_cuda"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaDriver", "load_cuda", "record_event", "wait_for_event"]
 
 _LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
@@ -88,15 +91,11 @@ class CudaDriver:
 
     def record(self, ordinal: int) -> Any:
         """Return an event on PyTorch's current stream."""
-        import torch
-
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(ordinal))
-        return event
+        return record_event(ordinal)
 
     def wait(self, event: Any) -> None:
-        """Wait for the event, asleep rather than awake."""
-        event.synchronize()
+        """Wait for the event."""
+        wait_for_event(event)
 
     def flush(self, ordinal: int) -> None:
         """Call cuFlushGPUDirectRDMAWrites, if the GPU needs it and the driver can do it.
@@ -141,6 +140,23 @@ class CudaDriver:
         name = ctypes.c_char_p()
         self._library.cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
         return name.value.decode() if name.value else f"error {status}"
+
+
+def record_event(device: "torch.device | int") -> "torch.cuda.Event":
+    """Return an event on this thread's current stream of the GPU, in PyTorch's words; who waits for it sleeps."""
+    import torch
+
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for_event(event: "torch.cuda.Event") -> None:
+    """Wait for an event that was recorded, in any thread."""
+    import torch
+
+    with torch.cuda.device(event.device):  # or a thread that is new to CUDA would begin to use the first GPU, too
+        event.synchronize()
 
 
 def load_cuda() -> Cuda:

@@ -13,6 +13,7 @@ import numpy as np
 
 from infinistore.tensors.device_copies import Pieces
 from infinistore.tensors.errors import CudaError
+from infinistore.transports.cuda_driver import record_event, wait_for_event
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +39,7 @@ class TorchCuda:
 
     def record(self, device: "torch.device") -> "torch.cuda.Event":
         """Return an event on this thread's current stream of the device."""
-        import torch
-
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
+        return record_event(device)
 
     def wait_event(self, stream: "torch.cuda.Stream", event: "torch.cuda.Event") -> None:
         """Let the stream go on after the event."""
@@ -50,7 +47,7 @@ class TorchCuda:
 
     def wait(self, event: "torch.cuda.Event") -> None:
         """Wait for the event."""
-        event.synchronize()
+        wait_for_event(event)
 
     def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
         """What PyTorch does inside, it does on this stream, and on its device."""
