@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from infinistore.transports.rdma_choice import ChosenPort, choose_port
+from infinistore.transports.rdma_devices import Address
 from infinistore.transports.rdma_queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
 from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma, Operation
 
@@ -85,10 +86,12 @@ def _without_log_settings() -> Iterator[None]:
         root.setLevel(level)
 
 
-def open_device(name: str | None, port: int, link: str | None, gid_index: int) -> "VerbsDevice":
+def open_device(
+    name: str | None, port: int, link: str | None, gid_index: int, near: Address | None = None
+) -> "VerbsDevice":
     """Open a port; see `rdma_verbs.open_device`."""
-    chosen = choose_port(name, port, link, gid_index)  # first: without a device nobody needs pyverbs
-    return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index))
+    chosen = choose_port(name, port, link, gid_index, near=near)  # first: without a device nobody needs pyverbs
+    return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index, near=near))
 
 
 class VerbsDevice:

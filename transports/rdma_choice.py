@@ -15,6 +15,7 @@ A GID table changes when addresses do: read and choose again when a queue pair r
 import difflib
 import enum
 from collections.abc import Iterable
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import attrs
@@ -48,6 +49,7 @@ __all__ = [
     "choose_port",
     "judge_gids",
     "judge_port",
+    "near_address",
 ]
 
 
@@ -157,6 +159,20 @@ def choose_port(
     return choose(read_system(root), Wanted(dev_name, ib_port, link_type, hint_gid_index, near))
 
 
+def near_address(host: str) -> Address | None:
+    """Return the address that a socket of this machine has, as `getsockname` or a setting names it, to choose near it.
+
+    None if it is none by which another machine reaches this one: a path, a name, loopback, or all addresses.
+    """
+    try:
+        address: Address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return None if address.is_unspecified or address.is_loopback else address
+
+
 def choose(system: RdmaSystem, wanted: Wanted) -> ChosenPort:
     """Choose a port and a GID. Without a device name, the best of all devices; a card comes before software.
 
@@ -253,7 +269,7 @@ def _candidate(system: RdmaSystem, device: RdmaDevice, wanted: Wanted) -> tuple[
     reason = f"{what}: {_why(verdicts, wanted, best)}"
     lid = port.lid if port.link is Link.INFINIBAND else 0
     chosen = ChosenPort(device.name, port.number, port.link.value, lid, gid.digits, gid.index, reason)
-    return (not _is_near(gid, wanted.near), device.is_software, best.order[:-1], natural(device.name)), chosen
+    return (device.is_software, not _is_near(gid, wanted.near), best.order[:-1], natural(device.name)), chosen
 
 
 def _best(place: str, verdicts: list[GidVerdict], wanted: Wanted) -> GidVerdict:

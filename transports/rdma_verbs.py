@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import attrs
 
 from infinistore.transports.rdma_choice import NoRdma
+from infinistore.transports.rdma_devices import Address
 from infinistore.transports.rdma_plan import Piece
 
 __all__ = [
@@ -162,19 +163,22 @@ class Device(Protocol):
         """In a forked child: forget it without a call to the device, which is the parent's."""
 
 
-OpenDevice: TypeAlias = Callable[[str | None, int, str | None, int], Device]
-"""Opens a port: device name or None, port number, link ("IB", "Ethernet") or None, preferred GID index or -1."""
+OpenDevice: TypeAlias = Callable[[str | None, int, str | None, int, Address | None], Device]
+"""Opens a port: device name or None, port number, link ("IB", "Ethernet") or None, preferred GID index or -1, and an
+address of this machine that peers are known to reach, or None."""
 
 
-def open_device(name: str | None, port: int = 1, link: str | None = None, gid_index: int = -1) -> Device:
-    """Open a port of an RDMA device; without a name, the first that works.
+def open_device(
+    name: str | None, port: int = 1, link: str | None = None, gid_index: int = -1, near: Address | None = None
+) -> Device:
+    """Open a port of an RDMA device; without a name, the first that works. One with the address `near` is preferred.
 
     Raises:
         NoRdma: there is none, or it cannot be used.
     """
     from infinistore.transports import ibverbs  # late: pyverbs is optional, and slow to import
 
-    return ibverbs.open_device(name, port, link, gid_index)
+    return ibverbs.open_device(name, port, link, gid_index, near)
 
 
 _STATUS = {

@@ -1,6 +1,7 @@
 """A connection that has said hello, as every driver keeps it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 from infinistore.client.mapped_pool import MappedPool
@@ -13,6 +14,8 @@ from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.errors import ProtocolError, TransferFailed
 from infinistore.protocol.connection import ClientConnection, Exchange, State
 from infinistore.protocol.messages import Hello, HelloReply, RdmaConnect, RdmaConnectReply
+from infinistore.transports.rdma_choice import near_address
+from infinistore.transports.rdma_devices import Address
 from infinistore.transports.rdma_verbs import Endpoint, NoRdma
 
 __all__ = ["Link"]
@@ -60,7 +63,7 @@ class Link(Generic[_Stream]):
         Raises:
             NoRdma: RDMA cannot be used; the connection can.
         """
-        device = rdma.device_for(hello)
+        device = rdma.device_for(hello, self._own_address())
         queue = None
         try:
             queue = device.create_queue(serves=False)
@@ -90,6 +93,13 @@ class Link(Generic[_Stream]):
             queue=queue,
             inline_bytes=self._options.inline_bytes,
         )
+
+    def _own_address(self) -> Address | None:
+        """The address of this machine that the server knows, because this connection comes from there."""
+        with suppress(OSError):  # it may have been closed meanwhile; then the next request tells
+            name = cast(HasSocket, self.stream).socket.getsockname()
+            return near_address(name[0]) if isinstance(name, tuple) else None
+        return None
 
     def close(self) -> None:
         """Let go of what it has besides its stream, which is closed by who made it. No byte moves after this."""

@@ -14,7 +14,7 @@ from infinistore.protocol.messages import HelloReply
 from infinistore.transports import cuda_driver, rdma_verbs
 from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.rdma_device_memory import DeviceSpan, RegisteredDeviceMemory
-from infinistore.transports.rdma_devices import there_is_rdma
+from infinistore.transports.rdma_devices import Address, there_is_rdma
 from infinistore.transports.rdma_memory import RegisteredMemory, RegisteredSpan, Staging
 from infinistore.transports.rdma_verbs import Device, NoRdma
 
@@ -51,8 +51,9 @@ class ClientRdma:
         """Whether both sides have a device, for who has not asked for one."""
         return bool(hello.rdma) and there_is_rdma()
 
-    def device_for(self, hello: HelloReply) -> Device:
-        """Return the device to reach this server by.
+    def device_for(self, hello: HelloReply, near: Address | None = None) -> Device:
+        """Return the device to reach this server by; if it is opened now, preferably one near an address of ours by
+        which the server was reached.
 
         Raises:
             NoRdma: there is none, or it is not the time to try.
@@ -64,7 +65,7 @@ class ClientRdma:
             if self._reason and not self.forced and self._clock() < self._try_again_at:
                 raise NoRdma(f"{self._reason}; tried again in {self._try_again_at - self._clock():.0f} s")
             try:
-                device = self._opened()
+                device = self._opened(near)
                 if device.link != hello.rdma:
                     raise NoRdma(f"{device.place} is {device.link}, the server's port is {hello.rdma}")
             except NoRdma as error:
@@ -173,12 +174,12 @@ class ClientRdma:
         if device is not None:
             device.abandon()
 
-    def _opened(self) -> Device:
+    def _opened(self, near: Address | None = None) -> Device:
         if self._closed:
             raise NoRdma("the store was closed")
         if self._device is None:
             options = self._options
-            device = rdma_verbs.open_device(options.device or None, options.ib_port, None, options.gid_index)
+            device = rdma_verbs.open_device(options.device or None, options.ib_port, None, options.gid_index, near)
             try:
                 for registration in self._registrations:
                     self._make_known_later(registration, device)

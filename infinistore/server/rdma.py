@@ -44,6 +44,7 @@ from infinistore.protocol.messages import (
 from infinistore.server.conversation import Conversation
 from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
 from infinistore.transports import rdma_verbs
+from infinistore.transports.rdma_choice import near_address
 from infinistore.transports.rdma_memory import address_of
 from infinistore.transports.rdma_mover import RdmaMover
 from infinistore.transports.rdma_plan import Placement, plan_transfer
@@ -109,7 +110,9 @@ def open_rdma(config: ServerConfig, pool: Pool) -> RdmaPool | None:
     """
     device: Device | None = None
     try:
-        device = rdma_verbs.open_device(config.dev_name, config.ib_port, config.link_type, config.hint_gid_index)
+        device = rdma_verbs.open_device(
+            config.dev_name, config.ib_port, config.link_type, config.hint_gid_index, near_address(config.host)
+        )
         rdma = RdmaPool(device, dead_after_s=config.rdma_timeout_s)
         for arena in pool.arenas:
             rdma.add_arena(arena)

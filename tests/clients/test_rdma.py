@@ -5,6 +5,7 @@ does, and the rule machine, run over them too: see `tests.clients.stores`.
 """
 
 import asyncio
+from ipaddress import ip_address
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import trio
 
 import infinistore
 from infinistore import aio, blocking
+from infinistore.client import link
 from infinistore.client import rdma as client_rdma
 from infinistore.client.options import Options
 from infinistore.client.remote import RemoteCalls
@@ -24,6 +26,7 @@ from infinistore.errors import (
     TransferFailed,
 )
 from infinistore.protocol.messages import HelloReply
+from infinistore.server import rdma as server_rdma
 from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
@@ -62,6 +65,16 @@ async def test_without_a_word_of_rdma_it_is_taken_where_both_sides_have_a_device
         with mock.patch.object(client_rdma, "there_is_rdma", return_value=True):
             assert await way(url) == ("rdma", "by fake port 1; the server has no Unix socket")
             assert (await way(url.replace("infinistore", "tcp")))[0] == "tcp"
+
+
+async def test_devices_are_chosen_near_the_addresses_that_the_other_side_knows() -> None:
+    with (
+        mock.patch.object(link, "near_address", side_effect=ip_address),
+        mock.patch.object(server_rdma, "near_address", side_effect=ip_address),
+    ):
+        async with serving() as (fabric, server):
+            await way(rdma_url(server))
+            assert fabric.asked_near == [ip_address("127.0.0.1")] * 2, "where it listens; where the client comes from"
 
 
 async def test_a_host_without_a_device_falls_back_and_says_why() -> None:

@@ -22,6 +22,7 @@ import attrs
 
 from infinistore.errors import TransferFailed
 from infinistore.transports import rdma_verbs
+from infinistore.transports.rdma_devices import Address
 from infinistore.transports.rdma_plan import Piece
 from infinistore.transports.rdma_verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
 
@@ -217,13 +218,23 @@ class Fabric:
         self.held = False
         self.unplugged = False
         self.refuses_to_register = self.refuses_to_connect = self.refuses_queues = self.refuses_dmabufs = False
+        self.asked_near: list[Address | None] = []
+        """Near which address each device was to be."""
         self.dmabufs: dict[int, tuple[int, int]] = {}
         """The memory behind a descriptor, address and length, by the descriptor's inode."""
         self.statuses: deque[int] = deque()
         """With which status the next requests end, 0 for as usual."""
         self.batches = self.requests = self.registrations = self.registered_bytes = self.moved_bytes = 0
 
-    def open(self, name: str | None, port: int = 1, link: str | None = None, gid_index: int = -1) -> FakeDevice:
+    def open(
+        self,
+        name: str | None,
+        port: int = 1,
+        link: str | None = None,
+        gid_index: int = -1,
+        near: Address | None = None,
+    ) -> FakeDevice:
+        self.asked_near.append(near)
         if self.absent:
             raise NoRdma(self.absent)
         device = FakeDevice(self, name or "fake", self.limits)

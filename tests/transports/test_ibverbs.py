@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,23 @@ def test_what_was_made_of_a_queue_pair_is_closed_when_the_rest_is_refused(
     with pytest.raises(NoRdma, match="rxe0 has no more queue pairs"):
         device.create_queue(serves=True)
     assert closed() == ["CQ", "CompChannel"]
+
+
+def test_the_port_is_chosen_near_an_address_the_first_time_and_again(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def choose(*wanted: Any, near: Any) -> ChosenPort:
+        asked.append((*wanted, near))
+        return PORT
+
+    monkeypatch.setattr(ibverbs, "choose_port", choose)
+    monkeypatch.setattr(ibverbs, "load_pyverbs", lambda: load_pyverbs(load))
+    device = ibverbs.open_device(None, 1, "Ethernet", 3, IPv4Address("10.0.0.7"))
+    device.look_again()
+    device.close()
+    assert asked == [(name, 1, "Ethernet", 3, IPv4Address("10.0.0.7")) for name in (None, "rxe0")]
 
 
 def test_a_device_that_cannot_be_opened_is_no_rdma(load: Callable[[str], Any]) -> None:

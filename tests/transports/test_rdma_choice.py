@@ -22,6 +22,7 @@ from infinistore.transports.rdma_choice import (
     choose,
     choose_port,
     judge_gids,
+    near_address,
 )
 from infinistore.transports.rdma_devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
 
@@ -127,6 +128,31 @@ def test_the_address_that_the_peer_knows_wins_among_devices() -> None:
     )
     assert choose(system, Wanted()).device == "mlx5_0"
     assert choose(system, Wanted(near=near)).device == "mlx5_1"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.7", IPv4Address("10.0.0.7")),
+        ("::ffff:10.0.0.7", IPv4Address("10.0.0.7")),
+        ("fd00::7", IPv6Address("fd00::7")),
+        ("fe80::7%eth0", IPv6Address("fe80::7")),
+    ],
+)
+def test_the_address_of_a_socket_is_one_to_be_near(host: str, address: object) -> None:
+    assert near_address(host) == address
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "127.0.0.1", "::1", "storage-7", "/run/store.sock"])
+def test_what_says_nothing_of_where_a_peer_is_is_no_address_to_be_near(host: str) -> None:
+    assert near_address(host) is None
+
+
+def test_software_near_the_peer_does_not_win_over_a_card() -> None:
+    near = IPv4Address("192.168.3.4")
+    software = attrs.evolve(roce(gids((near, V2, "eth1")), "a_rxe0"), is_software=True, driver="")
+    system = host(software, roce(name="mlx5_0"), interfaces="eth0 eth1", addresses=(IPV4, near))
+    assert choose(system, Wanted(near=near)).device == "mlx5_0"
 
 
 def test_a_card_wins_over_software() -> None:
