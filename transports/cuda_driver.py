@@ -9,6 +9,7 @@ Never run on a GPU: the tests show it a library that is made of Python.
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ _OWNER = 100  # as an ordering: the GPU sees by itself what was written; as a sc
 _CURRENT_CONTEXT = 0
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _SYNC_MEMOPS = 6
+_MEMORY_TYPE, _DEVICE_MEMORY = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
+_DEVICE_ORDINAL = 9
 
 
 class CudaDriver:
@@ -39,6 +42,19 @@ class CudaDriver:
     def __init__(self, library: Any, page_bytes: int = mmap.PAGESIZE) -> None:
         self._library = library
         self._page_bytes = page_bytes
+
+    def ordinal_at(self, address: int) -> int | None:
+        """Return the number of the GPU whose memory is at an address."""
+        if self._library is None or self._library.cuInit(ctypes.c_uint(0)) != _SUCCESS:
+            return None
+        kind, ordinal = ctypes.c_uint(), ctypes.c_int()
+        for found, attribute in ((kind, _MEMORY_TYPE), (ordinal, _DEVICE_ORDINAL)):
+            status = self._library.cuPointerGetAttribute(
+                ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_uint64(address)
+            )
+            if status != _SUCCESS:
+                return None
+        return ordinal.value if kind.value == _DEVICE_MEMORY else None
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
         """Return the memory as a dmabuf: the pages that it lies in; where those are refused, its whole allocation."""
@@ -90,12 +106,16 @@ class CudaDriver:
                 )
 
     def record(self, ordinal: int) -> Any:
-        """Return an event on PyTorch's current stream."""
-        return record_event(ordinal)
+        """Return an event on PyTorch's current stream. Without PyTorch, all that the GPU does is to be waited for."""
+        return record_event(ordinal) if "torch" in sys.modules else ordinal
 
     def wait(self, event: Any) -> None:
         """Wait for the event."""
-        wait_for_event(event)
+        if not isinstance(event, int):
+            wait_for_event(event)
+        elif self._library is not None:
+            with self._context(event):
+                self._check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
     def flush(self, ordinal: int) -> None:
         """Call cuFlushGPUDirectRDMAWrites, if the GPU needs it and the driver can do it.

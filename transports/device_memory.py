@@ -58,6 +58,9 @@ class Dmabuf(NamedTuple):
 class Cuda(Protocol):
     """What RDMA asks of the driver of GPUs. Any thread may ask."""
 
+    def ordinal_at(self, address: int) -> int | None:
+        """Return the number of the GPU whose memory is at an address; None if it is no GPU's."""
+
     def export(self, memory: DeviceMemory) -> Dmabuf:
         """Return the memory as a dmabuf.
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
+from infinistore.transports.device_memory import DeviceMemory
+
 __all__ = ["BufferLike", "OnDevice", "plain_bytes", "readable", "writable"]
 
 _FIELD_NAME = re.compile(":[^:]*:")
@@ -18,7 +20,7 @@ BufferLike: TypeAlias = Any
 
 
 class OnDevice(ValueError):
-    """A tensor in the memory of a GPU, where bytes of this process's memory were asked for."""
+    """Memory of a GPU, where bytes of this process's memory were asked for."""
 
 
 def readable(data: BufferLike) -> memoryview:
@@ -68,6 +70,8 @@ def _bytes_of(data: BufferLike) -> memoryview:
     try:
         view = memoryview(data)
     except TypeError:
+        if isinstance(data, DeviceMemory):
+            raise OnDevice(f"{data!r} is not this process's; move it to the CPU first") from None
         raise TypeError(f"{type(data).__name__} has no buffer protocol; give bytes, an array or a tensor") from None
     except (ValueError, BufferError) as error:
         view = _bytes_of_array(data, error)

@@ -12,6 +12,7 @@ from infinistore.client.rdma_operations import RdmaOperations
 from infinistore.client.threads import in_thread
 from infinistore.errors import DeviceMemoryUnreachable
 from infinistore.transports import cuda_driver
+from infinistore.transports.rdma_choice import NoRdma
 
 if TYPE_CHECKING:
     from infinistore.client.async_store import AsyncStore
@@ -29,14 +30,14 @@ def put_device(store: "BlockingStore", batch: DeviceBatch, replace: bool) -> lis
         DeviceMemoryUnreachable: it is not registered, or there is no RDMA. Nothing was stored.
     """
     _check_registered(store, batch)
-    batch.wait()
+    _wait(batch)
     return store._call(_put(batch, replace), idempotent=False, payload=True)
 
 
 async def put_device_async(store: "AsyncStore", batch: DeviceBatch, replace: bool) -> list[str]:
     """The same for an asynchronous store."""
     _check_registered(store, batch)
-    await in_thread(batch.wait)
+    await in_thread(lambda: _wait(batch))
     return await store._call(_put(batch, replace), idempotent=False, payload=True)
 
 
@@ -47,7 +48,7 @@ def get_device_into(store: "BlockingStore", batch: DeviceBatch, all_or_nothing: 
         DeviceMemoryUnreachable: it is not registered, or there is no RDMA.
     """
     _check_registered(store, batch)
-    batch.wait()
+    _wait(batch)
     lengths = store._call(_get(batch, all_or_nothing), payload=True)
     _flush(batch)
     return lengths
@@ -56,7 +57,7 @@ def get_device_into(store: "BlockingStore", batch: DeviceBatch, all_or_nothing: 
 async def get_device_into_async(store: "AsyncStore", batch: DeviceBatch, all_or_nothing: bool) -> list[int | None]:
     """The same for an asynchronous store."""
     _check_registered(store, batch)
-    await in_thread(batch.wait)
+    await in_thread(lambda: _wait(batch))
     lengths = await store._call(_get(batch, all_or_nothing), payload=True)
     await in_thread(lambda: _flush(batch))
     return lengths
@@ -90,6 +91,13 @@ def _by_rdma(ops: Operations, batch: DeviceBatch) -> RdmaOperations:
         f"the tensor is on {batch.blocks[0].place}, which RDMA alone can reach, and the store is reached by {way}"
         f" ({why}); {_OTHER_WAYS}"
     )
+
+
+def _wait(batch: DeviceBatch) -> None:
+    try:
+        batch.wait()
+    except (NoRdma, RuntimeError) as error:  # as CUDA and PyTorch say that the GPU has failed
+        raise DeviceMemoryUnreachable(f"what {batch.blocks[0].place} was told before has failed: {error}") from error
 
 
 def _flush(batch: DeviceBatch) -> None:

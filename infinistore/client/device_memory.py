@@ -62,11 +62,13 @@ def registrable(buffer: BufferLike) -> memoryview | DeviceMemory:
 
 
 def device_memory(tensor: Any) -> DeviceMemory:
-    """Return the bytes of a CUDA tensor, of any element type.
+    """Return the bytes of a CUDA tensor, of any element type; memory that was found by its address is what it is.
 
     Raises:
         ValueError: it is not contiguous, is empty, or its bytes are not its values.
     """
+    if isinstance(tensor, DeviceMemory):
+        return tensor
     torch = sys.modules["torch"]  # who passes a tensor has imported it
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous; pass tensor.contiguous(), or a contiguous tensor to read into")
@@ -82,5 +84,7 @@ def device_memory(tensor: Any) -> DeviceMemory:
 
 
 def _is_on_gpu(data: BufferLike) -> bool:
+    if isinstance(data, DeviceMemory):
+        return True
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor) and data.device.type == "cuda"

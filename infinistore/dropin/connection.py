@@ -23,6 +23,7 @@ from infinistore.dropin.logger import Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
 from infinistore.statistics import Stats
+from infinistore.transports.device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     import numpy
@@ -148,13 +149,14 @@ class InfinityConnection:
     def register_mr(self, arg: Any, size: int | None = None) -> int:
         """Make memory known, so that blocks can be read into it and written from it. Returns 0.
 
-        `arg` is an address, with `size` in bytes; or a tensor on the CPU, or a writable buffer. It stays the
-        caller's: keep it until the connection is closed, or no call uses it any more. Registering the same address
-        again replaces its size.
+        `arg` is an address, with `size` in bytes; or a tensor, or a writable buffer. It stays the caller's: keep it
+        until the connection is closed, or no call uses it any more. Registering the same address again replaces its
+        size. By RDMA it may be memory of a GPU, whose blocks have no checksums; see docs/rdma.md.
 
         Raises:
-            InvalidRequest: no memory of this process, or it cannot be written.
+            InvalidRequest: no memory of this process, or it cannot be written; or a GPU's, and there is no RDMA.
             LimitExceeded: RDMA is in use, and the system does not let so much memory be pinned.
+            DeviceMemoryUnreachable: the system does not let memory of a GPU be registered.
         """
         stores = self._connected_by_rdma()
         if isinstance(arg, Integral):
@@ -167,6 +169,10 @@ class InfinityConnection:
             if whole_number("size", size) > whole:
                 raise InvalidRequest(f"the memory has {whole} bytes, not {size}")
         region = find_region(address, whole_number("size", size))
+        if isinstance(region.view, DeviceMemory) and (path := stores.blocking.stats().transport) != "rdma":
+            raise InvalidRequest(
+                f"RDMA alone can reach {region.view!r}, and this connection goes by {path}; copy it to the CPU first"
+            )
         stores.register(region)
         self._regions.add(region)
         return 0

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infinistore.errors import InvalidRequest
+from infinistore.transports import cuda_driver
+from infinistore.transports.device_memory import DeviceMemory
 
 __all__ = ["Region", "Regions", "address_and_size", "find_region", "readable_memory"]
 
@@ -26,17 +28,17 @@ _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Region(NamedTuple):
-    """Memory that can be read and written: `view` has its bytes, from `address` on."""
+    """Memory that can be read and written: `view` has its bytes, from `address` on. A GPU's only RDMA can move."""
 
     address: int
-    view: memoryview
+    view: memoryview | DeviceMemory
 
     @property
     def end(self) -> int:
         """The first address behind it."""
         return self.address + len(self.view)
 
-    def block(self, address: int, size: int, *, clip: bool = False) -> memoryview:
+    def block(self, address: int, size: int, *, clip: bool = False) -> memoryview | DeviceMemory:
         """Return the memory of a block inside. With `clip`, less than `size` will do, up to the end of the region.
 
         Raises:
@@ -91,13 +93,20 @@ class Regions:
 
 
 def find_region(address: int, size: int) -> Region:
-    """Return memory that can be read and written.
+    """Return memory that can be read and written: of this process, or of a GPU.
 
     Raises:
-        InvalidRequest: it is no memory of this process, or it cannot be written.
+        InvalidRequest: it is neither, or it cannot be written.
     """
     _check_range(address, size)
-    _check_writable(address, size)
+    try:
+        _check_writable(address, size)
+    except InvalidRequest:
+        cuda = cuda_driver.load_cuda()
+        ordinal = cuda.ordinal_at(address)
+        if ordinal is None or cuda.ordinal_at(address + size - 1) != ordinal:
+            raise
+        return Region(address, DeviceMemory(address, size, ordinal, None))
     return Region(address, _view_of_memory(address, size, _PY_BUF_WRITE))
 
 
@@ -145,7 +154,7 @@ def address_and_size(memory: Any) -> tuple[int, int]:
 
 
 def _check_writable(address: int, size: int) -> None:
-    """Look the memory up in this process's map. Memory of a GPU is not there, or cannot be touched."""
+    """Look the memory up in this process's map. Memory of a GPU is not there, or is not to be touched."""
     reached = address
     for start, end, access in _mapped_spans():
         if start > reached:
@@ -158,10 +167,7 @@ def _check_writable(address: int, size: int) -> None:
             reached = end
             if reached >= address + size:
                 return
-    raise InvalidRequest(
-        f"{size} bytes at {address:#x} are not memory of this process, or end at {reached:#x};"
-        " memory of a GPU can be registered by RDMA only"
-    )
+    raise InvalidRequest(f"{size} bytes at {address:#x} are not memory of this process, or end at {reached:#x}")
 
 
 def _mapped_spans() -> Iterator[tuple[int, int, str]]:

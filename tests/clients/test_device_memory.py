@@ -167,6 +167,20 @@ async def test_a_gpu_that_does_not_see_by_itself_what_was_written_is_told_to() -
         assert gpu.library.calls[-1] == ("flush",)
 
 
+async def test_a_gpu_that_fails_before_its_memory_is_moved_is_a_typed_error() -> None:
+    async with with_gpu() as (fabric, server, gpu), infinistore.open_store(rdma_url(server)) as store:
+        tensor = filled(gpu)
+        await store.register(tensor)
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        gpu.told.append(fail)
+        with pytest.raises(DeviceMemoryUnreachable, match="cuda:0 was told before has failed: CUDA error"):
+            await store.put("a", tensor)
+        assert fabric.moved_bytes == 0
+
+
 # What cannot be
 
 

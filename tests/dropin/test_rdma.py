@@ -9,8 +9,10 @@ import pytest
 
 import infinistore
 from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
+from infinistore.dropin import memory as dropin_memory
 from infinistore.dropin.registered_server import RegisteredServer
 from tests.dropin.conftest import run_server
+from tests.transports.fake_gpu import FakeGpu, gpu_in_use
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
 SIZE = 300_000
@@ -81,6 +83,50 @@ def test_registered_memory_is_known_to_the_device_until_the_connection_is_closed
     assert known() == [(pointer(memory), SIZE)]
     connection.close()
     assert known() == []
+
+
+@pytest.fixture
+def gpu(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU, whose memory is nowhere in the map of this process, and nor is any other."""
+    monkeypatch.setattr(dropin_memory, "_mapped_spans", lambda: iter(()))
+    with gpu_in_use(fabric) as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_memory_of_a_gpu_is_moved_by_rdma(connection: InfinityConnection, gpu: FakeGpu, as_tensor: bool) -> None:
+    content = bytes(range(250)) * (SIZE // 250)
+    tensor = gpu.tensor(SIZE)
+    gpu.told.append(lambda: gpu.write(tensor, content))
+    address = tensor.data_ptr()
+    assert (connection.register_mr(tensor) if as_tensor else connection.register_mr(address, SIZE)) == 0
+
+    blocks = [(f"key{offset}", offset) for offset in range(0, SIZE, SIZE // 3)]
+    asyncio.run(connection.rdma_write_cache_async(blocks, SIZE // 3, address))
+    gpu.write(tensor, bytes(SIZE))
+    asyncio.run(connection.rdma_read_cache_async(blocks, SIZE // 3, address))
+
+    assert gpu.read(tensor) == content
+    with pytest.raises(infinistore.InfiniStoreKeyNotFound):
+        asyncio.run(connection.rdma_read_cache_async([("missing", 0)], SIZE // 3, address))
+
+
+def test_memory_that_is_neither_the_processes_nor_a_gpus_is_refused(
+    connection: InfinityConnection, gpu: FakeGpu
+) -> None:
+    tensor = gpu.tensor(SIZE)
+    for address, size in ((4096, 10), (tensor.data_ptr(), 1 << 30)):
+        with pytest.raises(infinistore.InvalidRequest, match="not memory of this process"):
+            connection.register_mr(address, size)
+
+
+def test_without_rdma_memory_of_a_gpu_is_refused(server: RegisteredServer, fabric: Fabric, gpu: FakeGpu) -> None:
+    fabric.absent = "no device"
+    config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
+    with InfinityConnection(config) as connection:
+        connection.connect()
+        with pytest.raises(infinistore.InvalidRequest, match=r"RDMA alone .* of cuda:0 .* goes by shm"):
+            connection.register_mr(gpu.tensor(SIZE))
 
 
 def test_a_read_with_a_missing_key_writes_nothing(connection: InfinityConnection) -> None:

@@ -78,6 +78,15 @@ class FakeLibrary:
         self.current -= 1
         return SUCCESS
 
+    def cuCtxSynchronize(self) -> int:
+        self.calls.append(("synchronize",))
+        return SUCCESS if self.current else INVALID_CONTEXT
+
+    def cuPointerGetAttribute(self, data: Any, attribute: Any, pointer: Any) -> int:
+        data._obj.value = {2: 2, 9: 0}[attribute.value]  # of a device; the first
+        inside = any(start <= pointer.value < start + length for start, length in self.allocations)
+        return SUCCESS if inside else INVALID_VALUE
+
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: Any) -> int:
         for start, length in self.allocations:
             if start <= pointer.value < start + length:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 
 import pytest
 
@@ -87,6 +88,24 @@ def test_what_only_helps_fails_silently() -> None:
         driver.order_copies(DeviceMemory(BASE, PAGE, 7, None))
 
 
+def test_an_address_is_known_as_a_gpus(library: FakeLibrary) -> None:
+    driver = CudaDriver(library)
+    assert [driver.ordinal_at(address) for address in (BASE - 1, BASE, BASE + 64 * PAGE)] == [None, 0, None]
+    assert CudaDriver(None).ordinal_at(BASE) is None
+
+
+def test_without_pytorch_all_that_a_gpu_does_is_waited_for(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    driver = CudaDriver(library)
+    event = driver.record(0)
+    assert library.calls == []
+    driver.wait(event)
+    assert library.calls == [("synchronize",)]
+    CudaDriver(None).wait(event)
+
+
 def test_a_machine_without_cuda_has_a_driver_that_can_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libcuda.so.absent")
     with pytest.raises(NoRdma):
@@ -106,6 +125,9 @@ def test_the_numbers_are_those_of_cuda() -> None:
             driver.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
         ),
         "_DMA_BUF_FD": driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
+        "_MEMORY_TYPE": driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        "_DEVICE_MEMORY": driver.CUmemorytype.CU_MEMORYTYPE_DEVICE,
+        "_DEVICE_ORDINAL": driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
         "_SYNC_MEMOPS": driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
     }
     assert {name: getattr(cuda_driver, name) for name in numbers} == {
