@@ -109,6 +109,10 @@ class CudaDriver:
         """Return an event on PyTorch's current stream. Without PyTorch, all that the GPU does is to be waited for."""
         return record_event(ordinal) if "torch" in sys.modules else ordinal
 
+    def is_done(self, event: Any) -> bool:
+        """Whether the event has come."""
+        return not isinstance(event, int) and bool(event.query())
+
     def wait(self, event: Any) -> None:
         """Wait for the event."""
         if not isinstance(event, int):

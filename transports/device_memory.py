@@ -74,6 +74,9 @@ class Cuda(Protocol):
     def record(self, ordinal: int) -> Any:
         """Return an event that comes when what this thread's current stream of the GPU was told so far is done."""
 
+    def is_done(self, event: Any) -> bool:
+        """Whether waiting for the event would take no time. False if that cannot be told."""
+
     def wait(self, event: Any) -> None:
         """Wait for the event. The interpreter's lock is free meanwhile."""
 

@@ -1,7 +1,7 @@
 """Calls that move memory of GPUs: by RDMA, or not at all.
 
-Before: what the GPU was told is waited for, since a card reads and writes its memory as it is at that moment. After a
-read: the GPU is asked to see what the card wrote. Both may block, so asynchronous stores do them in a thread.
+Before: what the GPU was told is waited for, since a card reads and writes its memory as it is at that moment; by
+asynchronous stores in a thread. After a read: the GPU is asked to see what the card wrote, which takes next to no time.
 """
 
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ def put_device(store: "BlockingStore", batch: DeviceBatch, replace: bool) -> lis
 async def put_device_async(store: "AsyncStore", batch: DeviceBatch, replace: bool) -> list[str]:
     """The same for an asynchronous store."""
     _check_registered(store, batch)
-    await in_thread(lambda: _wait(batch))
+    await _wait_aside(batch)
     return await store._call(_put(batch, replace), idempotent=False, payload=True)
 
 
@@ -57,9 +57,9 @@ def get_device_into(store: "BlockingStore", batch: DeviceBatch, all_or_nothing: 
 async def get_device_into_async(store: "AsyncStore", batch: DeviceBatch, all_or_nothing: bool) -> list[int | None]:
     """The same for an asynchronous store."""
     _check_registered(store, batch)
-    await in_thread(lambda: _wait(batch))
+    await _wait_aside(batch)
     lengths = await store._call(_get(batch, all_or_nothing), payload=True)
-    await in_thread(lambda: _flush(batch))
+    _flush(batch)
     return lengths
 
 
@@ -98,6 +98,11 @@ def _wait(batch: DeviceBatch) -> None:
         batch.wait()
     except (NoRdma, RuntimeError) as error:  # as CUDA and PyTorch say that the GPU has failed
         raise DeviceMemoryUnreachable(f"what {batch.blocks[0].place} was told before has failed: {error}") from error
+
+
+async def _wait_aside(batch: DeviceBatch) -> None:
+    if not batch.is_done():  # a thread takes longer than to ask
+        await in_thread(lambda: _wait(batch))
 
 
 def _flush(batch: DeviceBatch) -> None:

@@ -18,12 +18,14 @@ __all__ = ["DeviceBatch", "device_batch", "device_memory", "registrable"]
 class DeviceBatch(NamedTuple):
     """Keys, and for each of them the memory of a GPU to store, or to read into.
 
-    `wait` returns when the GPUs have done what they were told before the batch was made.
+    `wait` returns when the GPUs have done what they were told before the batch was made; `is_done` tells whether they
+    have already, as far as that is known.
     """
 
     keys: list[str]
     blocks: list[DeviceMemory]
     wait: Callable[[], None]
+    is_done: Callable[[], bool] = lambda: False
 
 
 def device_batch(keys: list[str], tensors: Collection[BufferLike]) -> DeviceBatch:
@@ -46,7 +48,7 @@ def device_batch(keys: list[str], tensors: Collection[BufferLike]) -> DeviceBatc
         for event in events:
             cuda.wait(event)
 
-    return DeviceBatch(keys, blocks, wait)
+    return DeviceBatch(keys, blocks, wait, lambda: all(map(cuda.is_done, events)))
 
 
 def registrable(buffer: BufferLike) -> memoryview | DeviceMemory:
@@ -77,10 +79,9 @@ def device_memory(tensor: Any) -> DeviceMemory:
     length = tensor.numel() * tensor.element_size()
     if not length:
         raise ValueError("a value has at least one byte; this tensor is empty")
-    address = tensor.data_ptr()
-    if not address:
-        raise ValueError("the tensor has no memory of its own (a meta or fake tensor); pass a real one")
-    return DeviceMemory(address, length, tensor.device.index or 0, tensor)
+    if tensor.untyped_storage().device != tensor.device:
+        raise ValueError("the tensor has no memory of its own (a fake tensor); pass a real one")
+    return DeviceMemory(tensor.data_ptr(), length, tensor.device.index or 0, tensor)
 
 
 def _is_on_gpu(data: BufferLike) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinistore
 from infinistore import aio, blocking
@@ -288,6 +289,8 @@ async def test_tensors_that_cannot_be_moved_as_they_are_are_refused() -> None:
             await store.register(tensor.view(2, -1).T)
         with pytest.raises(ValueError, match="at least one byte"):
             await store.register(tensor[:0])
+        with FakeTensorMode(), pytest.raises(ValueError, match="no memory of its own"):
+            await store.register(torch.empty(4, device="cuda"))
         with pytest.raises(ValueError, match="resolve_conj"):
             await store.register(gpu.tensor(4, dtype=torch.complex64).conj())
         await store.register(tensor)

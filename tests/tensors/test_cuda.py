@@ -1,11 +1,16 @@
 """CUDA itself, where there is a GPU. Everywhere else `test_devices` does the same over a CUDA that is faked."""
 
+import os
+
 import pytest
 import torch
 
 from infinistore.blocking import BlockingStore
+from infinistore.client.device_memory import device_memory
 from infinistore.tensors import LayerLoader, LayerWriter, devices, read_blocks, write_blocks
 from infinistore.tensors.cuda_runtime import cuda_bindings
+from infinistore.transports.cuda_driver import load_cuda
+from infinistore.transports.rdma_choice import NoRdma
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -28,6 +33,31 @@ def made(rows: int) -> torch.Tensor:
 
 def named(rows: range, name: str = "") -> list[tuple[str, int]]:
     return [(f"{name}block {row}", row * BLOCK) for row in rows]
+
+
+def test_the_driver_exports_memory_for_rdma_or_says_why_not() -> None:
+    """As far as that can be seen without an RDMA device."""
+    tensor = made(64)[3:, 5:]
+    memory = device_memory(tensor.contiguous())
+    ordinal = tensor.device.index
+    cuda = load_cuda()
+    assert cuda.ordinal_at(memory.address) == cuda.ordinal_at(memory.address + len(memory) - 1) == ordinal
+    assert cuda.ordinal_at(torch.zeros(8).data_ptr()) is None
+    torch.cuda._sleep(SLOW_CYCLES)  # type: ignore[no-untyped-call]
+    event = cuda.record(ordinal)
+    assert not cuda.is_done(event)
+    cuda.wait(event)
+    assert cuda.is_done(event)
+    cuda.order_copies(memory)
+    cuda.flush(ordinal)
+    try:
+        fd, offset = cuda.export(memory)
+    except NoRdma as error:
+        pytest.skip(str(error))
+    try:
+        assert os.lseek(fd, 0, os.SEEK_END) >= offset + len(memory)
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("rows", [range(64), range(0, 64, 2)], ids=["neighbours", "scattered"])

@@ -21,7 +21,6 @@ from infinistore.tensors import (
     LayerWriter,
     devices,
     read_blocks,
-    tensor_blocks,
     write_blocks,
 )
 from infinistore.tensors.cuda_copies import CudaCopies
@@ -77,7 +76,6 @@ async def setting() -> AsyncGenerator[Setting, None]:
             copies = Copies(cuda)
             patch.setattr(devices, "_copies_for", lambda store, tensor: copies)
             patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(tensor_blocks, "_has_memory", lambda tensor: True)
             yield Setting(fabric, server, gpu, cuda)
             copies.close()
         await server.quiet()

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -164,6 +165,9 @@ class FakeGpu(CudaDriver):
         assert ordinal == 0
         return len(self.told)
 
+    def is_done(self, event: int) -> bool:
+        return not (event and self.told)
+
     def wait(self, event: int) -> None:
         while event and self.told:
             event -= 1
@@ -176,6 +180,10 @@ class CudaTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 0)
+
+    def untyped_storage(self) -> Any:
+        storage = self.as_subclass(torch.Tensor).untyped_storage()
+        return SimpleNamespace(device=self.device, data_ptr=storage.data_ptr, nbytes=storage.nbytes)
 
     def _out_of_reach(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("a processor touches the memory of a GPU")
