@@ -152,7 +152,8 @@ class DeviceMemoryUnreachable(InfiniStoreException, ValueError):
     """Memory of a GPU was to be moved as it is, or registered for that, and it cannot be: it is not registered, the
     system does not let it be, or there is no RDMA to move it by.
 
-    The message says which, and what would help. Nothing was stored; what a get should have filled is undefined.
+    The message says which, and what would help. Nothing was stored (of a batch over the limits: nothing of that part);
+    what a get should have filled is undefined.
     """
 
     code: ClassVar[int] = 17

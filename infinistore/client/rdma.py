@@ -209,7 +209,7 @@ class ClientRdma:
             if registration.device_memory is None:
                 raise
             registration.problem = str(error)
-            _log.warning("memory of a GPU is not registered", extra={"reason": str(error)})
+            _log.warning("memory of a GPU is not registered for RDMA: %s", error)
 
     def _unregister(self, registration: Registration) -> None:
         with self._lock:
