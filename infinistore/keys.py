@@ -33,6 +33,10 @@ class CheckedKeys(list[str]):
 
     def __init__(self, keys: Iterable[str]) -> None:
         super().__init__(keys)
+        if len(self) == 1 and type(self[0]) is str and self[0].isascii():  # a look-up of one: this is most of it
+            self.joined = self[0]
+            if 0 < len(self.joined) <= MAX_KEY_BYTES and _SEPARATOR not in self.joined:
+                return
         self.joined = check_keys(self)
 
 

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
 from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, look_up
-from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare, receive_with_descriptors
+from infinistore.transports.sockets import (
+    broken,
+    cannot_connect,
+    looks_stale,
+    prepare,
+    receive_with_descriptors,
+    send_at_once,
+)
 from infinistore.transports.spin import Spinner
 
 __all__ = ["AsyncioSocketStream", "connect_tcp", "connect_unix"]
@@ -37,6 +44,8 @@ class AsyncioSocketStream:
         Raises:
             StoreUnavailable: the stream is broken.
         """
+        views = send_at_once(self.socket, views)
+        self._credit -= _CALL_COST_BYTES
         span = Span(views)
         while span.remaining:
             try:
@@ -60,17 +69,13 @@ class AsyncioSocketStream:
             StoreUnavailable: the stream is broken.
         """
         sock = self.socket
-
-        def receive() -> int:
-            return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
-
         if self._credit < 0:  # before anything is received, so that a cancelled call loses no bytes
             await self._let_others_run()
         try:
-            count = self._spinner.spin(self, views, receive)
+            count = self._spinner.spin(self, sock, views)
             while count is None:
                 try:
-                    count = receive()
+                    count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
                 except BlockingIOError:
                     await _readable(sock)
                     self._credit = _YIELD_AFTER_BYTES

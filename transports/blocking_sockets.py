@@ -16,7 +16,14 @@ from contextlib import suppress
 
 from infinistore.protocol.span import Span
 from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, SocketAddress, look_up
-from infinistore.transports.sockets import broken, cannot_connect, looks_stale, prepare, receive_with_descriptors
+from infinistore.transports.sockets import (
+    broken,
+    cannot_connect,
+    looks_stale,
+    prepare,
+    receive_with_descriptors,
+    send_at_once,
+)
 from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner
 
 __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
@@ -52,7 +59,12 @@ class BlockingSocketStream:
             StoreUnavailable: the stream is broken.
             TimeoutError: the deadline has passed; some bytes may have been sent.
         """
-        span = Span(views)
+        views = send_at_once(self.socket, views)
+        if views:
+            self._send_rest(Span(views))
+        self._spinner.moved(self)
+
+    def _send_rest(self, span: Span) -> None:
         flags = _NOW if self._polls else 0
         while span.remaining:
             self._set_timeout(socket.SO_SNDTIMEO)
@@ -64,7 +76,6 @@ class BlockingSocketStream:
                     self._wait_for_room()
             except OSError as error:
                 raise broken(error) from error
-        self._spinner.moved(self)
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
         """Wait for at least one byte; 0 is the end of the stream.
@@ -75,7 +86,7 @@ class BlockingSocketStream:
         """
         sock = self.socket
         try:
-            count = self._spinner.spin(self, views, lambda: sock.recv_into(views[0], 0, _NOW))
+            count = self._spinner.spin(self, sock, views)
             while count is None:
                 self._set_timeout(socket.SO_RCVTIMEO)
                 with suppress(BlockingIOError):

@@ -36,6 +36,7 @@ __all__ = [
     "peer_user",
     "prepare",
     "receive_with_descriptors",
+    "send_at_once",
 ]
 
 _CREDENTIALS = struct.Struct("@iII")  # ucred: process, user, group
@@ -43,6 +44,7 @@ _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 _SPIN_COST_BYTES = 512 * 1024
 _BACKLOG = 1024
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # made once: to join two flags takes several calls
 MAX_DESCRIPTORS = 253
 """The most descriptors in one message (SCM_MAX_FD of Linux)."""
 
@@ -61,7 +63,16 @@ class SocketStream:
 
     async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
         """Send all of these views, in order."""
-        span = Span(views)
+        views = send_at_once(self.socket, views)
+        self._credit -= _CALL_COST_BYTES
+        if views:
+            await self._send_rest(Span(views), deadline)
+        elif self._credit < 0:
+            await self._yield()
+        if self._spinner is not None:
+            self._spinner.moved(self)
+
+    async def _send_rest(self, span: Span, deadline: float) -> None:
         while span.remaining:
             try:
                 sent = self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES))
@@ -74,8 +85,6 @@ class SocketStream:
             self._credit -= sent + _CALL_COST_BYTES
             if self._credit < 0:
                 await self._yield()
-        if self._spinner is not None:
-            self._spinner.moved(self)
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
@@ -84,7 +93,7 @@ class SocketStream:
         while True:
             count: int | None
             try:
-                count = _receive(self.socket, views)
+                count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
             except BlockingIOError:
                 count = self._spin(views)
                 if count is None:
@@ -119,7 +128,7 @@ class SocketStream:
         # Others have to get their turn soon, or nobody would notice that they are there.
         self._credit -= _SPIN_COST_BYTES
         try:
-            return self._spinner.spin(self, views, lambda: _receive(self.socket, views), until=self._awake_until)
+            return self._spinner.spin(self, self.socket, views, until=self._awake_until)
         except OSError as error:
             raise broken(error) from error
 
@@ -182,8 +191,22 @@ class SocketStream:
         await trio.lowlevel.checkpoint()
 
 
-def _receive(sock: socket.socket, views: Sequence[memoryview]) -> int:
-    return sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+def send_at_once(sock: socket.socket, views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Send a message without payload, one view, as far as it goes now; return what is left. Others are left as a whole.
+
+    Raises:
+        StoreUnavailable: the stream is broken.
+    """
+    if len(views) != 1:
+        return views
+    view = views[0]
+    try:
+        sent = sock.send(view, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return views
+    except OSError as error:
+        raise broken(error) from error
+    return () if sent == len(view) else (view[sent:],)
 
 
 async def connect_tcp(host: str, port: int) -> SocketStream:
@@ -392,7 +415,7 @@ def peer_user(sock: socket.socket) -> int:
 def looks_stale(sock: socket.socket) -> bool:
     """Whether the peer of an idle connection has closed it, or said something that nobody asked for."""
     try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        sock.recv(1, _LOOK)
     except BlockingIOError:
         return False
     except OSError:

@@ -5,6 +5,7 @@ whose peer answered quickly before tries again for a few microseconds before it 
 it does not help, it stops where others wait for the same thread, and what it burns is counted.
 """
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,8 @@ DEFAULT_SPIN_S = 400e-6
 _LONGEST_BYTES = 64 * 1024
 _RECENT_S = 2e-3
 _ALONE_S = 2e-3
-_TRY_AGAIN_AFTER = 8
+_MOST_SKIPPED = 8
+_NOW = socket.MSG_DONTWAIT
 
 
 @attrs.frozen
@@ -32,7 +34,8 @@ class Spinner:
     """Decides when to wait awake, and does it. One for all streams of a thread.
 
     It spins only for the stream that was the last to move bytes, only soon after that (or before a time by which it is
-    known to move some), and only if no other stream has moved any lately. A miss makes it skip the next eight chances.
+    known to move some), and only if no other stream has moved any lately. A miss makes it skip the next chance, and
+    each further one twice as many, up to eight: a burst of calls costs one miss, at its end.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -42,17 +45,17 @@ class Spinner:
         self._last_at = 0.0
         self._alone_since = 0.0
         self._skip = 0
+        self._skip_next = 1
         self._spins = 0
         self._hits = 0
         self._burned_s = 0.0
 
     def moved(self, stream: object) -> None:
         """Note that bytes have moved on a stream."""
-        now = self.clock()
+        self._last_at = now = self.clock()
         if stream is not self._last:
             self._last = stream
             self._alone_since = now
-        self._last_at = now
 
     def may_spin(self, stream: object, until: float = 0.0) -> bool:
         """Whether to wait awake for a stream: one that is alone, and moved bytes lately or will until this time."""
@@ -65,38 +68,38 @@ class Spinner:
         )
 
     def spin(
-        self, stream: object, views: Sequence[memoryview], attempt: Callable[[], int], *, until: float = 0.0
+        self, stream: object, sock: socket.socket, views: Sequence[memoryview], *, until: float = 0.0
     ) -> int | None:
-        """Call `attempt` until it does not raise `BlockingIOError`, for a moment; `None` if that was in vain.
+        """Try to receive from the socket of a stream for a moment; `None` if that was in vain, or not worth it.
 
-        `views` are what it fills. A long payload is left alone: taking each packet as it comes is slower than sleeping
-        until there are many, for both ends. `until` is when the stream is known to move bytes: before that, a miss
-        says nothing.
+        A long payload is left alone: taking each packet as it comes is slower than sleeping until there are many, for
+        both ends. `until` is when the stream is known to move bytes: before that, a miss says nothing.
         """
-        if len(views) != 1 or len(views[0]) > _LONGEST_BYTES:
+        view = views[0]
+        if len(views) != 1 or len(view) > _LONGEST_BYTES or not self.may_spin(stream, until):
             return None
-        if not self.may_spin(stream, until):
-            return None
-        start = self.clock()
+        receive, clock = sock.recv_into, self.clock
+        now = start = clock()
         if self._skip and start >= until:
             self._skip -= 1
             return None
         end = start + self._spin_s
-        now = start
-        result: int | None = None
+        self._spins += 1
         while now < end:
             try:
-                result = attempt()
-                break
+                count = receive(view, 0, _NOW)
             except BlockingIOError:
-                now = self.clock()
-        self._spins += 1
-        self._burned_s += self.clock() - start
-        if result is not None:
+                now = clock()
+                continue
             self._hits += 1
-        elif now >= until:
-            self._skip = _TRY_AGAIN_AFTER
-        return result
+            self._skip_next = 1
+            self._burned_s += now - start
+            return count
+        self._burned_s += now - start
+        if now >= until:
+            self._skip = self._skip_next
+            self._skip_next = min(2 * self._skip_next, _MOST_SKIPPED)
+        return None
 
     def statistics(self) -> SpinStatistics:
         """What it did so far."""

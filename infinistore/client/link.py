@@ -134,7 +134,12 @@ class Link(Generic[_Stream]):
     @property
     def usable(self) -> bool:
         """Whether another request may follow. Not while one is half-way, nor after it was given up there."""
-        return self.at_rest and not self.operations.holding and not self.pins.reserved
+        return (
+            self._connection.state is State.READY
+            and self._operations is not None
+            and not self._operations.holding
+            and not self.pins.reserved
+        )
 
     @property
     def at_rest(self) -> bool:

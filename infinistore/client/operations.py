@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import gt, not_
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -157,6 +157,8 @@ class RemoteOperations:
         self._remaining_us = remaining_us
         # Whether the server keeps room or pins for a call that is under way: then the connection must not be kept.
         self.holding = False
+        # Whether something is still to come from the server for a call that is over.
+        self.unsettled = False
 
     def put_many(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
         """Put the batch; return the keys that were skipped because they were there."""
@@ -325,13 +327,14 @@ class RemoteOperations:
             reply = expect(ExistsReply, (yield from self._ask(Exists(part, touch))))
             if len(reply.present) != len(part):
                 raise ProtocolError(f"the server answered for {len(reply.present)} of {len(part)} keys")
-            present = reply.present + present
+            present = reply.present + present if present else reply.present
         if present.translate(None, b"\0\1"):
             raise ProtocolError("the server says of a key that it is neither there nor missing")
         if not present:  # which cannot be cast
             return []
         # list(map(bool, present)) takes five times as long.
-        return cast("list[bool]", memoryview(present).cast("?").tolist())
+        flags: Any = memoryview(present).cast("?").tolist()
+        return flags  # type: ignore[no-any-return]
 
     def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
         """Count the leading keys that are there; return the count, and the token of the hold or an empty text."""
@@ -402,8 +405,8 @@ class RemoteOperations:
         """Let go of what a connection has besides its stream, when it is closed."""
 
     def settle(self) -> Exchange[None]:
-        """Hear what the server has still to say to the last call. Before the next call, and before a look at whether
-        the connection is stale."""
+        """Hear what the server has still to say to the last call, if this is `unsettled`. Before the next call, and
+        before a look at whether the connection is stale."""
         yield from ()
 
     def _ask(self, request: Request) -> Exchange[Reply]:
@@ -413,7 +416,10 @@ class RemoteOperations:
         return expect(CountReply, (yield from self._ask(request))).count
 
     def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
-        return [self._key_part(keys, first) for first in range(0, len(keys), self._hello.max_batch_keys)]
+        most = self._hello.max_batch_keys
+        if isinstance(keys, list) and 0 < len(keys) <= most:
+            return [Keys(keys)]
+        return [self._key_part(keys, first) for first in range(0, len(keys), most)]
 
     def _key_part(self, keys: Sequence[str], first: int) -> Keys:
         most = self._hello.max_batch_keys

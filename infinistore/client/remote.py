@@ -142,7 +142,8 @@ class RemoteCalls(Generic[_Stream]):
         has the connection that the operation must use, and keeps it if the server still has room for it afterwards.
         """
         while True:
-            self.check_open()
+            if self._closed:
+                self.check_open()
             attempt.probe = self._health.check()
             attempt.stage = _Stage.CONNECTING
             link: Link[_Stream] | None = None
@@ -239,7 +240,12 @@ class RemoteCalls(Generic[_Stream]):
             link.deadline = deadline
             yield Use(link.stream)
             retries = link.instead_of_rdma and self.rdma.retry_is_due
-            if link.usable and (yield from self._settle(link)) and not link.stream.is_stale() and not retries:
+            if (
+                link.usable
+                and (not link.operations.unsettled or (yield from self._settle(link)))
+                and not link.stream.is_stale()
+                and not retries
+            ):
                 return link
             self._close(link)
         return (yield from self._connect(deadline))
@@ -389,14 +395,18 @@ class RemoteCalls(Generic[_Stream]):
     def _next(self, pinning: bool) -> Link[_Stream] | None:
         """Return a connection that nobody uses. One with pins is for more of them, so that few connections have any:
         whatever else goes wrong on a connection closes it, and that has to wait for the pins."""
-        for link in [link for link in self._pinned if not link.pins.in_use]:
-            with suppress(ValueError):  # other threads take from them, too
-                self._pinned.remove(link)
-                self._idle.append(link)
-        for links in (self._pinned, self._idle) if pinning else (self._idle,):
-            with suppress(IndexError):
-                return links.pop()
-        return None
+        if self._pinned:
+            for link in [link for link in self._pinned if not link.pins.in_use]:
+                with suppress(ValueError):  # other threads take from them, too
+                    self._pinned.remove(link)
+                    self._idle.append(link)
+            if pinning:
+                with suppress(IndexError):
+                    return self._pinned.pop()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _close_idle(self) -> None:
         while (link := self._next(pinning=True)) is not None:

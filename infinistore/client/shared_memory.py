@@ -67,14 +67,13 @@ class SharedMemoryOperations(RemoteOperations):
         self.pins = pins
         self._inline_bytes = inline_bytes
         self._last_sizes = numbers()  # of the last put
-        self._asked_spare = False  # for room for another batch of those sizes; the answer is still to come
         self._spare: ReserveReply | None = None  # that room
 
     def settle(self) -> Exchange[None]:
         """Hear whether there is room for another batch like the last."""
-        if not self._asked_spare:
+        if not self.unsettled:
             return
-        self._asked_spare = False
+        self.unsettled = False
         try:
             reply = expect(ReserveReply, (yield from self._connection.late_reply()))
         except (StoreUnavailable, ProtocolError):
@@ -84,8 +83,9 @@ class SharedMemoryOperations(RemoteOperations):
         self._spare = reply if reply.reservation else None
 
     def _ask(self, request: Request) -> Exchange[Reply]:
-        yield from self.settle()
-        return (yield from super()._ask(request))
+        if self.unsettled:
+            yield from self.settle()
+        return (yield from self._connection.request(request, deadline_us=self._remaining_us()))
 
     def _room_for(self, sizes: Numbers) -> Exchange[ReserveReply]:
         """Take room for a batch: what was asked for with the last put, if that was alike."""
@@ -101,7 +101,8 @@ class SharedMemoryOperations(RemoteOperations):
             yield from self._connection.notify(Abort(spare.reservation))
 
     def _put_part(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
-        yield from self.settle()
+        if self.unsettled:
+            yield from self.settle()
         sizes = numbers(map(len, batch.views))
         total = sum(sizes)
         if total <= self._inline_bytes:
@@ -118,9 +119,9 @@ class SharedMemoryOperations(RemoteOperations):
         checksums = yield from copy_blocks(batch.views, targets, hash_targets=self._verify)
         commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
         # Puts come in rows, of batches that are alike: this one asks for the room of the next.
-        self._asked_spare = total in _SPARE_BYTES and sizes == self._last_sizes
+        self.unsettled = total in _SPARE_BYTES and sizes == self._last_sizes
         self._last_sizes = sizes
-        then = Reserve(sizes, spare=True) if self._asked_spare else None
+        then = Reserve(sizes, spare=True) if self.unsettled else None
         request = self._connection.request(commit, deadline_us=self._remaining_us(), then=then)
         reply = expect(PutReply, (yield from request))
         self.holding = False

@@ -129,7 +129,6 @@ class RemoteThreadStore(BlockingStore):
         pinning: bool = False,
         kept: Kept | None = None,
     ) -> _T:
-        self._calls.check_open()
         attempt = self._calls.attempt(idempotent=idempotent)
         slots = self._payload_slots if payload else self._lookup_slots
         try:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgpack
 from cattrs import Converter
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
+from cattrs.fns import identity
 
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
 from infinistore.keys import join_keys, split_keys
@@ -40,13 +41,12 @@ __all__ = [
     "parse_header",
 ]
 
+_new = tuple.__new__  # makes a named tuple without the call of a Python function
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _MAX_DEADLINE_US = 2**63
-_MAX_MAPS = 256
-"""A body full of tiny maps would take 70 times its own size when decoded, and no message has many."""
 _MAX_FIELDS = 64  # of a message, or of one level of the statistics
 MAX_LIST_ITEMS = 512
 """How long a list in a `StatisticsReply` may be. No other message has lists."""
@@ -76,18 +76,19 @@ def numbers(values: Any = ()) -> Numbers:
 
 def encode_head(message: Message, *, request_id: int, payload_bytes: int = 0, deadline_us: int = 0) -> bytes:
     """Return header, body and padding of one frame; the payload follows it on the wire."""
-    body: bytes = msgpack.packb(_UNSTRUCTURE[type(message)](message))
+    body: bytes = msgpack.Packer().pack(_UNSTRUCTURE[type(message)](message))
+    body_bytes = len(body)
     header = _HEADER.pack(
         MAGIC,
         PROTOCOL_VERSION,
         message.KIND,
         0,
         request_id,
-        len(body),
+        body_bytes,
         payload_bytes,
         min(deadline_us, _MAX_DEADLINE_US),
     )
-    return (header + body).ljust(head_bytes(len(body)), b"\0")
+    return (header + body).ljust(-(-(HEADER_BYTES + body_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")
 
 
 def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: int) -> Header:
@@ -113,7 +114,7 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
         raise ProtocolError(f"a body of {body_bytes} bytes is over the limit of {max_body_bytes}")
     if payload_bytes > max_payload_bytes:
         raise ProtocolError(f"a payload of {payload_bytes} bytes is over the limit of {max_payload_bytes}")
-    return Header(kind, request_id, body_bytes, payload_bytes, deadline_us)
+    return _new(Header, (kind, request_id, body_bytes, payload_bytes, deadline_us))
 
 
 def decode_body(kind: int, body: memoryview) -> Message:
@@ -124,16 +125,20 @@ def decode_body(kind: int, body: memoryview) -> Message:
         ProtocolError: not such a body.
     """
     cls = KINDS[kind]
-    has_lists = cls is StatisticsReply
     try:
-        fields = msgpack.unpackb(
-            body,
-            object_pairs_hook=_map_maker(_MAX_STATISTICS_NODES if has_lists else _MAX_MAPS),
-            list_hook=_list_counter(_MAX_STATISTICS_NODES) if has_lists else None,
-            max_array_len=MAX_LIST_ITEMS if has_lists else 0,
-            max_map_len=_MAX_FIELDS,
-            max_ext_len=0,
-        )
+        if cls is StatisticsReply:
+            fields = msgpack.unpackb(
+                body,
+                object_pairs_hook=_map_maker(_MAX_STATISTICS_NODES),
+                list_hook=_list_counter(_MAX_STATISTICS_NODES),
+                max_array_len=MAX_LIST_ITEMS,
+                max_map_len=_MAX_FIELDS,
+                max_ext_len=0,
+            )
+        else:
+            fields = msgpack.unpackb(
+                body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=_MAX_FIELDS, max_ext_len=0
+            )
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
         message: Message = _STRUCTURE[cls](fields, cls)
@@ -142,6 +147,17 @@ def decode_body(kind: int, body: memoryview) -> Message:
     except _DECODING_ERRORS as error:
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
     return message
+
+
+def _flat_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Make the one map that the body of every message but one is. A body full of tiny maps would take 70 times its own
+    size when decoded: it is refused with the first map that has some in it."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice in a map")
+    if dict in map(type, made.values()):
+        raise ValueError("a map in a map")
+    return made
 
 
 def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
@@ -236,9 +252,9 @@ def _make_converter() -> Converter:
     converter = Converter(detailed_validation=False, forbid_extra_keys=True)
     for plain in (int, float, str, bytes, bool):
         converter.register_structure_hook(plain, _exact(plain))
-        converter.register_unstructure_hook(plain, lambda value: value)
+        converter.register_unstructure_hook(plain, identity)  # which is not even called
     converter.register_structure_hook(Tree, _exact(dict))
-    converter.register_unstructure_hook(Tree, lambda value: value)
+    converter.register_unstructure_hook(Tree, identity)
     # One hook for the whole batch: structuring a thousand keys one by one costs 200 us.
     converter.register_structure_hook(Keys, _structure_keys)
     converter.register_unstructure_hook(Keys, join_keys)

@@ -19,7 +19,7 @@ A server may receive the next request while it replies (pipelining): it lies in 
 import enum
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
 from infinistore.protocol.codec import HEADER_BYTES, Header, decode_body, encode_head, head_bytes, parse_header
@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_new = tuple.__new__  # makes a named tuple without the call of a Python function
 READ_AHEAD_BYTES = 64 * 1024
 MAX_HELLO_BYTES = 16 * 1024
 """The longest body that a server takes from somebody who has not said who it is."""
@@ -153,14 +154,15 @@ class _FrameReader:
             max_payload_bytes=self.max_payload_bytes,
         )
         length = head_bytes(header.body_bytes)
-        if length <= len(self._buffer):
-            if self._end - self._start < length:
-                yield from self._fill(length)
-            head = self._buffer[self._start : self._start + length]
-            self._start += length
-        else:
+        if length > len(self._buffer):
             head = yield from self._read_long_head(length)
-        return header, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+            return header, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+        if self._end - start < length:
+            yield from self._fill(length)
+            start = self._start
+        self._start = start + length
+        start += HEADER_BYTES
+        return header, self._buffer[start : start + header.body_bytes]
 
     def _read_long_head(self, length: int) -> Exchange[memoryview]:
         """Read a head longer than the buffer. Memory grows with what has arrived, not with what was announced."""
@@ -250,20 +252,20 @@ class ServerConnection:
             raise ProtocolError(f"a client may not send {kind.__name__}")
         if (kind is Hello) != (self.state is State.HELLO):
             raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
-        message = cast(Request, decode_body(header.kind, body))
+        message: Any = decode_body(header.kind, body)
         payload_bytes = header.payload_bytes
-        if isinstance(message, Put):
+        if kind is Put:
             expected = _put_payload_bytes(message)
             if payload_bytes != expected:
                 raise ProtocolError(f"a Put with {payload_bytes} bytes of payload, its sizes add up to {expected}")
         elif payload_bytes:
             raise ProtocolError(f"{kind.__name__} has no payload, but {payload_bytes} bytes come with it")
         self._reader.max_body_bytes = self._max_body_bytes
-        self._reply_kind = REPLIES.get(type(message))
+        self._reply_kind = REPLIES.get(kind)
         self.payload_left = payload_bytes
         if self._reply_kind is not None:
             self.state = State.PAYLOAD if payload_bytes else State.REPLYING
-        return Received(message, header.request_id, payload_bytes, header.deadline_us)
+        return _new(Received, (message, header.request_id, payload_bytes, header.deadline_us))
 
     def read_payload(self, views: Sequence[memoryview]) -> Exchange[None]:
         """Receive the whole payload into these views. A Put of no blocks has none, and this does nothing then."""
@@ -294,7 +296,7 @@ class ServerConnection:
         head = encode_head(message, request_id=self._request_id, payload_bytes=payload_bytes)
         views = [memoryview(head), *payload]
         self._sending = True
-        yield SendDescriptors(views, descriptors) if descriptors else Send(views)
+        yield SendDescriptors(views, descriptors) if descriptors else _new(Send, (views,))
         self._sending = False
         self._request_id = 0
         self.state = State.READY
@@ -344,18 +346,23 @@ class ClientConnection:
         """
         assert self.state is (State.HELLO if isinstance(message, Hello) else State.READY)
         assert self._unanswered is None
-        request_id = self._new_id()
+        request_id = self._next_id
+        self._next_id = request_id % 0xFFFF_FFFF + 1
         head = encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us)
         if then is not None:
             assert not payload_bytes
-            self._unanswered = then, self._new_id()
+            self._unanswered = then, self._next_id
+            self._next_id = self._next_id % 0xFFFF_FFFF + 1
             head += encode_head(then, request_id=self._unanswered[1], deadline_us=deadline_us)
         self.state = State.PAYLOAD
         try:
-            groups = iter(payload)
-            yield Send([memoryview(head), *next(groups, ())])
-            for group in groups:
-                yield Send(group)
+            if payload_bytes:
+                groups = iter(payload)
+                yield Send([memoryview(head), *next(groups, ())])
+                for group in groups:
+                    yield Send(group)
+            else:
+                yield _new(Send, ([memoryview(head)],))
         except StoreUnavailable as broken:
             self.state = State.CLOSED
             # A server that refuses a payload says why before it closes.
@@ -372,11 +379,6 @@ class ClientConnection:
         self.state = State.REPLYING
         return (yield from self._read_reply(message, request_id))
 
-    def _new_id(self) -> int:
-        request_id = self._next_id
-        self._next_id = request_id % 0xFFFF_FFFF + 1
-        return request_id
-
     def _read_refusal(self) -> Exchange[InfiniStoreException | None]:
         """Return the error that the server has sent before the connection broke, if it has sent one."""
         with suppress(ProtocolError, StoreUnavailable):
@@ -391,7 +393,7 @@ class ClientConnection:
         """Send a request that has no reply."""
         assert self.state is State.READY
         self.state = State.PAYLOAD
-        yield Send([memoryview(encode_head(message, request_id=0))])
+        yield _new(Send, ([memoryview(encode_head(message, request_id=0))],))
         self.state = State.READY
 
     def _read_reply(self, request: Request, request_id: int, descriptors: list[int] | None = None) -> Exchange[Reply]:
@@ -403,20 +405,21 @@ class ClientConnection:
         kind = KINDS[header.kind]
         if kind not in (REPLIES[type(request)], ErrorReply):
             raise ProtocolError(f"{kind.__name__} is no reply to {type(request).__name__}")
-        reply = cast(Reply, decode_body(header.kind, body))
-        fatal = isinstance(reply, ErrorReply) and reply.fatal
+        reply: Any = decode_body(header.kind, body)
+        fatal = kind is ErrorReply and reply.fatal
         # A fatal error may be about the connection, or about a request that the server could not read.
         if header.request_id != request_id and not fatal:
             raise ProtocolError(f"a reply to request {header.request_id} where one to {request_id} belongs")
-        expected = _payload_bytes_of(reply)
+        expected = _payload_bytes_of(reply) if kind in _WITH_PAYLOAD else 0
         if header.payload_bytes != expected:
             raise ProtocolError(f"{kind.__name__} with {header.payload_bytes} bytes of payload instead of {expected}")
-        if isinstance(reply, ErrorReply):
+        if kind is ErrorReply:
             self.state = State.CLOSED if fatal else State.READY
             raise error_from_code(reply.code, reply.message)
         self._payload_left = expected
         self.state = State.PAYLOAD if expected else State.READY
-        return reply
+        answer: Reply = reply
+        return answer
 
     @property
     def payload_left(self) -> int:
@@ -446,6 +449,9 @@ def _put_payload_bytes(put: Put) -> int:
     return sum(put.sizes) + (8 * len(put.keys) if put.checksums else 0)
 
 
+_WITH_PAYLOAD = (GetReply, LeaseReply, RdmaGetReply)
+
+
 def _payload_bytes_of(reply: Reply) -> int:
     """How long the payload of this reply must be."""
     if (
@@ -453,7 +459,7 @@ def _payload_bytes_of(reply: Reply) -> int:
         or (isinstance(reply, LeaseReply) and not reply.lease)
         or (isinstance(reply, RdmaGetReply) and reply.inline)
     ):
-        return sum(size for size in reply.sizes if size != MISSING)
+        return sum(reply.sizes) - MISSING * reply.sizes.count(MISSING)
     return 0
 
 
