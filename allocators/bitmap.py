@@ -74,7 +74,13 @@ class BitmapAllocator(Allocator):
         if equal and size <= unit_bytes:
             if count > self._map.free_units:
                 return None
-            starts = self._fill_crumbs(count) if self._is_crowded() else self._place_single_units(count)
+            if self._is_crowded():
+                starts = self._fill_crumbs(count)
+            else:
+                first = self._next_units(count)
+                if first is not None:
+                    return self._take_in_a_row(first, count, size)
+                starts = self._place_single_units(count)
         else:
             placed = self._place_runs([-(-size // unit_bytes) for size in sizes])
             if placed is None:
@@ -95,6 +101,25 @@ class BitmapAllocator(Allocator):
         assert starts is not None  # that many units are free
         self._map.take_each(starts)
         return starts
+
+    def _next_units(self, count: int) -> int | None:
+        """Return the first of the next free units, if they lie in a row as they nearly always do."""
+        taken = self._map.taken
+        first = taken.find(0, self._next)
+        if first < 0 or taken.find(1, first, first + count) >= 0:  # the separator after the last arena is taken, too
+            return None
+        return first
+
+    def _take_in_a_row(self, first: int, count: int, size: int) -> list[Extent]:
+        """Place blocks of a unit each side by side, without looking at them one by one."""
+        self._map.take_run(first, count)
+        end = self._next = first + count
+        self._starts[first:end] = 1
+        self._extents += count
+        arena = self._map.arena_of(first)
+        base, unit_bytes = self._map.firsts[arena], self.unit_bytes
+        offsets = range((first - base) * unit_bytes, (end - base) * unit_bytes, unit_bytes)
+        return list(zip(repeat(arena), offsets, repeat(size), strict=False))
 
     def _place_single_units(self, count: int) -> list[int]:
         taken = self._map.taken
@@ -169,7 +194,11 @@ class BitmapAllocator(Allocator):
         if not extents:
             return
         starts = self._single_units_of(extents)
-        if starts is not None:
+        if isinstance(starts, range):
+            self._map.give_back_run(starts[0], len(starts))
+            self._starts[starts[0] : starts[-1] + 1] = 0
+            self._units_freed += len(starts)
+        elif starts is not None:
             self._map.give_back_each(starts)
             self._starts[starts] = 0
             self._units_freed += len(starts)
@@ -183,8 +212,11 @@ class BitmapAllocator(Allocator):
                 self._units_freed += units
         self._extents -= len(extents)
 
-    def _single_units_of(self, extents: list[Extent]) -> list[int] | None:
-        """Return the units of allocated extents of one unit each in one arena, checked together; None: check each."""
+    def _single_units_of(self, extents: list[Extent]) -> list[int] | range | None:
+        """Return the units of allocated extents of one unit each in one arena, checked together; None: check each.
+
+        A range if they lie in a row, as those do that were placed together: a third of the time.
+        """
         arenas, offsets, lengths = zip(*extents, strict=True)
         arena = arenas[0]
         units = self._map
@@ -194,6 +226,14 @@ class BitmapAllocator(Allocator):
         if lengths.count(lengths[0]) != len(lengths) or not 0 < lengths[0] <= unit_bytes or min(offsets) < 0:
             return None
         base = units.firsts[arena]
+        if offsets == tuple(range(offsets[0], offsets[0] + len(offsets) * unit_bytes, unit_bytes)):
+            first, last = base + offsets[0] // unit_bytes, base + offsets[-1] // unit_bytes
+            if offsets[0] % unit_bytes or last >= units.ends[arena] or self._starts.find(0, first, last + 1) >= 0:
+                return None
+            # None of them is the beginning of a longer extent: the last one, because it ends where the next begins.
+            if not self._starts[last + 1] and units.taken[last + 1]:
+                return None
+            return range(first, last + 1)
         starts = list(map(floordiv, offsets, repeat(unit_bytes)))
         if base:
             starts = [base + start for start in starts]

@@ -24,19 +24,19 @@ class Stream(Protocol):
     Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may
     have sent any part of its bytes: after that, all that can be done with the stream is to close it.
 
-    `deadline`, on Trio's clock, is when a wait is given up: a cancel scope around each call would cost more than most
-    calls do, which need not wait.
+    A wait is given up at `deadline`, on Trio's clock, or after `within_s` seconds: a cancel scope around each call, or
+    a look at the clock, would cost more than most calls do, which need not wait.
     """
 
     passes_descriptors: bool
     """Whether it is a `DescriptorStream`."""
 
-    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
+    async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
         """Send all of these views, in order.
 
         Raises:
             StoreUnavailable: the stream is broken.
-            TimeoutError: the deadline has passed; some bytes may have been sent.
+            TimeoutError: the time is over; some bytes may have been sent.
         """
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
@@ -101,7 +101,8 @@ async def drive(exchange: Exchange[_T], stream: Stream, *, within_s: float = mat
                     else:
                         count = await _receive_soon(effect.views, stream, stall_s)
                 elif isinstance(effect, Send):
-                    await stream.send_all(effect.views, deadline)
+                    left_s = math.inf if deadline == math.inf else deadline - trio.current_time()
+                    await stream.send_all(effect.views, left_s)
                 elif isinstance(effect, SendDescriptors):
                     await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors)
                 elif isinstance(effect, ReceiveDescriptors):

@@ -61,12 +61,12 @@ class SocketStream:
         sock.setblocking(False)
         prepare(sock)
 
-    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
+    async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
         """Send all of these views, in order."""
         views = send_at_once(self.socket, views)
         self._credit -= _CALL_COST_BYTES
         if views:
-            await self._send_rest(Span(views), deadline)
+            await self._send_rest(Span(views), trio.current_time() + within_s)
         elif self._credit < 0:
             await self._yield()
         if self._spinner is not None:
@@ -95,7 +95,7 @@ class SocketStream:
             try:
                 count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
             except BlockingIOError:
-                count = self._spin(views)
+                count = None if self._spinner is None else self._spin(self._spinner, views)
                 if count is None:
                     if self._is_awake():
                         await self._yield()
@@ -122,13 +122,11 @@ class SocketStream:
             and self._spinner.may_spin(self, self._awake_until)
         )
 
-    def _spin(self, views: Sequence[memoryview]) -> int | None:
-        if self._spinner is None:
-            return None
+    def _spin(self, spinner: Spinner, views: Sequence[memoryview]) -> int | None:
         # Others have to get their turn soon, or nobody would notice that they are there.
         self._credit -= _SPIN_COST_BYTES
         try:
-            return self._spinner.spin(self, self.socket, views, until=self._awake_until)
+            return spinner.spin(self, self.socket, views, until=self._awake_until)
         except OSError as error:
             raise broken(error) from error
 

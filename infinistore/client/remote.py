@@ -142,8 +142,7 @@ class RemoteCalls(Generic[_Stream]):
         has the connection that the operation must use, and keeps it if the server still has room for it afterwards.
         """
         while True:
-            if self._closed:
-                self.check_open()
+            self.check_open()
             attempt.probe = self._health.check()
             attempt.stage = _Stage.CONNECTING
             link: Link[_Stream] | None = None

@@ -17,7 +17,6 @@ from infinistore.core.pool import Pool
 __all__ = ["Client", "Lease", "Reservation"]
 
 _EXTENT = itemgetter(0, 1, 2)
-_LENGTH = itemgetter(2)
 _CHECKSUM = itemgetter(3)
 
 
@@ -86,16 +85,24 @@ class Lease:
     `entries` has one entry per key, in order, None for a missing one.
     """
 
-    __slots__ = ("_pool", "client", "entries", "footprint_bytes", "pinned", "released")
+    __slots__ = ("_pool", "client", "entries", "footprint_bytes", "lengths", "pinned", "released")
 
     def __init__(
-        self, pool: Pool, client: Client, entries: list[Entry | None], pinned: Sequence[Entry], footprint_bytes: int
+        self,
+        pool: Pool,
+        client: Client,
+        entries: list[Entry | None],
+        pinned: Sequence[Entry],
+        lengths: list[int],
+        footprint_bytes: int,
     ) -> None:
         self._pool = pool
         self.client = client
         self.entries = entries
         self.pinned = pinned
         """The entries that are there, in key order."""
+        self.lengths = lengths
+        """One length in bytes per key; 0 for a missing one (no value is empty)."""
         self.footprint_bytes = footprint_bytes
         self.released = False
 
@@ -117,13 +124,6 @@ class Lease:
     def extents(self) -> list[Extent]:
         """The extents of the blocks that are there, in key order."""
         return list(map(_EXTENT, self.pinned))
-
-    @property
-    def lengths(self) -> list[int]:
-        """One length in bytes per key; 0 for a missing one (no value is empty)."""
-        if len(self.pinned) == len(self.entries):
-            return list(map(_LENGTH, self.pinned))
-        return [0 if entry is None else entry[2] for entry in self.entries]
 
     @property
     def checksums(self) -> list[int]:

@@ -215,20 +215,19 @@ class StoreCore:
         self._check_open(client)
         self.limits.check_batch(len(keys))
         entries = self._index.get_many(keys)
-        if max_bytes is not None:
+        found, pinned = _present(keys, entries)
+        lengths = list(map(_LENGTH, pinned))
+        if max_bytes is not None and sum(lengths) > max_bytes:
             fitting = leading_within(entries, max_bytes)
             keys, entries = keys[:fitting], entries[:fitting]
-        found: Sequence[str] = keys
-        pinned: list[Entry] = entries  # type: ignore[assignment]
-        if not all(entries):
-            found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
-            pinned = [entry for entry in entries if entry is not None]
-        lengths = list(map(_LENGTH, pinned))
+            found, pinned = _present(keys, entries)
+            lengths = list(map(_LENGTH, pinned))
         footprint_bytes = self.pool.footprints(lengths)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         self._pins.add(pinned, footprint_bytes)
         self._index.touch(found)
-        lease = Lease(self.pool, client, entries, pinned, footprint_bytes)
+        all_lengths = lengths if len(lengths) == len(keys) else [0 if entry is None else entry[2] for entry in entries]
+        lease = Lease(self.pool, client, entries, pinned, all_lengths, footprint_bytes)
         client.leased_bytes += footprint_bytes
         client.leases.add(lease)
         self._counters["hits"] += len(pinned)
@@ -511,6 +510,14 @@ class StoreCore:
     def _check_open(self, client: Client) -> None:
         if client.state != "open":
             raise ValueError(f"client {client.name!r} is {client.state}")
+
+
+def _present(keys: Sequence[str], entries: list[Entry | None]) -> tuple[Sequence[str], list[Entry]]:
+    """Return the keys that are there, and their entries."""
+    if None not in entries:  # nearly always
+        return keys, entries  # type: ignore[return-value]
+    found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
+    return found, [entry for entry in entries if entry is not None]
 
 
 def _duplicate(keys: Sequence[str]) -> str:

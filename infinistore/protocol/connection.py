@@ -290,13 +290,21 @@ class ServerConnection:
         self, message: Reply, payload: Sequence[memoryview] = (), *, descriptors: Sequence[int] = ()
     ) -> Exchange[None]:
         """Send the reply to the last request, header and payload in one go, with descriptors beside it if there are."""
+        views = self.begin_reply(message, payload)
+        yield SendDescriptors(views, descriptors) if descriptors else Send(views)
+        self.end_reply()
+
+    def begin_reply(self, message: Reply, payload: Sequence[memoryview] = ()) -> list[memoryview]:
+        """Return what is to be sent as the reply to the last request; `end_reply` is called when all of it was."""
         assert self.state is State.REPLYING
         assert type(message) in (self._reply_kind, ErrorReply)
         payload_bytes = sum(map(len, payload)) if payload else 0
         head = encode_head(message, request_id=self._request_id, payload_bytes=payload_bytes)
-        views = [memoryview(head), *payload]
         self._sending = True
-        yield SendDescriptors(views, descriptors) if descriptors else _new(Send, (views,))
+        return [memoryview(head), *payload]
+
+    def end_reply(self) -> None:
+        """Note that the reply was sent."""
         self._sending = False
         self._request_id = 0
         self.state = State.READY

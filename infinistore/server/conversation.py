@@ -26,6 +26,7 @@ from infinistore.transports.base import Stream, drive
 __all__ = ["Conversation", "SessionLimits", "Traffic"]
 
 _T = TypeVar("_T")
+_NOT_TAKEN = "the client did not take its reply in time"
 
 
 @attrs.frozen
@@ -120,14 +121,21 @@ class Conversation:
 
     async def reply(self, reply: Reply) -> None:
         """Send a reply without payload. A client that reads none of its replies must not keep the session for ever."""
-        await self.send(self.connection.reply(reply), self._reply_within_s)
+        await self._send_reply(reply, (), self._reply_within_s)
+
+    async def _send_reply(self, reply: Reply, payload: Sequence[memoryview], within_s: float) -> None:
+        try:
+            await self.stream.send_all(self.connection.begin_reply(reply, payload), within_s)
+        except TimeoutError:
+            raise StoreUnavailable(_NOT_TAKEN) from None
+        self.connection.end_reply()
 
     async def send(self, exchange: Exchange[None], within_s: float) -> None:
         """Send within a time; `StoreUnavailable` if the client does not take it."""
         try:
             await drive(exchange, self.stream, within_s=within_s)
         except TimeoutError:
-            raise StoreUnavailable("the client did not take its reply in time") from None
+            raise StoreUnavailable(_NOT_TAKEN) from None
 
     async def drive(self, exchange: Exchange[_T], within_s: float = math.inf) -> _T:
         """Run an exchange over the stream; `TimeoutError` if it is not done within this time."""
@@ -138,7 +146,7 @@ class Conversation:
         payload_bytes = sum(map(len, views))
         self.traffic.sent_bytes += payload_bytes
         within_s = self.limits.transfer_s(payload_bytes, received.deadline_us)
-        await self.send(self.connection.reply(reply, views), within_s)
+        await self._send_reply(reply, views, within_s)
 
 
 def _too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:

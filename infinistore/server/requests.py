@@ -1,6 +1,6 @@
 """What the server does for each request that moves no payload: a message in, a reply out.
 
-Put and Get, which move payload, are in `session.py`. What takes long is done in slices (`slices.py`), so that a person
+Put and Get, which move payload, and what else is not as simple, are in `session.py`. What takes long is done in slices (`slices.py`), so that a person
 who looks at a large store holds nobody up.
 """
 
@@ -21,8 +21,6 @@ from infinistore.protocol.messages import (
     Keys,
     KeysReply,
     ListKeys,
-    MatchPrefix,
-    MatchPrefixReply,
     Message,
     Purge,
     ReleaseHold,
@@ -32,19 +30,10 @@ from infinistore.protocol.messages import (
 )
 from infinistore.server.slices import evict_in_slices, list_keys_in_slices, purge_in_slices
 
-__all__ = ["MAX_PAGE_KEYS", "answer"]
+__all__ = ["ANSWERS", "MAX_PAGE_KEYS"]
 
 MAX_PAGE_KEYS = 10_000
 """The most keys in one answer; clients ask for the next page."""
-
-
-async def answer(request: Message, core: StoreCore, client: Client) -> Reply:
-    """Do what a request asks for, and return the reply.
-
-    Raises:
-        InfiniStoreException, ValueError: the store refuses.
-    """
-    return await _ANSWERS[type(request)](request, core, client)
 
 
 async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
@@ -52,10 +41,6 @@ async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
     if request.touch:
         core.touch(list(compress(request.keys, present)))
     return ExistsReply(present)
-
-
-async def _hold_prefix(request: MatchPrefix, core: StoreCore, client: Client) -> Reply:
-    return MatchPrefixReply(*core.hold_prefix(client, request.keys, request.hold_us / 1e6))
 
 
 async def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
@@ -88,9 +73,8 @@ async def _verify(request: Verify, core: StoreCore, client: Client) -> Reply:
     return VerifyReply(bytes(sound))
 
 
-_ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]]] = {
+ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]]] = {
     Exists: _exists,
-    MatchPrefix: _hold_prefix,
     ReleaseHold: _release_hold,
     Delete: _delete,
     ListKeys: _list_keys,
@@ -98,3 +82,4 @@ _ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply
     Evict: _evict,
     Verify: _verify,
 }
+"""What does what a request asks for, and returns the reply. `InfiniStoreException`, `ValueError`: the store refuses."""

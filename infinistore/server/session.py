@@ -44,7 +44,7 @@ from infinistore.server.conversation import Conversation, SessionLimits
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.rdma import RdmaPool, RdmaRequest, RdmaRequests
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
-from infinistore.server.requests import answer
+from infinistore.server.requests import ANSWERS
 from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
 from infinistore.transports.base import Stream, drive
 
@@ -207,20 +207,21 @@ class Session:
         """Answer a request; return its outcome."""
         message = received.message
         try:
-            if isinstance(message, Put):
+            if (simple := ANSWERS.get(type(message))) is not None:
+                await self._conversation.reply(await simple(message, self._core, self._client))
+            elif isinstance(message, Put):
                 await self._put(message, received)
             elif isinstance(message, Get):
                 await self._get(message, received)
-            elif isinstance(message, MatchPrefix) and not message.hold_us:
+            elif isinstance(message, MatchPrefix):
                 await self._match_prefix(message)
             elif isinstance(message, SharedMemoryRequest):
                 await self._share(message, received)
             elif isinstance(message, RdmaRequest):
                 await self._move_by_rdma(message, received)
-            elif isinstance(message, Statistics):
-                await self._conversation.reply(StatisticsReply(await self._service.statistics(message.details)))
             else:
-                await self._conversation.reply(await answer(message, self._core, self._client))
+                assert isinstance(message, Statistics)
+                await self._conversation.reply(StatisticsReply(await self._service.statistics(message.details)))
         except (InvalidRequest, TransferFailed) as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
@@ -294,9 +295,13 @@ class Session:
         self.transport = "rdma"
 
     async def _match_prefix(self, match: MatchPrefix) -> None:
+        if match.hold_us:
+            matched, hold = self._core.hold_prefix(self._client, match.keys, match.hold_us / 1e6)
+            await self._conversation.reply(MatchPrefixReply(matched, hold))
+            return
         matched = self._core.match_prefix(match.keys, touch=False)
         try:
-            await self._conversation.drive(self._connection.reply(MatchPrefixReply(matched)))
+            await self._conversation.reply(MatchPrefixReply(matched))
         finally:
             self._core.touch(match.keys[:matched])  # while the client reads the answer
 

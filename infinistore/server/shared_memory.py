@@ -34,7 +34,7 @@ from infinistore.transports.sockets import MAX_DESCRIPTORS
 __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
 SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Abort | Lease | Release
-_NOWHERE = (0, 0)
+_NOWHERE = (0, 0, 0, 0)
 _AWAKE_BYTES = 16 * 1024 * 1024
 _COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
 MOST_OPEN = 1024
@@ -151,7 +151,10 @@ class SharedMemory:
         sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
         if total > request.inline_bytes:
             number = self._latest_lease = self.keep(lease)
-            places = places_of(entry or _NOWHERE for entry in lease.entries)
+            entries = lease.pinned
+            if len(entries) < len(lengths):
+                entries = [entry or _NOWHERE for entry in lease.entries]
+            places = places_of(entries)
             conversation.traffic.sent_bytes += total
             await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
             self._await_copying(total)

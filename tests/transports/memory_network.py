@@ -83,8 +83,8 @@ class MemoryStream:
         self._chunks = chunks
         self.closed = False
 
-    async def send_all(self, views: Sequence[memoryview], deadline: float = math.inf) -> None:
-        with _until(deadline):
+    async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
+        with _until(trio.current_time() + within_s):
             await self._send_all(views)
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
