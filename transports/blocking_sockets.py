@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from infinistore.protocol.span import Span
 from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, SocketAddress, look_up
@@ -89,8 +88,10 @@ class BlockingSocketStream:
             count = self._spinner.spin(self, sock, views)
             while count is None:
                 self._set_timeout(socket.SO_RCVTIMEO)
-                with suppress(BlockingIOError):
+                try:
                     count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+                except BlockingIOError:
+                    continue
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # our deadline, not the network's ETIMEDOUT
                 raise

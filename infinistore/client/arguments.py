@@ -113,9 +113,9 @@ def check_ratios(low: float, high: float) -> tuple[float, float]:
 
 
 def _columns(items: Pairs) -> tuple[Collection[str], Collection[BufferLike]]:
-    if isinstance(items, Mapping):
+    if type(items) is not list and isinstance(items, Mapping):
         return items.keys(), items.values()
-    pairs = list(items)
+    pairs = items if type(items) is list else list(items)
     try:
         columns = list(zip(*pairs, strict=True))
     except (TypeError, ValueError):

@@ -19,13 +19,13 @@ def copy_blocks(
     checksums: list[int] = []
     copied = 0
     for source, target in zip(sources, targets, strict=True):
+        if copied >= PAUSE_BYTES:
+            copied = 0
+            yield Pause()
         target[:] = source
         if hash_targets:
             checksums.append(xxh3_64_intdigest(target))
         copied += len(source)
-        if copied >= PAUSE_BYTES:
-            copied = 0
-            yield Pause()
     return checksums
 
 

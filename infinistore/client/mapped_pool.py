@@ -92,16 +92,19 @@ class MappedPool:
             return iter(())
         first, last = min(places), max(places)
         arena = arena_of(first)
-        if arena != arena_of(last):
-            return iter(self.views(places, sizes, writable=writable))
         base = place_of(arena, 0)
-        memory = self._memory(arena, writable)
-        if max(map(add, places, sizes)) - base > len(memory):
+        if last >= place_of(arena + 1, 0):
+            return iter(self.views(places, sizes, writable=writable))
+        mapping = self._mappings.get((arena, writable)) or self._map(arena, writable)
+        memory = mapping.memory
+        end = max(map(add, places, sizes)) - base
+        if end > len(memory):
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
-        mapping = self._mappings.get((arena, writable))
-        if writable and mapping is not None:  # None: another thread has closed the pool
-            mapping.make_present(first - base, last - base + max(sizes))
-        return (memory[place - base : place - base + size] for place, size in zip(places, sizes, strict=True))
+        if writable and end > mapping.present_bytes:
+            mapping.make_present(first - base, end)
+        if base:
+            places = [place - base for place in places]
+        return (memory[place : place + size] for place, size in zip(places, sizes, strict=True))
 
     def arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """Return all the bytes of each arena that is known, to be read and, if that is allowed, to be written. Errors

@@ -93,6 +93,7 @@ class Lease:
         client: Client,
         entries: list[Entry | None],
         pinned: Sequence[Entry],
+        *,
         lengths: list[int],
         footprint_bytes: int,
     ) -> None:

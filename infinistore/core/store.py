@@ -227,7 +227,7 @@ class StoreCore:
         self._pins.add(pinned, footprint_bytes)
         self._index.touch(found)
         all_lengths = lengths if len(lengths) == len(keys) else [0 if entry is None else entry[2] for entry in entries]
-        lease = Lease(self.pool, client, entries, pinned, all_lengths, footprint_bytes)
+        lease = Lease(self.pool, client, entries, pinned, lengths=all_lengths, footprint_bytes=footprint_bytes)
         client.leased_bytes += footprint_bytes
         client.leases.add(lease)
         self._counters["hits"] += len(pinned)

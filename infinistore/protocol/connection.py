@@ -44,6 +44,7 @@ from infinistore.protocol.span import Span
 
 __all__ = [
     "ClientConnection",
+    "Encoded",
     "Exchange",
     "Pause",
     "Receive",
@@ -120,6 +121,15 @@ class Received(NamedTuple):
     request_id: int
     payload_bytes: int
     deadline_us: int
+
+
+class Encoded(NamedTuple):
+    """A request that is ready to be sent, and the one that goes `then`, with the number of each."""
+
+    message: Request
+    request_id: int
+    head: bytes
+    then: tuple[Request, int] | None
 
 
 class _FrameReader:
@@ -352,31 +362,51 @@ class ClientConnection:
             InfiniStoreException: what the server answered, if that is an error; `state` tells if the connection lives.
             ProtocolError: what came is no reply to this request.
         """
-        assert self.state is (State.HELLO if isinstance(message, Hello) else State.READY)
-        assert self._unanswered is None
+        encoded = self.encode(message, payload_bytes=payload_bytes, deadline_us=deadline_us, then=then)
+        return (yield from self.ask(encoded, payload if payload_bytes else (), descriptors=descriptors))
+
+    def encode(
+        self, message: Request, *, payload_bytes: int = 0, deadline_us: int = 0, then: Request | None = None
+    ) -> Encoded:
+        """Encode a request, for `ask`; see `request`, which does both. Before a long copy this is cheaper than after
+        it, when nothing is in the cache any more."""
         request_id = self._next_id
         self._next_id = request_id % 0xFFFF_FFFF + 1
         head = encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us)
-        if then is not None:
-            assert not payload_bytes
-            self._unanswered = then, self._next_id
-            self._next_id = self._next_id % 0xFFFF_FFFF + 1
-            head += encode_head(then, request_id=self._unanswered[1], deadline_us=deadline_us)
+        if then is None:
+            return _new(Encoded, (message, request_id, head, None))
+        assert not payload_bytes
+        then_id = self._next_id
+        self._next_id = then_id % 0xFFFF_FFFF + 1
+        head += encode_head(then, request_id=then_id, deadline_us=deadline_us)
+        return _new(Encoded, (message, request_id, head, (then, then_id)))
+
+    def ask(
+        self,
+        request: Encoded,
+        payload: Iterable[Sequence[memoryview]] = (),
+        *,
+        descriptors: list[int] | None = None,
+    ) -> Exchange[Reply]:
+        """Send what was encoded, and return the reply; see `request`."""
+        assert self.state is (State.HELLO if isinstance(request.message, Hello) else State.READY)
+        assert self._unanswered is None
+        self._unanswered = request.then
         self.state = State.PAYLOAD
         try:
-            if payload_bytes:
+            if payload:
                 groups = iter(payload)
-                yield Send([memoryview(head), *next(groups, ())])
+                yield Send([memoryview(request.head), *next(groups, ())])
                 for group in groups:
                     yield Send(group)
             else:
-                yield _new(Send, ([memoryview(head)],))
+                yield _new(Send, ([memoryview(request.head)],))
         except StoreUnavailable as broken:
             self.state = State.CLOSED
             # A server that refuses a payload says why before it closes.
             raise (yield from self._read_refusal()) or broken from None
         self.state = State.REPLYING
-        return (yield from self._read_reply(message, request_id, descriptors))
+        return (yield from self._read_reply(request.message, request.request_id, descriptors))
 
     def late_reply(self) -> Exchange[Reply]:
         """Return the reply to the request that went with the last one, as `then`. Errors are those of `request`."""
@@ -399,9 +429,13 @@ class ClientConnection:
 
     def notify(self, message: Release | Abort) -> Exchange[None]:
         """Send a request that has no reply."""
+        yield from self.notify_encoded(encode_head(message, request_id=0))
+
+    def notify_encoded(self, head: bytes) -> Exchange[None]:
+        """Send a request that has no reply, and was encoded as number 0."""
         assert self.state is State.READY
         self.state = State.PAYLOAD
-        yield _new(Send, ([memoryview(encode_head(message, request_id=0))],))
+        yield _new(Send, ([memoryview(head)],))
         self.state = State.READY
 
     def _read_reply(self, request: Request, request_id: int, descriptors: list[int] | None = None) -> Exchange[Reply]:

@@ -1,7 +1,7 @@
 """What the server does for each request that moves no payload: a message in, a reply out.
 
-Put and Get, which move payload, and what else is not as simple, are in `session.py`. What takes long is done in slices (`slices.py`), so that a person
-who looks at a large store holds nobody up.
+Put and Get, which move payload, and what else is not as simple, are in `session.py`. What takes long is done in slices
+(`slices.py`), so that a person who looks at a large store holds nobody up.
 """
 
 from collections.abc import Awaitable, Callable

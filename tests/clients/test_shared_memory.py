@@ -385,7 +385,7 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
         inline_bytes=0,
         pins=mock.Mock(),
     )
-    exchange = operations._know_arenas([1 << 48])
+    exchange = operations._ask_arenas()
     assert isinstance(next(exchange), Send)
     effect = exchange.send(0)
     assert isinstance(effect, ReceiveDescriptors)
