@@ -80,13 +80,28 @@ class Returns(ABC, Generic[_T]):
                 self._lock.release()
 
 
+class _Whole:
+    """Something to be kept alive; when it dies, it calls `gone(*arguments)`."""
+
+    __slots__ = ("_arguments", "_gone", "_pid")
+
+    def __init__(self, gone: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._gone = gone
+        self._arguments = arguments
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:  # a third of what weakref.finalize takes
+        if os.getpid() == self._pid and not sys.is_finalizing():
+            self._gone(*self._arguments)
+
+
 class _Token:
-    """Something to be kept alive, and what it keeps alive itself."""
+    """What has the memory by an export keeps this alive, and this keeps the whole."""
 
-    __slots__ = ("__weakref__", "whole")
+    __slots__ = ("__weakref__", "_whole")
 
-    def __init__(self, whole: "_Token | None" = None) -> None:
-        self.whole = whole
+    def __init__(self, whole: _Whole) -> None:
+        self._whole = whole
 
 
 class Watch:
@@ -96,9 +111,8 @@ class Watch:
     """
 
     def __init__(self, gone: Callable[..., None], *arguments: Any) -> None:
-        self._whole: _Token | None = _Token()
-        weakref.finalize(self._whole, _call_in, os.getpid(), gone, *arguments).atexit = False
-        self._token: _Token | None = _Token(self._whole)  # what has the memory by an export keeps this alive
+        self._whole: _Whole | None = _Whole(gone, arguments)
+        self._token: _Token | None = _Token(self._whole)
         self._exported = weakref.ref(self._token)
 
     def over(self, memory: memoryview, *, writable: bool) -> memoryview:
@@ -134,11 +148,6 @@ class Watch:
     def alive(self) -> bool:
         """Whether anything is that cannot be a mere variable with a view that was released."""
         return self._exported() is not None
-
-
-def _call_in(pid: int, gone: Callable[..., None], *arguments: Any) -> None:
-    if os.getpid() == pid:
-        gone(*arguments)
 
 
 def _forget(_: object) -> None:

@@ -69,12 +69,15 @@ class MappedPool:
         if not places:
             return []
         first, last = arena_of(min(places)), arena_of(max(places))
-        memory = {arena: self._memory(arena, writable) for arena in range(first, last + 1)}
-        if watch is not None:
-            memory = {arena: watch.over(whole, writable=writable) for arena, whole in memory.items()}
+        memory: dict[int, memoryview] = {}
+        for arena in range(first, last + 1):
+            whole = self._memory(arena, writable)
+            memory[arena] = whole if watch is None else watch.over(whole, writable=writable)
         if first == last:  # nearly always; 64 calls of `offset_of` would take half of the time
             base, of_arena = place_of(first, 0), memory[first]
-            views = [of_arena[place - base : place - base + size] for place, size in zip(places, sizes, strict=True)]
+            if base:
+                places = [place - base for place in places]
+            views = [of_arena[place : place + size] for place, size in zip(places, sizes, strict=True)]
         else:
             views = [
                 memory[arena_of(place)][offset_of(place) : offset_of(place) + size]

@@ -11,7 +11,6 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -394,14 +393,15 @@ class RemoteCalls(Generic[_Stream]):
     def _next(self, pinning: bool) -> Link[_Stream] | None:
         """Return a connection that nobody uses. One with pins is for more of them, so that few connections have any:
         whatever else goes wrong on a connection closes it, and that has to wait for the pins."""
-        if self._pinned:
-            for link in [link for link in self._pinned if not link.pins.in_use]:
-                with suppress(ValueError):  # other threads take from them, too
+        try:  # other threads take from the lists, too
+            if self._pinned:
+                for link in [link for link in self._pinned if not link.pins.in_use]:
                     self._pinned.remove(link)
                     self._idle.append(link)
-            if pinning:
-                with suppress(IndexError):
+                if pinning and self._pinned:
                     return self._pinned.pop()
+        except (ValueError, IndexError):
+            pass
         try:
             return self._idle.pop()
         except IndexError:

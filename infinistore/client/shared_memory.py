@@ -9,10 +9,10 @@ reply, nothing would say when to send it if no request follows, and it wakes the
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from infinistore.client.copying import copy_blocks, hash_blocks
-from infinistore.client.in_place import Leased, ReservedRoom, Watch, private_room
+from infinistore.client.in_place import Leased, ReservedRoom, private_room
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
 from infinistore.client.pins import Pins
@@ -163,8 +163,7 @@ class SharedMemoryOperations(RemoteOperations):
             first += len(reply.sizes)
 
     def _copy_out(self, keys: Keys, reply: LeaseReply, targets: list[memoryview]) -> Exchange[None]:
-        there = present_in(reply)
-        places, sizes = _at(reply.places, there), _at(reply.sizes, there)
+        places, sizes = self._placed(reply)
         if not self._knows_arenas(places):
             yield from self._ask_arenas()
         sources = self.pool.blocks(places, sizes, writable=False)
@@ -173,6 +172,7 @@ class SharedMemoryOperations(RemoteOperations):
         yield from self._connection.notify_encoded(release)
         self.holding = False
         if self._verify:
+            there = present_in(reply)
             expected = [reply.checksums[i] for i in there]
             bad = [i for i, (e, c) in enumerate(zip(expected, checksums, strict=True)) if e not in (NO_CHECKSUM, c)]
             yield from self._report([keys[there[i]] for i in bad], len(there))
@@ -180,7 +180,8 @@ class SharedMemoryOperations(RemoteOperations):
     def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
         """Pin the batch in the server's pool, in as many parts as the server makes of it, and return views of that."""
         with self.pins:
-            yield from self._give_up_spare()  # puts will go by other connections
+            if self._spare is not None:
+                yield from self._give_up_spare()  # puts will go by other connections
             owed: list[Release | Abort] = []
             watch = self.pins.watch(owed)
             views: list[memoryview | None] = []
@@ -192,7 +193,11 @@ class SharedMemoryOperations(RemoteOperations):
                     if reply.lease:
                         owed.append(Release(reply.lease))
                     self._check_reply(request, reply)
-                    views += yield from self._views_of(reply, watch)
+                    places, sizes = self._placed(reply)
+                    if not self._knows_arenas(places):
+                        yield from self._ask_arenas()
+                    found = self.pool.views(places, sizes, writable=False, watch=watch)
+                    views += found if len(found) == len(reply.sizes) else _in_order(reply.sizes, found)
                     if verify:
                         checksums += reply.checksums
                 if verify:
@@ -205,18 +210,19 @@ class SharedMemoryOperations(RemoteOperations):
                 raise
             return Leased(views, watch)
 
-    def _views_of(self, reply: LeaseReply, watch: Watch) -> Exchange[list[memoryview | None]]:
-        there = present_in(reply)
-        if there and len(reply.places) != len(reply.sizes):
+    @staticmethod
+    def _placed(reply: LeaseReply) -> tuple[list[int], list[int]]:
+        """Return places and sizes of the blocks that are there.
+
+        As lists: everything that looks at them takes half the time that it takes with arrays.
+        """
+        missing = reply.sizes.count(MISSING)
+        if missing < len(reply.sizes) and len(reply.places) != len(reply.sizes):
             raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
-        places = _at(reply.places, there)
-        if not self._knows_arenas(places):
-            yield from self._ask_arenas()
-        views = self.pool.views(places, _at(reply.sizes, there), writable=False, watch=watch)
-        if len(there) == len(reply.sizes):
-            return list(views)
-        present = iter(views)
-        return [None if size == MISSING else next(present) for size in reply.sizes]
+        if not missing:  # nearly always
+            return reply.places.tolist(), reply.sizes.tolist()
+        there = present_in(reply)
+        return [reply.places[i] for i in there], [reply.sizes[i] for i in there]
 
     def _check_in_place(
         self, keys: Sequence[str], views: Sequence[memoryview | None], checksums: Sequence[int]
@@ -277,9 +283,7 @@ class SharedMemoryOperations(RemoteOperations):
         self.pool.add(first, reply.lengths, descriptors, writable=reply.writable)
 
 
-def _at(column: Numbers, positions: Sequence[int]) -> Sequence[int]:
-    """Return what stands at these positions of a column, in order; nearly always that is all of it.
-
-    As a list: everything that looks at it takes half the time that it takes with an array.
-    """
-    return column.tolist() if len(positions) == len(column) else [column[i] for i in positions]
+def _in_order(sizes: Sequence[int], found: Iterable[memoryview]) -> list[memoryview | None]:
+    """Return what was found with None for what is missing."""
+    present = iter(found)
+    return [None if size == MISSING else next(present) for size in sizes]

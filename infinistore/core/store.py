@@ -514,7 +514,7 @@ class StoreCore:
 
 def _present(keys: Sequence[str], entries: list[Entry | None]) -> tuple[Sequence[str], list[Entry]]:
     """Return the keys that are there, and their entries."""
-    if None not in entries:  # nearly always
+    if all(entries):  # nearly always
         return keys, entries  # type: ignore[return-value]
     found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
     return found, [entry for entry in entries if entry is not None]
