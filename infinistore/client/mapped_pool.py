@@ -100,11 +100,11 @@ class MappedPool:
             return iter(self.views(places, sizes, writable=writable))
         mapping = self._mappings.get((arena, writable)) or self._map(arena, writable)
         memory = mapping.memory
-        end = max(map(add, places, sizes)) - base
-        if end > len(memory):
+        end = last + max(sizes) - base
+        if end > len(memory) and max(map(add, places, sizes)) - base > len(memory):
             raise ProtocolError("the server says that a block is in an arena that ends before it does")
         if writable and end > mapping.present_bytes:
-            mapping.make_present(first - base, end)
+            mapping.make_present(first - base, end)  # which goes no further than the arena
         if base:
             places = [place - base for place in places]
         return (memory[place : place + size] for place, size in zip(places, sizes, strict=True))

@@ -82,7 +82,7 @@ class Index:
 
     def remove_many(self, keys: Iterable[str]) -> list[Entry]:
         """Take keys out, and return the entries of those that were there."""
-        return [entry for entry in map(self._entries.pop, keys, repeat(None)) if entry is not None]
+        return list(filter(None, map(self._entries.pop, keys, repeat(None))))
 
     def put_warmest(self, key: str, entry: Entry) -> None:
         """Put back a key that was taken out, as the warmest."""

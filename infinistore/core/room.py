@@ -100,7 +100,9 @@ class Room:
         """Raise ValueError for a size of 0 or less, ValueTooLarge for one that can never be placed."""
         if not sizes:
             return
-        smallest, largest = min(sizes), max(sizes)
+        smallest = largest = sizes[0]
+        if sizes.count(smallest) != len(sizes):
+            smallest, largest = min(sizes), max(sizes)
         if smallest <= 0:
             raise ValueError(f"a value must have at least one byte, not {smallest}")
         if max_value_bytes is not None and largest > max_value_bytes:

@@ -178,13 +178,13 @@ class StoreCore:
         places = zip(reservation.extents, hashes, strict=False)  # without checksums, hashes have no end
         entries = [(arena, offset, length, checksum) for (arena, offset, length), checksum in places]
         self._close_reservation(reservation, "committed")
-        if self._index.disjoint(keys):
-            self._index.insert(keys, entries)
-        elif replace:
+        if replace:
             reservation.replaced = self._index.remove_many(keys)
             self._index.insert(keys, entries)
             if free:
                 self.free_replaced(reservation)
+        elif self._index.disjoint(keys):
+            self._index.insert(keys, entries)
         else:
             entries = self._insert_missing(reservation, keys, entries)
         self._counters["puts"] += len(entries)
@@ -193,8 +193,9 @@ class StoreCore:
 
     def free_replaced(self, reservation: Reservation) -> None:
         """Give back the room of the blocks that a commit with `free=False` replaced; idempotent."""
-        replaced, reservation.replaced = reservation.replaced, []
-        self._room.drop(replaced)
+        if reservation.replaced:
+            replaced, reservation.replaced = reservation.replaced, []
+            self._room.drop(replaced)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the room of a reservation back; idempotent, and nothing for one that is committed."""
