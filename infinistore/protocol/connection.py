@@ -199,6 +199,14 @@ class _FrameReader:
             if progress is not None:
                 progress(span)
 
+    def take_ahead(self, count: int) -> memoryview | None:
+        """Return the next `count` bytes if they were read ahead, all of them; good until the next call."""
+        start, end = self._start, self._start + count
+        if end > self._end:
+            return None
+        self._start = end
+        return self._buffer[start:end]
+
     def discard(self, count: int) -> Exchange[None]:
         """Read and forget the next `count` bytes."""
         ahead = min(self._end - self._start, count)
@@ -467,6 +475,17 @@ class ClientConnection:
     def payload_left(self) -> int:
         """How many bytes of the reply's payload are still to be read."""
         return self._payload_left
+
+    def payload_at_hand(self) -> memoryview | None:
+        """Return the payload of the last reply, if all of it came with the reply; then it counts as read.
+
+        It is good until the next call of any method.
+        """
+        payload = self._reader.take_ahead(self._payload_left)
+        if payload is not None:
+            self._payload_left = 0
+            self.state = State.READY
+        return payload
 
     def read_payload(
         self, views: Sequence[memoryview], progress: Callable[[Span], None] | None = None

@@ -26,6 +26,8 @@ from infinistore.transports.base import Stream, drive
 __all__ = ["Conversation", "SessionLimits", "Traffic"]
 
 _T = TypeVar("_T")
+_JOINED_BYTES = 16 * 1024
+"""The longest payload that is copied to lie behind its head: sending two pieces takes several times the calls."""
 _NOT_TAKEN = "the client did not take its reply in time"
 
 
@@ -114,7 +116,8 @@ class Conversation:
         if request.capacities and len(request.capacities) != len(request.keys):
             raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
         lease = self.core.lease(self.client, request.keys, max_bytes=self.limits.max_payload_bytes)
-        if request.capacities and any(map(gt, lease.lengths, request.capacities)):
+        capacities = request.capacities.tolist()
+        if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):
             self.core.release(lease)
             raise _too_small(request, lease.lengths)
         return lease
@@ -124,8 +127,11 @@ class Conversation:
         await self._send_reply(reply, (), self._reply_within_s)
 
     async def _send_reply(self, reply: Reply, payload: Sequence[memoryview], within_s: float) -> None:
+        views = self.connection.begin_reply(reply, payload)
+        if payload and sum(map(len, payload)) <= _JOINED_BYTES:
+            views = [memoryview(b"".join(views))]
         try:
-            await self.stream.send_all(self.connection.begin_reply(reply, payload), within_s)
+            await self.stream.send_all(views, within_s)
         except TimeoutError:
             raise StoreUnavailable(_NOT_TAKEN) from None
         self.connection.end_reply()
