@@ -176,7 +176,7 @@ class Leased:
     """What a `lease` block has: one read-only view for each key, None for what is missing."""
 
     def __init__(self, views: list[memoryview | None], watch: Watch) -> None:
-        self.handed = list(views)
+        self.handed = views[:]
         """For the caller, who may do with the list what they like."""
         self._views = [view for view in views if view is not None]
         self._watch = watch

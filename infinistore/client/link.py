@@ -38,7 +38,9 @@ class Link(Generic[_Stream]):
         self._clock = clock
         self._connection = ClientConnection()
         self.pins = Pins(cast(HasSocket, stream), self._connection)
-        self._operations: RemoteOperations | None = None
+        self.operations: RemoteOperations
+        """What can be asked, after the hello."""
+        self._is_open = False
 
     def greet(self) -> Exchange[HelloReply]:
         """Say hello, once, before anything else.
@@ -83,7 +85,7 @@ class Link(Generic[_Stream]):
                 raise
             rdma.failed(str(error))
             raise NoRdma(str(error)) from error
-        self._operations = RdmaOperations(
+        self.operations = RdmaOperations(
             self._connection,
             hello,
             verify=self._options.verify == "always",
@@ -93,6 +95,7 @@ class Link(Generic[_Stream]):
             queue=queue,
             inline_bytes=self._options.inline_bytes,
         )
+        self._is_open = True
 
     def _own_address(self) -> Address | None:
         """The address of this machine that the server knows, because this connection comes from there."""
@@ -103,18 +106,18 @@ class Link(Generic[_Stream]):
 
     def close(self) -> None:
         """Let go of what it has besides its stream, which is closed by who made it. No byte moves after this."""
-        if self._operations is not None:
-            self._operations.close()
+        if self._is_open:
+            self.operations.close()
 
     def open(self, hello: HelloReply, path: tuple[str, str], pool: MappedPool | None) -> None:
         """Get ready for calls: by shared memory if there is a mapped pool. `path` names the transport, and why."""
         verify = self._options.verify == "always"
         if pool is None:
-            self._operations = RemoteOperations(
+            self.operations = RemoteOperations(
                 self._connection, hello, verify=verify, path=path, remaining_us=self._remaining_us
             )
         else:
-            self._operations = SharedMemoryOperations(
+            self.operations = SharedMemoryOperations(
                 self._connection,
                 hello,
                 verify=verify,
@@ -124,20 +127,15 @@ class Link(Generic[_Stream]):
                 inline_bytes=self._options.inline_bytes,
                 pins=self.pins,
             )
-
-    @property
-    def operations(self) -> RemoteOperations:
-        """What can be asked, after the hello."""
-        assert self._operations is not None
-        return self._operations
+        self._is_open = True
 
     @property
     def usable(self) -> bool:
         """Whether another request may follow. Not while one is half-way, nor after it was given up there."""
         return (
             self._connection.state is State.READY
-            and self._operations is not None
-            and not self._operations.holding
+            and self._is_open
+            and not self.operations.holding
             and not self.pins.reserved
         )
 

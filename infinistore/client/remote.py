@@ -42,6 +42,7 @@ from infinistore.transports.sockets import peer_user
 __all__ = ["Attempt", "Call", "ClientStream", "Connect", "RemoteCalls", "Sleep", "Use"]
 
 _T = TypeVar("_T")
+_new = tuple.__new__  # makes a named tuple without the call of a Python function
 LOOKUP_CONNECTIONS = 2
 """How many connections a store has for look-ups, besides those for blocks."""
 _OUTCOME_UNKNOWN = (
@@ -236,7 +237,7 @@ class RemoteCalls(Generic[_Stream]):
             return found
         while (link := self._next(pinning)) is not None:
             link.deadline = deadline
-            yield Use(link.stream)
+            yield _new(Use, (link.stream,))
             retries = link.instead_of_rdma and self.rdma.retry_is_due
             if (
                 link.usable

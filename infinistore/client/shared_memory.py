@@ -85,7 +85,8 @@ class SharedMemoryOperations(RemoteOperations):
     def _ask(self, request: Request) -> Exchange[Reply]:
         if self.unsettled:
             yield from self.settle()
-        return (yield from self._connection.request(request, deadline_us=self._remaining_us()))
+        encoded = self._connection.encode(request, deadline_us=self._remaining_us())
+        return (yield from self._connection.ask(encoded))
 
     def _room_for(self, sizes: Numbers) -> Exchange[ReserveReply]:
         """Take room for a batch: what was asked for with the last put, if that was alike."""
@@ -149,8 +150,8 @@ class SharedMemoryOperations(RemoteOperations):
             lease = Lease(part, numbers(capacities), self._inline_bytes)
             if self.unsettled:
                 yield from self.settle()
-            request = self._connection.request(lease, deadline_us=self._remaining_us())
-            reply = expect(LeaseReply, (yield from request))
+            request = self._connection.encode(lease, deadline_us=self._remaining_us())
+            reply = expect(LeaseReply, (yield from self._connection.ask(request)))
             self.holding = bool(reply.lease)
             self._check_reply(lease, reply)
             if len(reply.places) != (len(reply.sizes) if reply.lease else 0):
