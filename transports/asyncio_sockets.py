@@ -46,6 +46,8 @@ class AsyncioSocketStream:
         """
         views = send_at_once(self.socket, views)
         self._credit -= _CALL_COST_BYTES
+        if self._credit < 0:
+            await self._let_others_run()
         span = Span(views)
         while span.remaining:
             try:

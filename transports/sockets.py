@@ -42,6 +42,7 @@ __all__ = [
 _CREDENTIALS = struct.Struct("@iII")  # ucred: process, user, group
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
+_SHORT_BYTES = 64 * 1024
 _SPIN_COST_BYTES = 512 * 1024
 _BACKLOG = 1024
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # made once: to join two flags takes several calls
@@ -190,14 +191,14 @@ class SocketStream:
 
 
 def send_at_once(sock: socket.socket, views: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Send a message without payload, one view, as far as it goes now; return what is left. Others are left as a whole.
+    """Send a message without payload, one short view, as far as it goes now; return what is left, else all of it.
 
     Raises:
         StoreUnavailable: the stream is broken.
     """
-    if len(views) != 1:
-        return views
     view = views[0]
+    if len(views) != 1 or len(view) > _SHORT_BYTES:
+        return views
     try:
         sent = sock.send(view, socket.MSG_DONTWAIT)
     except BlockingIOError:
