@@ -100,7 +100,7 @@ class Spinner:
                 now = clock()
                 continue
             self._hits += 1
-            self._skip_next = 1
+            self._skip, self._skip_next = 0, 1
             self._burned_s += now - start
             return count
         self._burned_s += now - start

@@ -28,6 +28,7 @@ _OPTIONS = (
     "max_connections",
     "spin_us",
     "inline_bytes",
+    "copy_threads",
     "name",
     "device",
     "ib_port",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from operator import add
 
+from infinistore.client.copy_threads import CopyThreads
 from infinistore.client.in_place import Watch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
@@ -26,8 +27,10 @@ _NICE = 5  # not more: while others keep every core busy it must still come to a
 class MappedPool:
     """The arenas of one run of a server, for all connections of a store. Any thread may use it."""
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, copy_threads: int = 1) -> None:
         self.instance = instance
+        self.copier = CopyThreads(copy_threads)
+        """What copies blocks from and to it."""
         self._lock = threading.Lock()
         self._descriptors: list[int] = []
         self._lengths: list[int] = []
@@ -125,6 +128,7 @@ class MappedPool:
                 os.close(descriptor)
             self._descriptors.clear()
             self._mappings.clear()
+        self.copier.close()
         for thread in self._populating:
             thread.join()
 
@@ -132,6 +136,7 @@ class MappedPool:
         """In a forked child: the mappings are not there, and are left alone; the descriptors are closed."""
         self._lock = threading.Lock()
         self._populating.clear()
+        self.copier.let_go()
         self._closed = True
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -22,6 +22,7 @@ class StoreOptions(TypedDict, total=False):
     max_connections: int
     spin_us: int
     inline_bytes: int
+    copy_threads: int
     name: str
     lazy: bool
     device: str
@@ -49,6 +50,7 @@ class Options:
     max_connections: int = 8
     spin_us: int = 400
     inline_bytes: int = 64 * 1024
+    copy_threads: int = 2
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     lazy: bool = False
     device: str = ""
@@ -72,7 +74,14 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number, 0 or more, not {value!r}")
-        for name in ("max_connections", "ib_port", "staging_bytes", "pool_bytes", "minimal_allocate_bytes"):
+        for name in (
+            "max_connections",
+            "copy_threads",
+            "ib_port",
+            "staging_bytes",
+            "pool_bytes",
+            "minimal_allocate_bytes",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number above 0, not {value!r}")
@@ -119,6 +128,7 @@ _FROM_TEXT: dict[str, Any] = {
     "verify": str,
     "name": str,
     "inline_bytes": int,
+    "copy_threads": int,
     "device": str,
     "ib_port": int,
     "gid_index": int,

@@ -11,7 +11,7 @@ reply, nothing would say when to send it if no request follows, and it wakes the
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from infinistore.client.copying import copy_blocks, hash_blocks
+from infinistore.client.copying import hash_blocks
 from infinistore.client.in_place import Leased, ReservedRoom, private_room
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
@@ -125,13 +125,13 @@ class SharedMemoryOperations(RemoteOperations):
         then = Reserve(sizes, spare=True) if asks_spare else None
         self._last_sizes = sizes
         if self._verify:
-            checksums = yield from copy_blocks(batch.views, targets, hash_targets=True)
+            checksums = yield from self.pool.copier.copy(batch.views, targets, hash_targets=True)
             commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
             request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
         else:  # while what that takes is in the cache
             commit = Commit(reserved.reservation, Keys(batch.keys), numbers(), replace)
             request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
-            yield from copy_blocks(batch.views, targets, hash_targets=False)
+            yield from self.pool.copier.copy(batch.views, targets, hash_targets=False)
         self.unsettled = asks_spare
         reply = expect(PutReply, (yield from self._connection.ask(request)))
         self.holding = False
@@ -169,7 +169,7 @@ class SharedMemoryOperations(RemoteOperations):
             yield from self._ask_arenas()
         sources = self.pool.blocks(places, sizes, writable=False)
         release = encode_head(Release(reply.lease), request_id=0)  # while what that takes is in the cache
-        checksums = yield from copy_blocks(sources, targets, hash_targets=self._verify)
+        checksums = yield from self.pool.copier.copy(sources, targets, hash_targets=self._verify)
         yield from self._connection.notify_encoded(release)
         self.holding = False
         if self._verify:

@@ -63,7 +63,7 @@ MAX_HELLO_BYTES = 16 * 1024
 """The longest body that a server takes from somebody who has not said who it is."""
 MAX_REPLY_BODY_BYTES = 64 * 1024 * 1024
 """The longest body of a reply that a client takes."""
-CHUNK_BYTES = 128 * 1024
+CHUNK_BYTES = 256 * 1024
 """The most that one `Receive` of a payload asks for: what has arrived is still in a near cache when it is hashed."""
 
 

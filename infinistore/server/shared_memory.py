@@ -37,7 +37,7 @@ __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Abort | Lease | Release
 _NOWHERE = (0, 0, 0, 0)
 _LENGTH = itemgetter(2)
-_AWAKE_BYTES = 16 * 1024 * 1024
+_AWAKE_BYTES = 8 * 1024 * 1024 - 1  # what is longer is copied by several threads, which take the cores
 _COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
 MOST_OPEN = 1024
 """How many reservations, and how many leases, one connection may have open: an empty one takes no room in the pool."""
