@@ -22,6 +22,7 @@ from xxhash import xxh3_64_hexdigest
 from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import shared_memory
+from infinistore.client.copy_threads import CopyThreads
 from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.protocol.connection import Exchange
 from infinistore.transports.blocking_sockets import BlockingSocketStream
@@ -80,7 +81,7 @@ def with_steps() -> None:
         return receive_into(stream, views)
 
     def copying(
-        sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool
+        _: CopyThreads, sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool, **__: Any
     ) -> Exchange[list[int]]:
         checksums: list[int] = []
         for source, target in zip(sources, targets, strict=True):
@@ -99,7 +100,7 @@ def with_steps() -> None:
     for owner, name, replacement in (
         (BlockingSocketStream, "send_all", sending),
         (BlockingSocketStream, "receive_into", receiving),
-        (shared_memory, "copy_blocks", copying),
+        (CopyThreads, "copy", copying),
         (shared_memory, "hash_blocks", hashing),
     ):
         setattr(owner, name, replacement)

@@ -403,13 +403,13 @@ def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
 
 
 HALT = """
-    from infinistore.client import shared_memory
+    from infinistore.client.copy_threads import CopyThreads
     store.put("mine", bytes(300_000))
     def halt(*_, **__):
         print("halted", flush=True)
         sys.stdin.read()
         yield
-    shared_memory.copy_blocks = halt
+    CopyThreads.copy = halt
 """
 
 
