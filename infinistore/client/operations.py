@@ -34,6 +34,7 @@ from infinistore.protocol.messages import (
     ListKeys,
     MatchPrefix,
     MatchPrefixReply,
+    Numbers,
     Purge,
     Put,
     PutReply,
@@ -232,7 +233,7 @@ class RemoteOperations:
                 if size != MISSING
             ]
 
-        yield from self._get(batch.keys, batch.views, room)
+        yield from self._get(batch.keys, batch.views, room, capacities)
         return lengths
 
     def _get(
@@ -240,16 +241,18 @@ class RemoteOperations:
         keys: Sequence[str],
         views: Sequence[memoryview] | None,
         room: Room,
+        capacities: Numbers | None = None,
     ) -> Exchange[None]:
         """Read a batch in as many parts as the server makes of it; `room(sizes, first)` tells where a part goes.
 
-        `views` is the memory that the caller wants them in, one for each key, if it has any.
+        `views` is the memory that the caller wants them in, one for each key, if it has any; `capacities` how long each
+        is.
         """
         first = 0
         while first < len(keys):
             part = self._key_part(keys, first)
-            capacities = () if views is None else map(len, views[first : first + len(part)])
-            get = Get(part, numbers(capacities), checksums=self._verify)
+            wanted: Any = numbers() if capacities is None else capacities[first : first + len(part)]
+            get = Get(part, wanted, checksums=self._verify)
             reply = expect(GetReply, (yield from self._connection.request(get, deadline_us=self._remaining_us())))
             self._check_reply(get, reply)
             yield from self._read_blocks(part, reply, room(reply.sizes, first))

@@ -13,7 +13,7 @@ process does not see them.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.client.device_memory import DeviceBatch
@@ -158,7 +158,13 @@ class RdmaOperations(RemoteOperations):
                 return [0 if there else None for there in present]
         return (yield from super().get_many_into(batch, all_or_nothing=False))
 
-    def _get(self, keys: Sequence[str], views: Sequence[memoryview] | None, room: Room) -> Exchange[None]:
+    def _get(
+        self,
+        keys: Sequence[str],
+        views: Sequence[memoryview] | None,
+        room: Room,
+        capacities: Numbers | None = None,
+    ) -> Exchange[None]:
         if views and _is_on_device(views):
             yield from self._get_to_device(keys, views, room)
             return
@@ -170,7 +176,8 @@ class RdmaOperations(RemoteOperations):
                 yield from self._give_up(error)
         if first < len(keys):
             rest = None if views is None else views[first:]
-            yield from super()._get(keys[first:], rest, lambda sizes, index: room(sizes, index + first))
+            left: Any = None if capacities is None else capacities[first:]
+            yield from super()._get(keys[first:], rest, lambda sizes, index: room(sizes, index + first), left)
 
     def _get_by_rdma(
         self, keys: Sequence[str], views: Sequence[memoryview] | None, room: Room, first: int

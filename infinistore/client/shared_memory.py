@@ -10,6 +10,7 @@ reply, nothing would say when to send it if no request follows, and it wakes the
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from infinistore.client.copying import hash_blocks
 from infinistore.client.in_place import Leased, ReservedRoom, private_room
@@ -142,12 +143,13 @@ class SharedMemoryOperations(RemoteOperations):
         keys: Sequence[str],
         views: Sequence[memoryview] | None,
         room: Room,
+        capacities: Numbers | None = None,
     ) -> Exchange[None]:
         first = 0
         while first < len(keys):
             part = self._key_part(keys, first)
-            capacities = () if views is None else map(len, views[first : first + len(part)])
-            lease = Lease(part, numbers(capacities), self._inline_bytes)
+            wanted: Any = numbers() if capacities is None else capacities[first : first + len(part)]
+            lease = Lease(part, wanted, self._inline_bytes)
             if self.unsettled:
                 yield from self.settle()
             request = self._connection.encode(lease, deadline_us=self._remaining_us())

@@ -204,8 +204,9 @@ class StoreCore:
 
     # Reading
 
-    def lease(self, client: Client, keys: Sequence[str], *, max_bytes: int | None = None) -> Lease:
-        """Pin the blocks of these keys where they are, and touch them. A missing key pins nothing.
+    def lease(self, client: Client, keys: Sequence[str], *, max_bytes: int | None = None, touch: bool = True) -> Lease:
+        """Pin the blocks of these keys where they are, and touch them. A missing key pins nothing. `touch` is as in
+        `match_prefix`.
 
         With `max_bytes`, only as many leading keys as have that many bytes together, but at least one; the others are
         neither looked up nor counted.
@@ -226,7 +227,8 @@ class StoreCore:
         footprint_bytes = self.pool.footprints(lengths)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         self._pins.add(pinned, footprint_bytes)
-        self._index.touch(found)
+        if touch:
+            self._index.touch(found)
         all_lengths = lengths if len(lengths) == len(keys) else [0 if entry is None else entry[2] for entry in entries]
         lease = Lease(self.pool, client, entries, pinned, lengths=all_lengths, footprint_bytes=footprint_bytes)
         client.leased_bytes += footprint_bytes

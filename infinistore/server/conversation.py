@@ -111,14 +111,17 @@ class Conversation:
                         continue
             raise
 
-    def lease(self, request: Get | Lease | RdmaGet) -> CoreLease:
-        """Pin what a request asks for, if there is room for all of it at the client's."""
+    def lease(self, request: Get | Lease | RdmaGet, *, touch: bool = True) -> CoreLease:
+        """Pin what a request asks for, if there is room for all of it at the client's. `touch` is the core's; what is
+        refused is touched in any case."""
         if request.capacities and len(request.capacities) != len(request.keys):
             raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
-        lease = self.core.lease(self.client, request.keys, max_bytes=self.limits.max_payload_bytes)
+        lease = self.core.lease(self.client, request.keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
         capacities = request.capacities.tolist()
         if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):
             self.core.release(lease)
+            if not touch:
+                self.core.touch(request.keys[: len(lease.lengths)])
             raise _too_small(request, lease.lengths)
         return lease
 

@@ -148,7 +148,7 @@ class SharedMemory:
         self._latest_lease = 0
         self._check_leases()
         conversation = self._conversation
-        lease = conversation.lease(request)
+        lease = conversation.lease(request, touch=False)
         lengths = lease.lengths
         total = sum(lengths)
         sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
@@ -159,13 +159,17 @@ class SharedMemory:
                 entries = [entry or _NOWHERE for entry in lease.entries]
             places = places_of(entries)
             conversation.traffic.sent_bytes += total
-            await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
+            try:
+                await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
+            finally:
+                self._core.touch(request.keys[: len(lengths)])  # while the client reads the answer
             self._await_copying(total)
             return
         try:
             reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
             await conversation.send_blocks(reply, lease.merged_views, received)
         finally:
+            self._core.touch(request.keys[: len(lengths)])
             self._core.release(lease)
 
     def _release(self, release: Release) -> None:
