@@ -55,7 +55,7 @@ class Reservation:
     "open", "committed" or "aborted".
     """
 
-    __slots__ = ("_pool", "client", "extents", "footprint_bytes", "replaced", "skipped", "state")
+    __slots__ = ("_entries", "_pool", "client", "extents", "footprint_bytes", "replaced", "skipped", "state")
 
     def __init__(self, pool: Pool, client: Client, extents: list[Extent], footprint_bytes: int) -> None:
         self._pool = pool
@@ -67,6 +67,17 @@ class Reservation:
         """After commit: what it returned."""
         self.replaced: list[Entry] = []
         """After commit: blocks that lost their keys to it, and whose room has not been given back yet."""
+        self._entries: list[Entry] = []
+
+    def entries(self, checksums: Sequence[int] | None = None) -> list[Entry]:
+        """One entry per block. Without checksums they are made once: to ask for them before a commit makes that
+        quicker."""
+        if checksums is not None:
+            places = zip(self.extents, checksums, strict=True)
+            return [(arena, offset, length, checksum) for (arena, offset, length), checksum in places]
+        if not self._entries:
+            self._entries = [(arena, offset, length, NO_CHECKSUM) for arena, offset, length in self.extents]
+        return self._entries
 
     @property
     def views(self) -> list[memoryview]:

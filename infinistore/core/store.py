@@ -25,7 +25,7 @@ refused, `growth_wanted` is set and `on_growth_wanted` is called once. The serve
 import random as random_module
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from operator import itemgetter
 from typing import Literal
 
@@ -174,9 +174,7 @@ class StoreCore:
             raise ValueError(f"a reservation of {blocks} blocks needs as many keys (and checksums), not {given}")
         if len(set(keys)) != blocks:
             raise ValueError(f"a key may be in a put only once, and this one is there twice: {_duplicate(keys)!r:.80}")
-        hashes = repeat(NO_CHECKSUM) if checksums is None else checksums
-        places = zip(reservation.extents, hashes, strict=False)  # without checksums, hashes have no end
-        entries = [(arena, offset, length, checksum) for (arena, offset, length), checksum in places]
+        entries = reservation.entries(checksums)
         self._close_reservation(reservation, "committed")
         if replace:
             reservation.replaced = self._index.remove_many(keys)

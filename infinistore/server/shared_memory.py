@@ -122,6 +122,7 @@ class SharedMemory:
         number = next(self._ids)
         self._reservations[number] = reservation
         await self._conversation.reply(ReserveReply(number, numbers(places_of(reservation.extents))))
+        reservation.entries()  # for the commit, while the client copies
         self._await_copying(sum(sizes))
 
     async def _commit(self, commit: Commit) -> None:
