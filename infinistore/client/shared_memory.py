@@ -126,13 +126,13 @@ class SharedMemoryOperations(RemoteOperations):
         then = Reserve(sizes, spare=True) if asks_spare else None
         self._last_sizes = sizes
         if self._verify:
-            checksums = yield from self.pool.copier.copy(batch.views, targets, hash_targets=True)
+            checksums = yield from self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=True)
             commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
             request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
         else:  # while what that takes is in the cache
             commit = Commit(reserved.reservation, Keys(batch.keys), numbers(), replace)
             request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
-            yield from self.pool.copier.copy(batch.views, targets, hash_targets=False)
+            yield from self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=False)
         self.unsettled = asks_spare
         reply = expect(PutReply, (yield from self._connection.ask(request)))
         self.holding = False
@@ -171,7 +171,8 @@ class SharedMemoryOperations(RemoteOperations):
             yield from self._ask_arenas()
         sources = self.pool.blocks(places, sizes, writable=False)
         release = encode_head(Release(reply.lease), request_id=0)  # while what that takes is in the cache
-        checksums = yield from self.pool.copier.copy(sources, targets, hash_targets=self._verify)
+        copying = self.pool.copier.copy(sources, targets, sizes, sum(sizes), hash_targets=self._verify)
+        checksums = yield from copying
         yield from self._connection.notify_encoded(release)
         self.holding = False
         if self._verify:

@@ -21,8 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client import shared_memory
-from infinistore.client.copy_threads import CopyThreads
+from infinistore.client import copy_threads, shared_memory
 from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.protocol.connection import Exchange
 from infinistore.transports.blocking_sockets import BlockingSocketStream
@@ -81,7 +80,7 @@ def with_steps() -> None:
         return receive_into(stream, views)
 
     def copying(
-        _: CopyThreads, sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool, **__: Any
+        sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool
     ) -> Exchange[list[int]]:
         checksums: list[int] = []
         for source, target in zip(sources, targets, strict=True):
@@ -100,7 +99,7 @@ def with_steps() -> None:
     for owner, name, replacement in (
         (BlockingSocketStream, "send_all", sending),
         (BlockingSocketStream, "receive_into", receiving),
-        (CopyThreads, "copy", copying),
+        (copy_threads, "copy_blocks", copying),
         (shared_memory, "hash_blocks", hashing),
     ):
         setattr(owner, name, replacement)

@@ -403,13 +403,13 @@ def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
 
 
 HALT = """
-    from infinistore.client.copy_threads import CopyThreads
+    from infinistore.client import copy_threads
     store.put("mine", bytes(300_000))
     def halt(*_, **__):
         print("halted", flush=True)
         sys.stdin.read()
         yield
-    CopyThreads.copy = halt
+    copy_threads.copy_blocks = halt
 """
 
 
