@@ -42,6 +42,9 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
             does. (The Trio client always sleeps: other tasks have their turn.)
         inline_bytes: with shared memory, a batch of at most so many bytes goes through the socket all the same: one
             round trip is quicker than two; 65536 unless given.
+        copy_threads: with shared memory, how many threads, the caller's included, may copy and hash one batch of 8 MiB
+            and more, of blocks of 256 KiB and more on average; 2 unless given, never more than there are cores. The
+            others are kept by the store, take numpy, and leave the interpreter's lock free; 1 has the caller alone.
         name: what the server's statistics call this client.
         lazy: connect with the first call, not now. A server that is down is then found out by the calls, each of which
             raises `StoreUnavailable` until it is there.
