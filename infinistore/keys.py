@@ -33,9 +33,13 @@ class CheckedKeys(list[str]):
 
     def __init__(self, keys: Iterable[str]) -> None:
         super().__init__(keys)
-        if len(self) == 1 and type(self[0]) is str and self[0].isascii():  # a look-up of one: this is most of it
-            self.joined = self[0]
-            if 0 < len(self.joined) <= MAX_KEY_BYTES and _SEPARATOR not in self.joined:
+        try:
+            text = "".join(self)
+        except TypeError:
+            text = _SEPARATOR
+        if text.isascii() and _SEPARATOR not in text and all(self):  # nearly always; else it is said what is wrong
+            self.joined = text if len(self) == 1 else _SEPARATOR.join(self)
+            if _has_short_keys(self.joined, MAX_KEY_BYTES):
                 return
         self.joined = check_keys(self)
 
