@@ -19,6 +19,7 @@ PUBLIC_NAMES = [
     "ClientConfig",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceMemoryUnreachable",
     "InfiniStoreException",
     "InfiniStoreKeyNotFound",
     "InfinityConnection",
