@@ -466,20 +466,29 @@ def test_close_during_a_copy_lets_it_end(copier: CopyThreads, numpy: FakeNumpy) 
     assert not helper.is_alive()
 
 
-def test_a_forked_child_copies_alone_and_the_parent_goes_on() -> None:
+def test_a_child_that_is_forked_during_a_copy_copies_alone_and_the_parent_goes_on(
+    copier: CopyThreads, numpy: FakeNumpy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check() -> None:
+        monkeypatch.setattr(copy_threads, "threading", threading)
         copier.let_go()
         target = bytearray(6)
         run(copy(copier, b"abcdef", target, [3, 3]))
         assert target == b"abcdef"
         copier.close()
 
-    with threads(2) as copier:
-        in_child(check)
-        target = bytearray(6)
-        run(copy(copier, b"abcdef", target, [3, 3]))
-        assert target == b"abcdef"
-        catch_up(copier)
+    class Forking(FakeNumpy):
+        def copyto(self, target: memoryview, source: memoryview) -> None:
+            if threading.current_thread() is self.caller:
+                assert self.helping.wait(PATIENCE_S)
+                in_child(check)
+            super().copyto(target, source)
+
+    copier._numpy = CallersLock.numpy = Forking()
+    target = bytearray(6)
+    run(copy(copier, b"abcdef", target, [3, 3]))
+    assert target == b"abcdef"
+    catch_up(copier)
 
 
 # In a store
