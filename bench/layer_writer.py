@@ -126,6 +126,7 @@ def server() -> Iterator[dict[str, str]]:
         command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "off"]
         command += ["--unix-socket", str(Path(folder) / "store.sock"), "--log-level", "warning"]
         command += ["--prealloc-size", f"{POOL_BYTES // MIB}MiB", "--minimal-allocate-size", "16"]
+        command += ["--spin-time", "0"]  # as its clients
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
@@ -142,8 +143,8 @@ def stores() -> Iterator[dict[str, BlockingStore]]:
     with ExitStack() as stack:
         opened = {"embedded": stack.enter_context(open_store(pool_bytes=POOL_BYTES, minimal_allocate_bytes=16384))}
         for name, url in stack.enter_context(server()).items():
-            # Waiting awake for a quick server takes a core from the computation.
-            opened[name] = stack.enter_context(open_store(url, spin_us=0))
+            # Waiting awake for a quick server, or copying with two threads, takes a core from the computation.
+            opened[name] = stack.enter_context(open_store(url, spin_us=0, copy_threads=1))
         yield opened
 
 

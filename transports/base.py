@@ -64,7 +64,7 @@ class DescriptorStream(Stream, Protocol):
     def stay_awake(self, seconds: float) -> None:
         """Say that the peer will be heard of within this time: the next receive waits awake for it, if it may.
 
-        Others have their turn meanwhile.
+        Others have their turn meanwhile. 0: not soon, so the next receive does not wait awake at all.
         """
 
     async def send_descriptors(self, views: Sequence[memoryview], descriptors: Sequence[int]) -> None:

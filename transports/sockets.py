@@ -58,6 +58,7 @@ class SocketStream:
         self._spinner = spinner
         self._credit = _YIELD_AFTER_BYTES
         self._awake_until = 0.0
+        self._drowsy = False
         self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
@@ -96,7 +97,7 @@ class SocketStream:
             try:
                 count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
             except BlockingIOError:
-                count = None if self._spinner is None else self._spin(self._spinner, views)
+                count = None if self._spinner is None or self._drowsy else self._spin(self._spinner, views)
                 if count is None:
                     if self._is_awake():
                         await self._yield()
@@ -109,12 +110,14 @@ class SocketStream:
                 self._spinner.moved(self)
             self._credit -= count + _CALL_COST_BYTES
             self._awake_until = 0.0
+            self._drowsy = False
             return count
 
     def stay_awake(self, seconds: float) -> None:
-        """Wait awake for up to this time from now on, in short pieces, if the stream may do that at all."""
+        """Wait awake for up to this time from now on, in short pieces, if the stream may do that at all; 0: do not."""
         if self._spinner is not None:
             self._awake_until = self._spinner.clock() + seconds
+            self._drowsy = not seconds
 
     def _is_awake(self) -> bool:
         return (

@@ -164,7 +164,8 @@ class SharedMemory:
                 await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
             finally:
                 self._core.touch(request.keys[: len(lengths)])  # while the client reads the answer
-            self._await_copying(total)
+            if request.inline_bytes or request.capacities:  # else it is to be looked at in place
+                self._await_copying(total)
             return
         try:
             reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
@@ -180,10 +181,13 @@ class SharedMemory:
             del self._leases[number]
 
     def _await_copying(self, count: int) -> None:
-        """Stay awake while the client copies so many bytes: being woken up would take a good part of that time."""
-        if self._conversation.stream.passes_descriptors and count <= _AWAKE_BYTES:
+        """Stay awake while the client copies so many bytes: being woken up would take a good part of that time.
+
+        Not for so many that several threads copy them: those need the cores more.
+        """
+        if self._conversation.stream.passes_descriptors:
             stream = cast(DescriptorStream, self._conversation.stream)
-            stream.stay_awake(count / _COPIED_BYTES_PER_S)
+            stream.stay_awake(count / _COPIED_BYTES_PER_S if count <= _AWAKE_BYTES else 0)
 
     async def _map_arenas(self, message: MapArenas) -> None:
         conversation = self._conversation

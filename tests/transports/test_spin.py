@@ -81,3 +81,16 @@ async def test_nobody_is_waited_for_awake_while_other_streams_move_bytes() -> No
         await peer.send_all([memoryview(b"x")])
     stream.close()
     peer.close()
+
+
+async def test_a_stream_that_is_not_expected_soon_is_left_to_the_kernel_once() -> None:
+    stream, peer, spinner = spinning_pair()
+    stream.stay_awake(0)
+    for spins in (0, 1):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
+            await trio.testing.wait_all_tasks_blocked()
+            assert spinner.statistics().spins == spins
+            await peer.send_all([memoryview(b"x")])
+    stream.close()
+    peer.close()
