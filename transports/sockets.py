@@ -199,9 +199,9 @@ def send_at_once(sock: socket.socket, views: Sequence[memoryview]) -> Sequence[m
     Raises:
         StoreUnavailable: the stream is broken.
     """
-    view = views[0]
-    if len(views) != 1 or len(view) > _SHORT_BYTES:
+    if len(views) != 1 or len(views[0]) > _SHORT_BYTES:
         return views
+    view = views[0]
     try:
         sent = sock.send(view, socket.MSG_DONTWAIT)
     except BlockingIOError:
