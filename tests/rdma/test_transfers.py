@@ -75,7 +75,8 @@ async def test_an_arena_is_registered_once_and_nothing_by_a_put_or_get(hosts: tu
 
     with mock.patch.object(VerbsDevice, "register", counted):
         async with opened(hosts) as (server, store):
-            assert registered == [server.core.pool.arenas[0].length]
+            arena_bytes = server.core.pool.arenas[0].length
+            assert sorted(registered) == [1, arena_bytes]  # and the byte that reads back from GPUs go to
             buffer = bytearray(noise(MIB))
             with await store.register(buffer):
                 await store.put("staged", noise(MIB // 2))
@@ -85,6 +86,7 @@ async def test_an_arena_is_registered_once_and_nothing_by_a_put_or_get(hosts: tu
                     await store.get_into(f"{number}", buffer)
                     assert await store.get("staged") == noise(MIB // 2)
                 assert len(registered) == before
+                assert registered.count(arena_bytes) == 1
 
 
 async def test_two_clients_at_once_do_not_meet(hosts: tuple[Host, Host]) -> None:
