@@ -185,11 +185,9 @@ def _in_parts(
 ) -> Iterator[Sequence[_Block]]:
     """Yield the blocks in parts that are as short as this allows, so that others have their turn between them."""
     first = part_bytes = 0
-    left_bytes = sum(sizes)
     for end, size in enumerate(sizes, 1):
         part_bytes += size
-        left_bytes -= size
-        if part_bytes >= least_bytes <= left_bytes and end - first >= least_count <= len(blocks) - end:
+        if part_bytes >= least_bytes and end - first >= least_count <= len(blocks) - end:
             yield blocks[first:end]
             first, part_bytes = end, 0
     yield blocks[first:]

@@ -12,7 +12,7 @@ from infinistore.client.buffers import BufferLike, OnDevice, readable
 from infinistore.transports import cuda_driver
 from infinistore.transports.device_memory import DeviceMemory
 
-__all__ = ["DeviceBatch", "device_batch", "device_memory", "registrable"]
+__all__ = ["DeviceBatch", "DeviceMemory", "cuda_driver", "device_batch", "device_memory", "registrable"]
 
 
 class DeviceBatch(NamedTuple):

@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 from infinistore.client.asyncio_store import RemoteAsyncioStore
+from infinistore.client.device_memory import DeviceMemory
 from infinistore.client.options import make_options
 from infinistore.client.registration import Registration
 from infinistore.client.thread_store import RemoteThreadStore
@@ -23,7 +24,6 @@ from infinistore.dropin.logger import Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
 from infinistore.statistics import Stats
-from infinistore.transports.device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     import numpy

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from infinistore.client.device_memory import DeviceMemory, cuda_driver
 from infinistore.errors import InvalidRequest
-from infinistore.transports import cuda_driver
-from infinistore.transports.device_memory import DeviceMemory
 
 __all__ = ["Region", "Regions", "address_and_size", "find_region", "readable_memory"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from infinistore.client.device_memory import cuda_driver
 from infinistore.tensors.device_copies import Pieces
 from infinistore.tensors.errors import CudaError
-from infinistore.transports.cuda_driver import record_event, wait_for_event
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class TorchCuda:
 
     def record(self, device: "torch.device") -> "torch.cuda.Event":
         """Return an event on this thread's current stream of the device."""
-        return record_event(device)
+        return cuda_driver.record_event(device)
 
     def wait_event(self, stream: "torch.cuda.Stream", event: "torch.cuda.Event") -> None:
         """Let the stream go on after the event."""
@@ -47,7 +47,7 @@ class TorchCuda:
 
     def wait(self, event: "torch.cuda.Event") -> None:
         """Wait for the event."""
-        wait_for_event(event)
+        cuda_driver.wait_for_event(event)
 
     def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
         """What PyTorch does inside, it does on this stream, and on its device."""

@@ -7,10 +7,9 @@ memory. In all other cases blocks are copied by way of the host, which is never 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infinistore.client.device_memory import DeviceBatch
+from infinistore.client.device_memory import DeviceBatch, DeviceMemory
 from infinistore.tensors.cuda_copies import CudaCopies
 from infinistore.tensors.devices import Transfer
-from infinistore.transports.device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
