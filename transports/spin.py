@@ -76,18 +76,10 @@ class Spinner:
         both ends. `until` is when the stream is known to move bytes: before that, a miss says nothing.
         """
         view = views[0]
+        if len(views) != 1 or len(view) > _LONGEST_BYTES or not self.may_spin(stream, until):
+            return None
         receive, clock = sock.recv_into, self.clock
         now = start = clock()
-        # As in `may_spin`, which is not called: this is where each call of a client waits.
-        if (
-            stream is not self._last
-            or (start - self._last_at > _RECENT_S and start >= until)
-            or start - self._alone_since < _ALONE_S
-            or self._spin_s <= 0
-            or len(views) != 1
-            or len(view) > _LONGEST_BYTES
-        ):
-            return None
         if self._skip and start >= until:
             self._skip -= 1
             return None

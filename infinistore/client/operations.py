@@ -166,23 +166,20 @@ class RemoteOperations:
         """Put the batch; return the keys that were skipped because they were there."""
         sizes = list(map(len, batch.views))
         self._check_sizes(batch.keys, sizes)
-        hello = self._hello
-        if replace and 0 < len(sizes) <= hello.max_batch_keys and sum(sizes) <= hello.max_batch_bytes:  # nearly always
-            return (yield from self._put_part(batch, replace))
         if replace:
-            return (yield from self._put_parts(batch, replace))
+            return (yield from self._put_parts(batch, sizes, replace))
         present = yield from self._exists(batch.keys, touch=True)
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
         if missing.keys:
-            skipped += yield from self._put_parts(missing, replace)
+            skipped += yield from self._put_parts(missing, list(map(len, missing.views)), replace)
             if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
                 yield from self._exists(batch.keys, touch=True)
         return skipped
 
-    def _put_parts(self, batch: Batch, replace: bool) -> Exchange[list[str]]:
+    def _put_parts(self, batch: Batch, sizes: Sequence[int], replace: bool) -> Exchange[list[str]]:
         skipped: list[str] = []
-        for part in _parts(batch, self._hello.max_batch_keys, self._hello.max_batch_bytes):
+        for part in _parts(batch, sizes, self._hello.max_batch_keys, self._hello.max_batch_bytes):
             skipped += yield from self._put_part(part, replace)
         return skipped
 
@@ -491,9 +488,8 @@ def expect(kind: type[_R], reply: Reply) -> _R:
     return reply
 
 
-def _parts(batch: Batch, most_keys: int, most_bytes: int) -> list[Batch]:
+def _parts(batch: Batch, sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[Batch]:
     """Split a batch so that each part keeps to the limits; a single block may be longer than `most_bytes`."""
-    sizes = list(map(len, batch.views))
     if len(sizes) <= most_keys and sum(sizes) <= most_bytes:
         return [batch] if sizes else []
     parts: list[Batch] = []

@@ -72,8 +72,6 @@ class SharedMemoryOperations(RemoteOperations):
 
     def settle(self) -> Exchange[None]:
         """Hear whether there is room for another batch like the last."""
-        if not self.unsettled:
-            return
         self.unsettled = False
         try:
             reply = expect(ReserveReply, (yield from self._connection.late_reply()))
@@ -150,10 +148,7 @@ class SharedMemoryOperations(RemoteOperations):
             part = self._key_part(keys, first)
             wanted: Any = numbers() if capacities is None else capacities[first : first + len(part)]
             lease = Lease(part, wanted, self._inline_bytes)
-            if self.unsettled:
-                yield from self.settle()
-            request = self._connection.encode(lease, deadline_us=self._remaining_us())
-            reply = expect(LeaseReply, (yield from self._connection.ask(request)))
+            reply = expect(LeaseReply, (yield from self._ask(lease)))
             self.holding = bool(reply.lease)
             self._check_reply(lease, reply)
             if len(reply.places) != (len(reply.sizes) if reply.lease else 0):

@@ -19,7 +19,6 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat, takewhile
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 __all__ = ["NO_CHECKSUM", "Entry", "Index", "first_keys", "leading_within"]
@@ -27,7 +26,6 @@ __all__ = ["NO_CHECKSUM", "Entry", "Index", "first_keys", "leading_within"]
 Entry: TypeAlias = tuple[int, int, int, int]
 """A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64 checksum or NO_CHECKSUM)."""
 
-_LENGTH: Callable[[Any], int] = itemgetter(2)
 NO_CHECKSUM = 0
 """Stands for the checksum of a block whose writer made none. (One in 2**64 blocks has this as its checksum; nobody
 checks those.)"""
@@ -104,8 +102,6 @@ def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list
 
 def leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
     """Return how many leading entries have at most `max_bytes` together, at least one (of a batch that has any)."""
-    if all(entries) and sum(map(_LENGTH, entries)) <= max_bytes:  # nearly always
-        return len(entries)
     total = 0
     for position, entry in enumerate(entries):
         if entry is not None:
