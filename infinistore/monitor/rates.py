@@ -17,6 +17,7 @@ from infinistore.statistics import ClientStatistics, OperationStatistics, Stats
 __all__ = ["ClientRow", "OperationRow", "Rates", "Sample", "client_rows", "is_restart", "operation_rows", "rates"]
 
 _OK: Final = "ok"
+_SHORTEST_S: Final = 1e-6  # less is no time at all: what is divided by it may be more than a float can hold
 _SAME_START_S: Final = 0.05  # how far the starts of one connection may lie apart in two samples, by rounding and delay
 
 
@@ -95,12 +96,13 @@ def is_restart(before: Stats, now: Stats) -> bool:
 
 
 def elapsed_s(before: Sample, now: Sample) -> float:
-    """Seconds between two samples: by the server's clock, which knows when it counted, else by ours."""
+    """Seconds between two samples: by the server's clock, which knows when it counted, else by ours; 0 if too few."""
     if before.stats.server is not None and now.stats.server is not None:
         by_server = now.stats.server.uptime_s - before.stats.server.uptime_s
-        if by_server > 0:
+        if by_server >= _SHORTEST_S:
             return by_server
-    return now.at_s - before.at_s
+    by_us = now.at_s - before.at_s
+    return by_us if by_us >= _SHORTEST_S else 0.0
 
 
 def rates(before: Sample, now: Sample) -> Rates | None:

@@ -111,6 +111,15 @@ def test_every_state_can_be_said_in_json(taken: list[tuple[float, Stats | None]]
         assert json.loads(json.dumps(document(snapshot), allow_nan=False))["restarts"] == snapshot.restarts
 
 
+def test_two_samples_with_hardly_any_time_between_them_have_no_rates() -> None:
+    model = Model("tcp://x")
+    model.observe(make_stats(server={"uptime_s": 0.0}), now_s=0.0, at=NOON)
+    busy = {"uptime_s": 5e-324, "received_bytes": 1}
+    model.observe(make_stats(server=busy, details=make_details()), now_s=0.0, at=NOON)
+    assert model.snapshot().rates is None
+    assert json.dumps(document(model.snapshot()), allow_nan=False)
+
+
 @given(stats, st.sampled_from(SERVER_COUNTERS + STORE_COUNTERS), st.integers(1, 2**30))
 def test_a_counter_that_went_back_means_a_restart(sample: Stats, counter: str, more: int) -> None:
     part = "server" if counter in SERVER_COUNTERS else "store"
