@@ -3,7 +3,8 @@
 The same frozen objects are read by everybody: the client, the command line, and whatever else shows numbers.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import attrs
 from cattrs import Converter
@@ -137,7 +138,15 @@ class StatisticsTree(NamedTuple):
     details: ServerDetails | None
 
 
+def _structure_float(value: Any, _: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no measure of anything")
+    return number
+
+
 _converter = Converter()
+_converter.register_structure_hook(float, _structure_float)
 
 
 def statistics_to_tree(server: ServerStatistics, store: StoreStatistics, details: ServerDetails | None = None) -> Tree:
@@ -158,5 +167,5 @@ def statistics_from_tree(tree: Tree) -> StatisticsTree:
             _converter.structure(tree["store"], StoreStatistics),
             _converter.structure(tree["details"], ServerDetails) if "details" in tree else None,
         )
-    except (LookupError, TypeError, ValueError, BaseValidationError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, BaseValidationError) as error:
         raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None
