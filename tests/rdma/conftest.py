@@ -26,7 +26,7 @@ TEST_LIMIT_S = 120
 if SLOWDOWN > 1:
     settings.register_profile(
         "rdma-guest",
-        settings.get_profile("ci"),
+        settings.get_profile("repeatable"),
         max_examples=20,
         stateful_step_count=20,
         suppress_health_check=[HealthCheck.too_slow],
