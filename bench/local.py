@@ -5,14 +5,16 @@
 The server is a process of its own on this machine. Blocks are page-aligned. Each batch comes from, and goes to, other
 memory than the one before: the pool, the memory that the yardstick copies to (as long as the pool) and the caller's
 buffers are each larger than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against
-the copying get.
+the copying get, and against one that copies with a single thread, as memcpy does.
 
 Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its mapping is populated by a
 thread in the background meanwhile, and every page that it has not come to yet is a page fault.
 
 Single calls are against pymemcache (apt-get install memcached; pip install pymemcache) over a Unix socket, in a closed
 loop and with 2 ms of thinking between two calls; the latter also with a server that stays awake meanwhile (--spin-time
-3000). Its cheapest call, getting one byte, stands against exists.
+3000). Its cheapest call, getting one byte, stands against exists. Where the two ends run decides much of that: on one
+core a server need not be woken across cores, which on a virtual machine takes longer than all that memcached does. So
+they are measured with a core for each end, and once more wherever the kernel puts them.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import getpass
 import importlib
 import json
 import mmap
+import os
 import shutil
 import socket
 import statistics
@@ -115,6 +118,17 @@ def lease(store: BlockingStore, batches: list[list[str]]) -> None:
             assert len(views) == len(keys)
 
 
+@contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Run on this core, and what is started inside, too; None: wherever the kernel likes."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores if core is None else {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[str, float]:
     """Put, and get, the first few batches in a store that was opened a moment ago; returns medians in seconds."""
     medians = {}
@@ -130,11 +144,15 @@ def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[st
     return medians
 
 
-def measure_warm(store: BlockingStore, batches: Batches, rounds: int, calls: int) -> dict[str, float]:
-    """Measure batches in a store whose mapping has been walked through; returns medians in seconds."""
+def measure_warm(
+    store: BlockingStore, single: BlockingStore, batches: Batches, rounds: int, calls: int
+) -> dict[str, float]:
+    """Measure batches in a store whose mapping has been walked through, and the gets of one that copies with a single
+    thread; returns medians in seconds."""
     for put, get in zip(batches.puts, batches.gets, strict=True):
         store.put_many(put)
         store.get_many_into(get)
+        single.get_many_into(get)
     for thread in threading.enumerate():
         if thread.name == "infinistore-populate":
             thread.join()
@@ -144,6 +162,7 @@ def measure_warm(store: BlockingStore, batches: Batches, rounds: int, calls: int
         "put": taking_turns(store.put_many, batches.puts),
         "memcpy out": taking_turns(copy, batches.copies_out),
         "get": taking_turns(store.get_many_into, batches.gets),
+        "get, one thread": taking_turns(single.get_many_into, batches.gets),
         "leases": taking_turns(partial(lease, store), [batches.keys[i : i + LEASES] for i in firsts]),
     }
     medians = interleaved(things, rounds=rounds, calls=calls)
@@ -157,8 +176,9 @@ def measure_batches(url: str, rounds: int) -> dict[str, float]:
         batches = Batches(count, size)
         calls = BUFFER_BYTES // (count * size)
         for verify, checked in (("never", "unchecked"), ("always", "checked")):
-            with open_store(f"{url}?verify={verify}") as store:
-                warm = measure_warm(store, batches, rounds, calls)
+            options = f"{url}?verify={verify}"
+            with open_store(options) as store, open_store(f"{options}&copy_threads=1") as single:
+                warm = measure_warm(store, single, batches, rounds, calls)
             cold = measure_cold(url, verify, batches, calls)
             for kind, yardstick in (("put", "memcpy in"), ("get", "memcpy out")):
                 name = f"{kind} {shape} {checked}"
@@ -167,6 +187,8 @@ def measure_batches(url: str, rounds: int) -> dict[str, float]:
                 results[f"{name} GB/s"] = count * size / warm[kind] / 1e9
             if verify == "never":  # a lease in place checks nothing unless it is asked to
                 results[f"lease in place {shape} / get"] = warm["get"] / warm["lease"]
+                results[f"lease in place {shape} / get, one thread"] = warm["get, one thread"] / warm["lease"]
+                results[f"lease in place {shape}, us"] = warm["lease"] * 1e6
         with open_store(url) as store:
             store.purge()
     return results
@@ -217,10 +239,23 @@ def p50_s(call: Callable[[], object], calls: int, thinking_s: float) -> float:
     return statistics.median(times)
 
 
-def measure_single_calls(url: str, awake_url: str, rounds: int) -> dict[str, float]:
-    """Measure single calls, in a closed loop and with time to think; returns p50s in microseconds, and ratios."""
+def measure_single_calls(rounds: int) -> dict[str, float]:
+    """Measure single calls with a core for each end, if there are two, and wherever the kernel runs them."""
     results: dict[str, float] = {}
-    with open_store(url) as store, open_store(awake_url) as awake, memcached() as other:
+    cores = sorted(os.sched_getaffinity(0))
+    placements: list[tuple[str, int | None, int | None]] = [("anywhere", None, None)]
+    if len(cores) > 1:
+        placements.insert(0, ("a core each", cores[0], cores[1]))
+    for where, ours, theirs in placements:
+        with on_core(theirs), server() as url, server(*AWAKE) as awake_url, memcached() as other, on_core(ours):
+            results |= compare_single_calls(url, awake_url, other, where, rounds)
+    return results
+
+
+def compare_single_calls(url: str, awake_url: str, other: Any, where: str, rounds: int) -> dict[str, float]:
+    """Measure single calls, in a closed loop and with time to think; returns ratios, and p50s in microseconds."""
+    results: dict[str, float] = {}
+    with open_store(url) as store, open_store(awake_url) as awake:
         value = bytes(range(256)) * 16
         store.put("one", value)
         awake.put("one", value)
@@ -228,9 +263,9 @@ def measure_single_calls(url: str, awake_url: str, rounds: int) -> dict[str, flo
         other.set("byte", b"1")
         assert store.get("one") == awake.get("one") == other.get("one") == value
         for name, measured, thinking_s, calls in (
-            ("closed loop", store, 0.0, 500),
-            ("2 ms of thinking", store, THINKING_S, 50),
-            (f"2 ms of thinking, {' '.join(AWAKE)}", awake, THINKING_S, 50),
+            (f"closed loop, {where}", store, 0.0, 500),
+            (f"2 ms of thinking, {where}", store, THINKING_S, 50),
+            (f"2 ms of thinking, {' '.join(AWAKE)}, {where}", awake, THINKING_S, 50),
         ):
             things: dict[str, Callable[[], object]] = {
                 "pymemcache get": partial(other.get, "one"),
@@ -258,16 +293,15 @@ def main() -> None:
     rounds = 5 if arguments.quick else 25
     with server() as url:
         results = measure_batches(url, rounds)
-        try:
-            with server(*AWAKE) as awake_url:
-                results |= measure_single_calls(url, awake_url, rounds)
-        except LookupError as reason:
-            print(f"single calls are left out: {reason}", file=sys.stderr)
+    try:
+        results |= measure_single_calls(rounds)
+    except LookupError as reason:
+        print(f"single calls are left out: {reason}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(results, indent=2))
     else:
         for name, value in results.items():
-            print(f"{name:66} {value:8.2f}")
+            print(f"{name:80} {value:8.2f}")
 
 
 if __name__ == "__main__":
