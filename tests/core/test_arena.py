@@ -7,12 +7,16 @@ import mmap
 import os
 import resource
 
+import numpy as np
 import pytest
 
 from infinistore.core import Arena, create_arena
 from infinistore.core import arena as arena_module
+from infinistore.core.arena import Mapping
 from infinistore.core.memory import MemoryLimit
 from infinistore.errors import OutOfMemory
+
+HUGE_BYTES = 64 << 20  # the shortest arena in huge pages; of these it has whole ones
 
 
 @pytest.mark.parametrize("prefault_threads", [0, 1, 3])
@@ -52,14 +56,60 @@ def test_its_memory_is_taken_when_it_is_made() -> None:
 
 def test_a_prefaulted_arena_is_mapped_in_full() -> None:
     arena = create_arena(0, 1 << 20, prefault_threads=2)
-    assert _mapping_field(arena, "Rss") == 1 << 20
+    assert _mapping_field(arena.address, "Rss") == 1 << 20
     arena.close()
 
 
 def test_an_old_kernel_is_served_by_touching_each_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
     arena = create_arena(0, 1 << 20, prefault_threads=1)
-    assert _mapping_field(arena, "Rss") == 1 << 20
+    assert _mapping_field(arena.address, "Rss") == 1 << 20
+    arena.close()
+
+
+def test_the_memory_of_a_long_arena_is_in_huge_pages_as_far_as_those_go_and_is_mapped_so_by_others() -> None:
+    arena = create_arena(0, HUGE_BYTES + 1)
+    if not _mapping_field(arena.address, "ShmemPmdMapped"):
+        pytest.skip("this kernel makes no huge pages of shared memory: that takes Linux 6.1, and memory in one piece")
+    assert _mapping_field(arena.address, "ShmemPmdMapped") == HUGE_BYTES
+    arena.memory[-1] = 7
+    for writable in (True, False):
+        mapping = Mapping(arena.fd, arena.length, writable=writable)
+        mapping.populate(0, arena.length)
+        address = np.frombuffer(mapping.memory, dtype=np.uint8).ctypes.data
+        assert _mapping_field(address, "ShmemPmdMapped") == HUGE_BYTES
+        assert mapping.memory[-1] == 7
+    arena.close()
+
+
+def test_a_kernel_that_makes_no_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_COLLAPSE", 9999)  # EINVAL
+    arena = create_arena(0, HUGE_BYTES, prefault_threads=1)
+    assert _mapping_field(arena.address, "ShmemPmdMapped") == 0
+    assert _mapping_field(arena.address, "Rss") == HUGE_BYTES
+    arena.close()
+
+
+def test_memory_that_runs_out_in_the_middle_of_a_huge_page_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def take_one(fd: int, offset: int, length: int) -> None:
+        taken.append(length)
+        if len(taken) > 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", take_one)
+    with pytest.raises(OutOfMemory, match="smaller pool"):
+        create_arena(0, HUGE_BYTES)
+    assert taken == [mmap.PAGESIZE, mmap.PAGESIZE, HUGE_BYTES]
+
+
+@pytest.mark.parametrize("length", [1, mmap.PAGESIZE, HUGE_BYTES, HUGE_BYTES + 1, HUGE_BYTES + (3 << 20)])
+def test_what_is_mapped_takes_no_more_addresses_than_its_pages(length: int) -> None:
+    before = _reserved_addresses()
+    arena = create_arena(0, length)
+    assert _mapping_field(arena.address, "Size") == arena.length
+    assert _reserved_addresses() == before
     arena.close()
 
 
@@ -151,14 +201,20 @@ def _mapping_exists(arena: Arena) -> bool:
         return any(line.startswith(f"{arena.address:08x}-") for line in maps)
 
 
-def _mapping_field(arena: Arena, name: str) -> int:
-    """Return a field of /proc/self/smaps for the arena's mapping, in bytes."""
+def _reserved_addresses() -> set[str]:
+    """What of the address space is taken for nothing."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        return {line for line in maps if line.split()[1] == "---p"}
+
+
+def _mapping_field(address: int, name: str) -> int:
+    """Return a field of /proc/self/smaps for the mapping at an address, in bytes."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as smaps:
         inside = False
         for line in smaps:
             first = line.split(maxsplit=1)[0]
             if "-" in first:
-                inside = first.startswith(f"{arena.address:08x}-")
+                inside = first.startswith(f"{address:08x}-")
             elif inside and first == f"{name}:":
                 return int(line.split()[1]) * 1024
     raise AssertionError("the arena is not mapped")
