@@ -5,9 +5,9 @@ bytes by its descriptor. It is made in one step, with its memory taken and, if a
 the first touch of a page, and it never changes its size: the file is sealed against shrinking and growing, so a reader
 elsewhere can never be killed for reading past its end.
 
-The memory of a long one is in huge pages (2 MiB on x86-64) as far as the kernel has them at hand, whatever its
-settings for them are (MADV_COLLAPSE, Linux 6.1). So another process has all of it mapped in a moment, instead of page
-by page as it copies, and copies spend less time on looking up addresses.
+The memory of a long one that is touched at once is in huge pages (2 MiB on x86-64) as far as the kernel has them at
+hand, whatever its settings for them are (MADV_COLLAPSE, Linux 6.1). So another process has all of it mapped in a
+moment, instead of page by page as it copies, and copies spend less time on looking up addresses.
 
 Promises: `memory` stays valid as long as anyone holds a view of it, also after `close`. A forked child does not see
 the mapping (MADV_DONTFORK), so a fork never doubles the memory nor copies a page on write.
@@ -111,8 +111,8 @@ def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, pre
     """Make an arena of `length_bytes`, rounded up to whole pages (see `Arena.length`).
 
     `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an administrator fills beforehand.
-    `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves those that are not huge to the first
-    writers, who then run several times slower. Blocking (up to a second per GiB): call it in a thread; the
+    `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves that to the first writers, who then
+    run several times slower. Blocking (up to a second per GiB): call it in a thread; the
     interpreter's lock is free meanwhile. ValueError for a length that is not positive; OutOfMemory, before any memory
     is taken, when the machine or the control group has not that much, and afterwards when the kernel refuses all the
     same.
@@ -137,8 +137,8 @@ def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, pre
     try:
         # A forked child must neither see nor copy the pages of the store.
         _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
-        if not huge_pages:
-            _take_huge_pages(arena, max(1, prefault_threads))
+        if prefault_threads and not huge_pages:
+            _take_huge_pages(arena, prefault_threads)
         _take_memory(fd, length)
         if prefault_threads:
             _in_steps(arena.length, prefault_threads, partial(_populate, arena))

@@ -68,7 +68,7 @@ def test_an_old_kernel_is_served_by_touching_each_page(monkeypatch: pytest.Monke
 
 
 def test_the_memory_of_a_long_arena_is_in_huge_pages_as_far_as_those_go_and_is_mapped_so_by_others() -> None:
-    arena = create_arena(0, HUGE_BYTES + 1)
+    arena = create_arena(0, HUGE_BYTES + 1, prefault_threads=2)
     if not _mapping_field(arena.address, "ShmemPmdMapped"):
         pytest.skip("this kernel makes no huge pages of shared memory: that takes Linux 6.1, and memory in one piece")
     assert _mapping_field(arena.address, "ShmemPmdMapped") == HUGE_BYTES
@@ -100,7 +100,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_huge_page_is_out_of_memory(monk
 
     monkeypatch.setattr(os, "posix_fallocate", take_one)
     with pytest.raises(OutOfMemory, match="smaller pool"):
-        create_arena(0, HUGE_BYTES)
+        create_arena(0, HUGE_BYTES, prefault_threads=1)
     assert taken == [mmap.PAGESIZE, mmap.PAGESIZE, HUGE_BYTES]
 
 
