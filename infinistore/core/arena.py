@@ -112,10 +112,9 @@ def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, pre
 
     `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an administrator fills beforehand.
     `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves that to the first writers, who then
-    run several times slower. Blocking (up to a second per GiB): call it in a thread; the
-    interpreter's lock is free meanwhile. ValueError for a length that is not positive; OutOfMemory, before any memory
-    is taken, when the machine or the control group has not that much, and afterwards when the kernel refuses all the
-    same.
+    run several times slower. Blocking (up to a second per GiB): call it in a thread; the interpreter's lock is free
+    meanwhile. ValueError for a length that is not positive; OutOfMemory, before any memory is taken, when the machine
+    or the control group has not that much, and afterwards when the kernel refuses all the same.
     """
     if length_bytes <= 0:
         raise ValueError(f"an arena needs a positive length, not {length_bytes} bytes")
