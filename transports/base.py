@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, cast
 import trio
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
-from infinistore.protocol.connection import Exchange, Receive, ReceiveDescriptors, Send, SendDescriptors
+from infinistore.protocol.effects import Exchange, Receive, ReceiveDescriptors, Send, SendDescriptors
 
 __all__ = ["DescriptorStream", "Stream", "drive"]
 

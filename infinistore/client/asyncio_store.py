@@ -18,7 +18,7 @@ from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.transports.asyncio_sockets import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.spin import Spinner

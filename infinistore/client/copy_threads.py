@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from xxhash import xxh3_64_intdigest
 
 from infinistore.client.copying import copy_blocks
-from infinistore.protocol.connection import Exchange, Pause
+from infinistore.protocol.effects import Exchange, Pause
 
 __all__ = ["LEAST_BATCH_BYTES", "CopyThreads"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from infinistore.protocol.connection import Exchange, Pause
+from infinistore.protocol.effects import Exchange, Pause
 
 __all__ = ["PAUSE_BYTES", "copy_blocks", "hash_blocks"]
 

@@ -7,8 +7,9 @@ asynchronous stores in a thread. After a read: the GPU is asked to see what the 
 from typing import TYPE_CHECKING
 
 from infinistore.client.device_memory import DeviceBatch
-from infinistore.client.operations import Operation, Operations, RemoteOperations
+from infinistore.client.operations import Operation, Operations
 from infinistore.client.rdma_operations import RdmaOperations
+from infinistore.client.remote_operations import RemoteOperations
 from infinistore.client.threads import in_thread
 from infinistore.errors import DeviceMemoryUnreachable
 from infinistore.transports import cuda_driver

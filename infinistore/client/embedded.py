@@ -26,7 +26,7 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
-from infinistore.protocol.connection import Exchange, Pause
+from infinistore.protocol.effects import Exchange, Pause
 from infinistore.statistics import Stats
 
 __all__ = ["EmbeddedOperations", "EmbeddedStore"]

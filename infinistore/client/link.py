@@ -5,14 +5,15 @@ from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 from infinistore.client.mapped_pool import MappedPool
-from infinistore.client.operations import RemoteOperations
 from infinistore.client.options import Options
 from infinistore.client.pins import HasSocket, Pins
 from infinistore.client.rdma import DEAD_AFTER_S, ClientRdma
 from infinistore.client.rdma_operations import RdmaOperations
+from infinistore.client.remote_operations import RemoteOperations
 from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.errors import ProtocolError, TransferFailed
-from infinistore.protocol.connection import ClientConnection, Exchange, State
+from infinistore.protocol.connection import ClientConnection, State
+from infinistore.protocol.effects import Exchange
 from infinistore.protocol.messages import Hello, HelloReply, RdmaConnect, RdmaConnectReply
 from infinistore.transports.rdma_choice import near_address
 from infinistore.transports.rdma_devices import Address

@@ -17,11 +17,13 @@ from typing import Any, cast
 
 from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.client.device_memory import DeviceBatch
-from infinistore.client.operations import Batch, RemoteOperations, Room, expect, skipped_keys
+from infinistore.client.operations import Batch
 from infinistore.client.rdma import ClientRdma
+from infinistore.client.remote_operations import RemoteOperations, Room, expect, skipped_keys
 from infinistore.errors import DeadlineExceeded, DeviceMemoryUnreachable, ProtocolError, TransferFailed
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import ClientConnection, Exchange, Pause
+from infinistore.protocol.connection import ClientConnection
+from infinistore.protocol.effects import Exchange, Pause
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,

@@ -33,7 +33,7 @@ from infinistore.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send, SendDescriptors
 from infinistore.protocol.messages import HelloReply
 from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.rdma_verbs import NoRdma

@@ -15,11 +15,13 @@ from typing import Any
 from infinistore.client.copying import hash_blocks
 from infinistore.client.in_place import Leased, ReservedRoom, private_room
 from infinistore.client.mapped_pool import MappedPool
-from infinistore.client.operations import Batch, RemoteOperations, Room, expect, present_in, skipped_keys
+from infinistore.client.operations import Batch
 from infinistore.client.pins import Pins
+from infinistore.client.remote_operations import RemoteOperations, Room, expect, present_in, skipped_keys
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, numbers
-from infinistore.protocol.connection import ClientConnection, Exchange, State
+from infinistore.protocol.connection import ClientConnection, State
+from infinistore.protocol.effects import Exchange
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,

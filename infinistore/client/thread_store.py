@@ -16,7 +16,7 @@ from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Attempt, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import Receive, ReceiveDescriptors, Send
 from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
 from infinistore.transports.device_memory import DeviceMemory
 

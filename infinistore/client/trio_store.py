@@ -16,7 +16,7 @@ from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
 from infinistore.client.remote import LOOKUP_CONNECTIONS, Call, Connect, RemoteCalls, Sleep, Use
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.connection import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.transports.device_memory import DeviceMemory
 from infinistore.transports.sockets import SocketStream, connect_tcp, connect_unix
 

@@ -18,7 +18,8 @@ from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.keys import MAX_KEY_BYTES, check_keys
-from infinistore.protocol.connection import Exchange, Received, ServerConnection
+from infinistore.protocol.connection import Received, ServerConnection
+from infinistore.protocol.effects import Exchange
 from infinistore.protocol.messages import Get, Lease, RdmaGet, Reply
 from infinistore.server.growth import PoolGrowth
 from infinistore.transports.base import Stream, drive

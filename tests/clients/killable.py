@@ -23,7 +23,7 @@ from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import copy_threads, shared_memory
 from infinistore.client.copying import copy_blocks, hash_blocks
-from infinistore.protocol.connection import Exchange
+from infinistore.protocol.effects import Exchange
 from infinistore.transports.blocking_sockets import BlockingSocketStream
 
 __all__ = ["digest_of", "value_of"]

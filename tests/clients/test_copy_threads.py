@@ -19,7 +19,7 @@ from infinistore.client import copy_threads, mapped_pool
 from infinistore.client.copy_threads import LEAST_BATCH_BYTES, CopyThreads
 from infinistore.client.copying import copy_blocks
 from infinistore.errors import ChecksumMismatch
-from infinistore.protocol.connection import Exchange, Pause
+from infinistore.protocol.effects import Exchange, Pause
 from tests.bad_days.test_fork import in_child
 from tests.clients.conftest import Remotes
 from tests.clients.stores import Opened

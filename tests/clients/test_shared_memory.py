@@ -22,7 +22,8 @@ from infinistore.client.remote import RemoteCalls
 from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.core.arena import create_arena
 from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
-from infinistore.protocol.connection import ClientConnection, ReceiveDescriptors, Send, State
+from infinistore.protocol.connection import ClientConnection, State
+from infinistore.protocol.effects import ReceiveDescriptors, Send
 from infinistore.protocol.messages import HelloReply
 from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import in_child

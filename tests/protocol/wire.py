@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.connection import CHUNK_BYTES, READ_AHEAD_BYTES, Exchange, Receive, Send
+from infinistore.protocol.effects import Exchange, Receive, Send
+from infinistore.protocol.frame_reader import CHUNK_BYTES, READ_AHEAD_BYTES
 from infinistore.protocol.messages import Message
 from infinistore.protocol.span import MAX_VIEWS
 
