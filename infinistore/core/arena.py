@@ -255,7 +255,7 @@ class Mapping:
 def _map(fd: int, length: int, *, writable: bool = True) -> int:
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     page_bytes = _huge_page_bytes(length)
-    if not page_bytes:
+    if not page_bytes or os.fstat(fd).st_blksize > mmap.PAGESIZE:  # of hugetlbfs, the kernel finds the right place
         return _mmap(None, length, access, mmap.MAP_SHARED, fd)
     # A huge page is mapped as one only where its address is a multiple of its length, which not every kernel sees to.
     room_bytes = length + page_bytes

@@ -13,7 +13,7 @@ import pytest
 from infinistore.core import Arena, create_arena
 from infinistore.core import arena as arena_module
 from infinistore.core.arena import Mapping
-from infinistore.core.memory import MemoryLimit
+from infinistore.core.memory import MemoryLimit, free_huge_pages
 from infinistore.errors import OutOfMemory
 
 HUGE_BYTES = 64 << 20  # the shortest arena in huge pages; of these it has whole ones
@@ -194,6 +194,19 @@ def test_huge_pages_that_are_not_there_are_refused_with_the_remedy(monkeypatch: 
     monkeypatch.setattr(arena_module, "free_huge_pages", lambda: (1, 2 << 20))
     with pytest.raises(OutOfMemory, match=r"2 free huge pages of 2097152 bytes, and there are 1.*vm.nr_hugepages"):
         create_arena(0, 3 << 20, huge_pages=True)
+
+
+def test_huge_pages_that_were_set_aside_hold_all_of_it() -> None:
+    pages, page_bytes = free_huge_pages()
+    if pages * page_bytes < HUGE_BYTES:
+        pytest.skip(f"there are {pages} free huge pages here; sysctl vm.nr_hugepages sets some aside")
+    arena = create_arena(0, HUGE_BYTES + 1, huge_pages=True, prefault_threads=2)
+    assert arena.length % page_bytes == arena.address % page_bytes == 0
+    assert _mapping_field(arena.address, "KernelPageSize") == page_bytes
+    mapping = Mapping(arena.fd, arena.length, writable=True)
+    mapping.memory[-1] = 7
+    assert arena.memory[-1] == 7
+    arena.close()
 
 
 def _mapping_exists(arena: Arena) -> bool:
