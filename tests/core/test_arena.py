@@ -16,7 +16,7 @@ from infinistore.core.arena import Mapping
 from infinistore.core.memory import MemoryLimit, free_huge_pages
 from infinistore.errors import OutOfMemory
 
-HUGE_BYTES = 64 << 20  # the shortest arena in huge pages; of these it has whole ones
+HUGE_BYTES = 64 << 20  # of the shortest arena in huge pages
 
 
 @pytest.mark.parametrize("prefault_threads", [0, 1, 3])
@@ -98,6 +98,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_huge_page_is_out_of_memory(monk
         if len(taken) > 1:
             raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(arena_module, "_transparent_page_bytes", lambda: 2 << 20)
     monkeypatch.setattr(os, "posix_fallocate", take_one)
     with pytest.raises(OutOfMemory, match="smaller pool"):
         create_arena(0, HUGE_BYTES, prefault_threads=1)
