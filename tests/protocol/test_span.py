@@ -30,6 +30,7 @@ def test_next_views_are_what_follows_the_position_and_advance_moves_it(
     position = 0
     for most, count in [*steps, (len(memory) or 1, len(memory))]:
         ahead = b"".join(span.next_views(most))
+        assert ahead or not span.remaining
         assert ahead == bytes(memory[position : position + most])
         moved = min(count, len(ahead))
         span.advance(moved)
@@ -47,7 +48,7 @@ def test_copy_in_fills_the_front_and_moves_on(lengths: list[int], counts: list[i
     span = Span(views)
     expected = bytearray(memory)
     position = 0
-    for wanted in counts:
+    for wanted in [*counts, len(memory)]:
         count = min(wanted, span.remaining)
         new = bytes([255 - position % 100]) * count
         span.copy_in(memoryview(new))
@@ -55,6 +56,7 @@ def test_copy_in_fills_the_front_and_moves_on(lengths: list[int], counts: list[i
         position += count
         assert memory == expected
         assert (span.remaining, span.complete) == (len(memory) - position, complete(lengths, position))
+    assert span.remaining == 0
 
 
 def test_an_empty_view_in_front_is_passed_over() -> None:
