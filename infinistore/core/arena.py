@@ -186,12 +186,10 @@ def _take_huge_pages(arena: Arena, threads: int) -> None:
 
 
 def _collapse(arena: Arena, page_bytes: int, start: int, length: int) -> None:
-    # Where there is no page at all, there is nothing to make huge: so one small page in each.
-    try:
-        for offset in range(start, start + length, page_bytes):
-            os.posix_fallocate(arena.fd, offset, mmap.PAGESIZE)
-    except OSError:  # what there is to say of it, `_take_memory` says
-        return
+    # Where no page is mapped, there is nothing to make huge: so one small page in each.
+    for address in range(arena.address + start, arena.address + start + length, page_bytes):
+        if _libc.madvise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0:
+            return  # what there is to say of it, `_take_memory` says
     _libc.madvise(arena.address + start, length, _MADV_COLLAPSE)
 
 
@@ -302,11 +300,7 @@ def _in_steps(length: int, threads: int, work: Callable[[int, int], None]) -> No
     """Do `work(start, length)` for all of a span, in steps that `threads` share."""
     starts = range(0, length, _STEP_BYTES)
     lengths = [min(_STEP_BYTES, length - start) for start in starts]
-    if threads == 1 or len(starts) <= 1:
-        for start, step in zip(starts, lengths, strict=True):
-            work(start, step)
-        return
-    with ThreadPoolExecutor(min(threads, len(starts)), thread_name_prefix="infinistore-prefault") as executor:
+    with ThreadPoolExecutor(threads, thread_name_prefix="infinistore-prefault") as executor:  # makes no idle ones
         for _ in executor.map(work, starts, lengths):
             pass
 

@@ -1,8 +1,12 @@
 """The virtual machine with Soft-RoCE is what the other tests take it for: two devices, and a cable between them."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
+
+from infinistore.core import create_arena
+from infinistore.sizes import MIB
 
 from .conftest import DEVICES, IN_GUEST, Cable, Host
 
@@ -46,3 +50,16 @@ def test_a_cable_that_is_pulled_takes_both_ports_down_until_it_is_put_back(cable
     assert [state(host) for host in cable.hosts] == ["DOWN", "DOWN"]
     cable.put_back()
     assert [state(host) for host in cable.hosts] == ["ACTIVE", "ACTIVE"]
+
+
+def huge_bytes() -> int:
+    """How much shared memory is in huge pages, in all."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("ShmemHugePages:"))
+
+
+def test_an_arena_is_all_in_huge_pages_on_the_distributions_own_kernel_too() -> None:
+    before = huge_bytes()
+    arena = create_arena(0, 64 * MIB, prefault_threads=1)
+    assert huge_bytes() - before == 64 * MIB
+    arena.close()
