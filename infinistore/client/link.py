@@ -9,7 +9,7 @@ from infinistore.client.options import Options
 from infinistore.client.pins import HasSocket, Pins
 from infinistore.client.rdma import DEAD_AFTER_S, ClientRdma
 from infinistore.client.rdma_operations import RdmaOperations
-from infinistore.client.remote_operations import RemoteOperations
+from infinistore.client.remote_operations import Channel, RemoteOperations
 from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.errors import ProtocolError, TransferFailed
 from infinistore.protocol.connection import ClientConnection, State
@@ -86,16 +86,8 @@ class Link(Generic[_Stream]):
                 raise
             rdma.failed(str(error))
             raise NoRdma(str(error)) from error
-        self.operations = RdmaOperations(
-            self._connection,
-            hello,
-            verify=self._options.verify == "always",
-            path=("rdma", f"by {device.place}{why}"),
-            remaining_us=self._remaining_us,
-            rdma=rdma,
-            queue=queue,
-            inline_bytes=self._options.inline_bytes,
-        )
+        channel = self._channel(hello, ("rdma", f"by {device.place}{why}"))
+        self.operations = RdmaOperations(channel, rdma=rdma, queue=queue, inline_bytes=self._options.inline_bytes)
         self._is_open = True
 
     def _own_address(self) -> Address | None:
@@ -112,23 +104,17 @@ class Link(Generic[_Stream]):
 
     def open(self, hello: HelloReply, path: tuple[str, str], pool: MappedPool | None) -> None:
         """Get ready for calls: by shared memory if there is a mapped pool. `path` names the transport, and why."""
-        verify = self._options.verify == "always"
+        channel = self._channel(hello, path)
         if pool is None:
-            self.operations = RemoteOperations(
-                self._connection, hello, verify=verify, path=path, remaining_us=self._remaining_us
-            )
+            self.operations = RemoteOperations(channel)
         else:
             self.operations = SharedMemoryOperations(
-                self._connection,
-                hello,
-                verify=verify,
-                path=path,
-                remaining_us=self._remaining_us,
-                pool=pool,
-                inline_bytes=self._options.inline_bytes,
-                pins=self.pins,
+                channel, pool=pool, inline_bytes=self._options.inline_bytes, pins=self.pins
             )
         self._is_open = True
+
+    def _channel(self, hello: HelloReply, path: tuple[str, str]) -> Channel:
+        return Channel(self._connection, hello, self._options.verify == "always", path, self._remaining_us)
 
     @property
     def usable(self) -> bool:

@@ -11,7 +11,7 @@ Blocks in the memory of GPUs have no other way than RDMA, however small they are
 process does not see them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -19,10 +19,9 @@ from infinistore.client.copying import copy_blocks, hash_blocks
 from infinistore.client.device_memory import DeviceBatch
 from infinistore.client.operations import Batch
 from infinistore.client.rdma import ClientRdma
-from infinistore.client.remote_operations import RemoteOperations, Room, expect, skipped_keys
+from infinistore.client.remote_operations import Channel, RemoteOperations, Room, expect, skipped_keys
 from infinistore.errors import DeadlineExceeded, DeviceMemoryUnreachable, ProtocolError, TransferFailed
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import ClientConnection
 from infinistore.protocol.effects import Exchange, Pause
 from infinistore.protocol.messages import (
     MISSING,
@@ -30,7 +29,6 @@ from infinistore.protocol.messages import (
     Abort,
     Commit,
     CountReply,
-    HelloReply,
     Keys,
     Numbers,
     PutReply,
@@ -55,19 +53,8 @@ __all__ = ["RdmaOperations"]
 class RdmaOperations(RemoteOperations):
     """The operations over one connection with a queue pair beside it."""
 
-    def __init__(
-        self,
-        connection: ClientConnection,
-        hello: HelloReply,
-        *,
-        verify: bool,
-        path: tuple[str, str],
-        remaining_us: Callable[[], int],
-        rdma: ClientRdma,
-        queue: Queue,
-        inline_bytes: int,
-    ) -> None:
-        super().__init__(connection, hello, verify=verify, path=path, remaining_us=remaining_us)
+    def __init__(self, channel: Channel, *, rdma: ClientRdma, queue: Queue, inline_bytes: int) -> None:
+        super().__init__(channel)
         self._rdma = rdma
         self._queue: Queue | None = queue
         self._inline_bytes = inline_bytes

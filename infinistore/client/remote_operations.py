@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import gt, not_
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -48,7 +48,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.span import Span
 from infinistore.statistics import Stats, statistics_from_tree
 
-__all__ = ["BlocksReply", "RemoteOperations", "Room", "expect", "present_in", "skipped_keys"]
+__all__ = ["BlocksReply", "Channel", "RemoteOperations", "Room", "expect", "present_in", "skipped_keys"]
 
 _R = TypeVar("_R", bound=Reply)
 BlocksReply: TypeAlias = GetReply | LeaseReply | RdmaGetReply
@@ -60,27 +60,27 @@ sends put both ends in lockstep: by 512 KiB, a put of 64 x 64 KiB took a fifth l
 by 4 MiB it took a tenth longer."""
 
 
+class Channel(NamedTuple):
+    """A conversation with a server, and what holds for all that is asked over it, however its blocks move."""
+
+    connection: ClientConnection
+    hello: HelloReply
+    verify: bool
+    """Whether blocks are hashed, and what is read is checked."""
+    path: tuple[str, str]
+    """The transport, and why it is the one in use."""
+    remaining_us: Callable[[], int]
+    """Tells how long the caller still waits, in microseconds; 0 means for ever."""
+
+
 class RemoteOperations:
     """The operations over one connection to a server.
 
-    A batch over the server's limits goes in parts; each part is atomic. `path` names the transport, and why it is the
-    one in use. `remaining_us` tells how long the caller still waits, in microseconds; 0 means for ever.
+    A batch over the server's limits goes in parts; each part is atomic.
     """
 
-    def __init__(
-        self,
-        connection: ClientConnection,
-        hello: HelloReply,
-        *,
-        verify: bool,
-        path: tuple[str, str],
-        remaining_us: Callable[[], int],
-    ) -> None:
-        self._connection = connection
-        self._hello = hello
-        self._verify = verify
-        self._path = path
-        self._remaining_us = remaining_us
+    def __init__(self, channel: Channel) -> None:
+        self._connection, self._hello, self._verify, self._path, self._remaining_us = channel
         # Whether the server keeps room or pins for a call that is under way: then the connection must not be kept.
         self.holding = False
         # Whether something is still to come from the server for a call that is over.

@@ -9,7 +9,7 @@ reply, nothing would say when to send it if no request follows, and it wakes the
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from infinistore.client.copying import hash_blocks
@@ -17,17 +17,16 @@ from infinistore.client.in_place import Leased, ReservedRoom, private_room
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch
 from infinistore.client.pins import Pins
-from infinistore.client.remote_operations import RemoteOperations, Room, expect, present_in, skipped_keys
+from infinistore.client.remote_operations import Channel, RemoteOperations, Room, expect, present_in, skipped_keys
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, numbers
-from infinistore.protocol.connection import ClientConnection, State
+from infinistore.protocol.connection import State
 from infinistore.protocol.effects import Exchange
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,
     Abort,
     Commit,
-    HelloReply,
     Keys,
     Lease,
     LeaseReply,
@@ -53,19 +52,8 @@ more, and not for small ones, which seldom come in a row."""
 class SharedMemoryOperations(RemoteOperations):
     """The operations over one connection by Unix socket, with the server's pool mapped."""
 
-    def __init__(
-        self,
-        connection: ClientConnection,
-        hello: HelloReply,
-        *,
-        verify: bool,
-        path: tuple[str, str],
-        remaining_us: Callable[[], int],
-        pool: MappedPool,
-        inline_bytes: int,
-        pins: Pins,
-    ) -> None:
-        super().__init__(connection, hello, verify=verify, path=path, remaining_us=remaining_us)
+    def __init__(self, channel: Channel, *, pool: MappedPool, inline_bytes: int, pins: Pins) -> None:
+        super().__init__(channel)
         self.pool = pool
         self.pins = pins
         self._inline_bytes = inline_bytes

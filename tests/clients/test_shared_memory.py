@@ -19,6 +19,7 @@ import infinistore
 from infinistore import blocking
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.remote import RemoteCalls
+from infinistore.client.remote_operations import Channel
 from infinistore.client.shared_memory import SharedMemoryOperations
 from infinistore.core.arena import create_arena
 from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
@@ -376,16 +377,8 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     connection = ClientConnection()
     connection.state = State.READY
     hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
-    operations = SharedMemoryOperations(
-        connection,
-        hello,
-        verify=True,
-        path=("shm", ""),
-        remaining_us=lambda: 1,
-        pool=pool,
-        inline_bytes=0,
-        pins=mock.Mock(),
-    )
+    channel = Channel(connection, hello, verify=True, path=("shm", ""), remaining_us=lambda: 1)
+    operations = SharedMemoryOperations(channel, pool=pool, inline_bytes=0, pins=mock.Mock())
     exchange = operations._ask_arenas()
     assert isinstance(next(exchange), Send)
     effect = exchange.send(0)
