@@ -107,9 +107,12 @@ class Arena:
         self.close()
 
 
-def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, prefault_threads: int = 0) -> Arena:
+def create_arena(
+    index: int, length_bytes: int, *, huge_pages: bool = False, prefault_threads: int = 0, name: str = "arena"
+) -> Arena:
     """Make an arena of `length_bytes`, rounded up to whole pages (see `Arena.length`).
 
+    The system calls it infinistore-`name`-`index`, in /proc/PID/maps for example.
     `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an administrator fills beforehand.
     `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves that to the first writers, who then
     run several times slower. Blocking (up to a second per GiB): call it in a thread; the interpreter's lock is free
@@ -124,7 +127,7 @@ def create_arena(index: int, length_bytes: int, *, huge_pages: bool = False, pre
     length = -(-length_bytes // page_bytes) * page_bytes
     _check_room(length, huge_pages)
     fd = os.memfd_create(
-        f"infinistore-arena-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
+        f"infinistore-{name}-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     )
     try:
         _set_length(fd, length)

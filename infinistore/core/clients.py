@@ -6,16 +6,18 @@ unfinished write and has nothing to read; a lease is a read pin and has nothing 
 The properties that cost time (views) are made when first asked for: who moves bytes by offsets never pays for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from infinistore.allocators.base import Extent
 from infinistore.core.index import NO_CHECKSUM, Entry
 from infinistore.core.pool import Pool
 
-__all__ = ["Client", "Lease", "Reservation"]
+__all__ = ["Client", "Lease", "OwnRead", "Reservation"]
 
+OwnRead: TypeAlias = tuple[int, int, int, int, int]
+"""A block that a client reads by itself: its entry, and a number that all blocks of one read have in common."""
 _EXTENT = itemgetter(0, 1, 2)
 _CHECKSUM = itemgetter(3)
 
@@ -26,7 +28,17 @@ class Client:
     `state` goes from "open" to "closed", by way of "quarantined" when its connection was lost and it may still write.
     """
 
-    __slots__ = ("leased_bytes", "leases", "name", "reservations", "reserved_bytes", "state")
+    __slots__ = (
+        "leased_bytes",
+        "leases",
+        "look",
+        "name",
+        "own_pins",
+        "reading",
+        "reservations",
+        "reserved_bytes",
+        "state",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +49,13 @@ class Client:
         self.reserved_bytes = 0
         """The footprints of its open reservations."""
         self.leased_bytes = 0
-        """The footprints of its leases; a block leased twice counts twice."""
+        """The footprints of its leases, and of what it reads by itself; a block leased twice counts twice."""
+        self.look: Callable[[], list[OwnRead]] | None = None
+        """Tells what it reads by itself just now, if it may do that."""
+        self.reading: list[OwnRead] = []
+        """What `look` told last."""
+        self.own_pins: list[Entry] = []
+        """Those of these blocks that can be there."""
 
     def __repr__(self) -> str:
         return f"<Client {self.name!r}: {self.state}, {self.reserved_bytes} reserved, {self.leased_bytes} leased>"

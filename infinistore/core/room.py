@@ -58,6 +58,10 @@ class Room:
         """Called when `growth_wanted` becomes true."""
         self.condemned: set[Entry] = set()
         """Blocks that are pinned but have no key any more."""
+        self.on_removal: Callable[[Sequence[Entry]], object] | None = None
+        """Called with blocks that lose their keys, before their room is used again."""
+        self.look_at_pins: Callable[[], object] = _nothing
+        """Brings the pins up to date that clients have set and taken away by themselves."""
         self._pool = pool
         self._index = index
         self._pins = pins
@@ -115,8 +119,19 @@ class Room:
                 " split it, or give the server a larger pool"
             )
 
+    def tell_removal(self, entries: list[Entry]) -> None:
+        """Tell that blocks have lost their keys, which `drop` gives back afterwards."""
+        if entries and self.on_removal is not None:
+            self.on_removal(entries)
+
+    def remove(self, entries: list[Entry]) -> None:
+        """Tell that blocks have lost their keys, and give them back."""
+        self.tell_removal(entries)
+        self.drop(entries)
+
     def drop(self, entries: list[Entry]) -> None:
-        """Free blocks that have lost their key: now, or with their last pin."""
+        """Free blocks that have lost their key, as was told: now, or with their last pin."""
+        self.look_at_pins()
         pinned = self._pins.counts
         if pinned and not pinned.keys().isdisjoint(entries):
             self.condemned.update(entry for entry in entries if entry in pinned)
@@ -136,12 +151,13 @@ class Room:
 
         Stops earlier when nothing is left to evict, or `max_steps` blocks were looked at. Returns blocks evicted.
         """
+        self.look_at_pins()
         wanted_bytes = min(wanted_bytes, self._evictable_bytes())
         if wanted_bytes <= 0:
             return 0
         steps = len(self._index) if max_steps is None else min(max_steps, len(self._index))
         entries = self._take_coldest(wanted_bytes, steps)
-        self._pool.free(list(map(_EXTENT, entries)))
+        self.remove(entries)
         self.evicted[cause] += len(entries)
         return len(entries)
 
@@ -214,3 +230,7 @@ class Room:
             f"{what}: of {self._pool.capacity_bytes} bytes in the pool, {self._pins.bytes} are pinned by readers and"
             f" {self.reserved_bytes} by unfinished writes; {remedy}"
         )
+
+
+def _nothing() -> None:
+    """What there is to be brought up to date where no client sets pins by itself."""

@@ -37,7 +37,7 @@ class StoreStatistics:
     reserved_bytes: int
     """Taken by writes that are not finished."""
     pinned_bytes: int
-    """Blocks that are leased or held, each counted once: eviction cannot take them."""
+    """Blocks that are leased, held or read by a client by itself, each counted once: eviction cannot take them."""
     held_bytes: int
     """The part of `pinned_bytes` that holds pin, each block counted once."""
     condemned_bytes: int
@@ -49,10 +49,11 @@ class StoreStatistics:
     quarantined_clients: int
     reservations: int
     leases: int
+    """Leases, and batches that clients read by themselves."""
     holds: int
     arenas: int
     hits: int
-    """Keys that a lease found."""
+    """Keys that a lease found, or a client by itself."""
     misses: int
     """Keys that a lease did not find."""
     puts: int
@@ -60,7 +61,7 @@ class StoreStatistics:
     put_bytes: int
     """Their lengths."""
     hit_bytes: int
-    """The lengths of the blocks that leases found."""
+    """The lengths of the blocks that were found so."""
     deleted: int
     """Keys deleted or purged."""
     checksum_drops: int

@@ -33,12 +33,14 @@ import xxhash
 
 from infinistore.allocators.base import Extent
 from infinistore.core.arena import Arena
-from infinistore.core.clients import Client, Lease, Reservation
+from infinistore.core.clients import Client, Lease, OwnRead, Reservation
 from infinistore.core.holds import Holds
 from infinistore.core.index import NO_CHECKSUM, Entry, Index, first_keys, leading_within
 from infinistore.core.limits import CoreLimits, Watermarks
+from infinistore.core.own_pins import OwnPins
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
+from infinistore.core.prepared import Prepared, Written
 from infinistore.core.room import EvictionCause, Room
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
 from infinistore.errors import LimitExceeded, UnknownReservation
@@ -74,7 +76,10 @@ class StoreCore:
         self._held = PinTable(pool.footprint)  # by holds alone
         self._holds = Holds(random or random_module.SystemRandom())
         self._clients: set[Client] = set()
+        self._prepared = Prepared()
         self._room = Room(pool, self._index, self._pins, watermarks or Watermarks())
+        self._own_pins = OwnPins(pool, self._pins, self._room)
+        self._room.look_at_pins = self._own_pins.look
         self._room.growable_bytes = growable_bytes
         self._room.on_growth_wanted = on_growth_wanted
         self._counters: Counter[str] = Counter()
@@ -94,6 +99,8 @@ class StoreCore:
         """
         if client.state == "closed":
             return
+        self.settle()
+        self._own_pins.remove(client)
         client.state = "closed"
         for reservation in list(client.reservations):
             self._abort(reservation)
@@ -109,6 +116,28 @@ class StoreCore:
         if client.state == "open":
             client.state = "quarantined"
 
+    def let_read(self, client: Client, look: Callable[[], list[OwnRead]]) -> None:
+        """Let a client pin blocks by itself, too: those that `look` tells of, whenever it is asked.
+
+        It is asked before room is used again, after `on_removal` was told of the removal, and for the statistics. It
+        may tell of blocks that are not there, and never were. It may also call `note_use`.
+        """
+        self._check_open(client)
+        self._own_pins.add(client, look)
+
+    def look_at_pins(self) -> None:
+        """Bring up to date what clients pin by themselves."""
+        self._own_pins.look()
+
+    @property
+    def on_removal(self) -> Callable[[Sequence[Entry]], object] | None:
+        """Called with blocks that lose their keys, before their room is used again."""
+        return self._room.on_removal
+
+    @on_removal.setter
+    def on_removal(self, value: Callable[[Sequence[Entry]], object] | None) -> None:
+        self._room.on_removal = value
+
     # Writing
 
     def reserve(self, client: Client, sizes: Sequence[int]) -> Reservation:
@@ -122,7 +151,9 @@ class StoreCore:
         in the batch, or too much held by this client. OutOfMemory: no room now.
         """
         self._check_open(client)
+        self.settle()
         self.expire_holds()
+        self.look_at_pins()
         self.limits.check_batch(len(sizes))
         self._room.check_sizes(sizes, self.limits.max_value_bytes)
         footprint_bytes = self.pool.footprints(sizes)
@@ -163,31 +194,74 @@ class StoreCore:
         ValueError, and the reservation stays open: not one key (and checksum) per block, a key twice.
         UnknownReservation: it was aborted.
         """
+        self.settle()
         if reservation.state == "committed":
             return reservation.skipped
-        if reservation.state == "aborted":
-            raise UnknownReservation("this reservation was aborted; reserve again and write the blocks again")
+        self._check_names(reservation, keys, None if checksums is None else len(checksums))
+        self._commit(reservation, keys, checksums, replace=replace)
+        if free:
+            self.free_replaced(reservation)
+        return reservation.skipped
+
+    def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
+        """Name the blocks of a reservation that is still being written; keys that exist will be replaced.
+
+        They become visible, as by `commit`, when `written` returns their checksums, or an empty list if their writer
+        made none; until then it returns None. It is asked before anything is looked up. From now on, nobody should
+        rely on where blocks with these keys were: `is_being_written`. False, and nothing is done, if that is so of one
+        of the keys already.
+
+        Errors are those of `commit`; UnknownReservation also if it was committed.
+        """
+        self.settle()
+        self._check_names(reservation, keys, None)
+        if self._prepared.names_any(keys):
+            return False
+        self._room.tell_removal(list(filter(None, self._index.get_many(keys))))
+        self._prepared.add(reservation, keys, written)
+        return True
+
+    def is_being_written(self, keys: Sequence[str]) -> bool:
+        """Whether a block with one of these keys may become visible at any moment."""
+        return self._prepared.names_any(keys)
+
+    def settle(self) -> None:
+        """Commit what was prepared and has been written by now."""
+        for reservation, keys, checksums in self._prepared.take_written():
+            self._commit(reservation, keys, checksums or None, replace=True)
+            self.free_replaced(reservation)
+
+    def _check_names(self, reservation: Reservation, keys: Sequence[str], checksums: int | None) -> None:
+        """Check that keys, and so many checksums if there are any, fit a reservation that is open."""
+        if reservation.state != "open":
+            raise UnknownReservation(
+                f"this reservation was {reservation.state}; reserve again and write the blocks again"
+            )
         self._check_open(reservation.client)
         blocks = len(reservation.extents)
-        if len(keys) != blocks or (checksums is not None and len(checksums) != blocks):
-            given = f"{len(keys)} keys" if checksums is None else f"{len(keys)} keys and {len(checksums)} checksums"
+        if len(keys) != blocks or checksums not in (None, blocks):
+            given = f"{len(keys)} keys" if checksums is None else f"{len(keys)} keys and {checksums} checksums"
             raise ValueError(f"a reservation of {blocks} blocks needs as many keys (and checksums), not {given}")
         if len(set(keys)) != blocks:
             raise ValueError(f"a key may be in a put only once, and this one is there twice: {_duplicate(keys)!r:.80}")
+        if reservation in self._prepared:
+            raise ValueError("this reservation was prepared: its blocks have names already")
+
+    def _commit(
+        self, reservation: Reservation, keys: Sequence[str], checksums: Sequence[int] | None, *, replace: bool
+    ) -> None:
         entries = reservation.entries(checksums)
         self._close_reservation(reservation, "committed")
         if replace:
             reservation.replaced = self._index.remove_many(keys)
+            self._room.tell_removal(reservation.replaced)
             self._index.insert(keys, entries)
-            if free:
-                self.free_replaced(reservation)
         elif self._index.disjoint(keys):
             self._index.insert(keys, entries)
         else:
             entries = self._insert_missing(reservation, keys, entries)
         self._counters["puts"] += len(entries)
         self._counters["put_bytes"] += sum(map(_LENGTH, entries))
-        return reservation.skipped
 
     def free_replaced(self, reservation: Reservation) -> None:
         """Give back the room of the blocks that a commit with `free=False` replaced; idempotent."""
@@ -197,6 +271,7 @@ class StoreCore:
 
     def abort(self, reservation: Reservation) -> None:
         """Give the room of a reservation back; idempotent, and nothing for one that is committed."""
+        self.settle()
         if reservation.client.state == "open":
             self._abort(reservation)
 
@@ -212,6 +287,7 @@ class StoreCore:
         A key may be named more than once; it then counts as often against the client's share. LimitExceeded, and
         nothing pinned or touched: too many keys, or too much held by this client.
         """
+        self.settle()
         self._check_open(client)
         self.limits.check_batch(len(keys))
         entries = self._index.get_many(keys)
@@ -223,6 +299,7 @@ class StoreCore:
             found, pinned = _present(keys, entries)
             lengths = list(map(_LENGTH, pinned))
         footprint_bytes = self.pool.footprints(lengths)
+        self._own_pins.look_at(client)
         self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
         self._pins.add(pinned, footprint_bytes)
         if touch:
@@ -241,8 +318,24 @@ class StoreCore:
         if lease.client.state == "open":
             self._release(lease)
 
+    def note_use(self, keys: Sequence[str], *, read: bool) -> int:
+        """Touch keys that a client used by itself, and with `read` count their blocks as read; return those bytes.
+
+        Those that are gone are passed over. LimitExceeded: too many keys.
+        """
+        self.limits.check_batch(len(keys))
+        found, used = _present(keys, self._index.get_many(keys))
+        self._index.touch(found)
+        if not read:
+            return 0
+        read_bytes: int = sum(map(_LENGTH, used))
+        self._counters["hits"] += len(used)
+        self._counters["hit_bytes"] += read_bytes
+        return read_bytes
+
     def exists(self, keys: Sequence[str]) -> bytes:
         """Return one byte per key: 1 if it is there, 0 if not. Touches nothing. LimitExceeded: too many keys."""
+        self.settle()
         self.limits.check_batch(len(keys))
         return self._index.contains_many(keys)
 
@@ -252,6 +345,7 @@ class StoreCore:
         With `touch=False` it leaves that to the caller, who calls `touch` as soon as the answer is on its way: moving a
         thousand keys to the warm end takes as long as finding them. LimitExceeded: too many keys.
         """
+        self.settle()
         self.limits.check_batch(len(keys))
         found = self._index.leading(keys)
         if touch:
@@ -278,6 +372,7 @@ class StoreCore:
             raise ValueError(f"hold_s must be more than 0 seconds, not {hold_s}")
         if hold_s > self.limits.max_hold_s:
             raise LimitExceeded(f"hold_s={hold_s:g} is above the limit max_hold_s={self.limits.max_hold_s:g} seconds")
+        self.settle()
         self.expire_holds()
         found = self._index.leading(keys)
         if not found:
@@ -317,17 +412,19 @@ class StoreCore:
 
     def delete(self, keys: Sequence[str]) -> int:
         """Remove keys, and return how many were there. LimitExceeded: too many keys."""
+        self.settle()
         self.limits.check_batch(len(keys))
         entries = self._index.remove_many(keys)
-        self._room.drop(entries)
+        self._room.remove(entries)
         self._counters["deleted"] += len(entries)
         return len(entries)
 
     def purge(self, max_keys: int | None = None) -> int:
         """Remove every key, or the coldest `max_keys` of them; return how many. About 1 us each."""
+        self.settle()
         count = len(self._index) if max_keys is None else min(max_keys, len(self._index))
         entries = [self._index.pop_item(False)[1] for _ in range(count)]
-        self._room.drop(entries)
+        self._room.remove(entries)
         self._counters["deleted"] += count
         return count
 
@@ -339,6 +436,8 @@ class StoreCore:
         """
         if not 0 <= low <= high <= 1:
             raise ValueError(f"watermarks must be 0 <= low <= high <= 1, not low={low} and high={high}")
+        self.settle()
+        self.look_at_pins()  # which may give room back
         capacity = self.pool.capacity_bytes
         if self.pool.used_bytes <= high * capacity:
             return 0
@@ -349,6 +448,7 @@ class StoreCore:
 
     def __len__(self) -> int:
         """Return the number of keys."""
+        self.settle()
         return len(self._index)
 
     def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
@@ -357,10 +457,12 @@ class StoreCore:
         Looks at every key in the store: about 0.2 s for a million. For people and tools, not for the hot path; a server
         takes `all_keys` and looks through them in slices.
         """
+        self.settle()
         return first_keys(self._index, prefix, limit, after)
 
     def all_keys(self) -> list[str]:
         """Return every key, coldest first: about 15 ms for a million."""
+        self.settle()
         return list(self._index)
 
     def sample(self, limit: int) -> list[tuple[str, int]]:
@@ -369,6 +471,7 @@ class StoreCore:
 
         About 0.1 us a key, however many keys there are.
         """
+        self.settle()
         if len(self._index) <= limit:
             keys = list(self._index)
         else:
@@ -380,17 +483,20 @@ class StoreCore:
 
         False if it was dropped. True if it is sound, has no checksum, or is not there. Does not touch.
         """
+        self.settle()
         entry = self._index.get(key)
         if entry is None or entry[3] == NO_CHECKSUM:
             return True
         if xxhash.xxh3_64_intdigest(self.pool.view(entry[:3])) == entry[3]:
             return True
-        self._room.drop(self._index.remove_many([key]))
+        self._room.remove(self._index.remove_many([key]))
         self._counters["checksum_drops"] += 1
         return False
 
     def statistics(self) -> StoreStatistics:
         """Return a snapshot. Cheap: nothing is scanned but the clients."""
+        self.settle()
+        self.look_at_pins()
         quarantined = [client for client in self._clients if client.state == "quarantined"]
         counters = self._counters
         evicted = self._room.evicted
@@ -407,7 +513,7 @@ class StoreCore:
             clients=len(self._clients),
             quarantined_clients=len(quarantined),
             reservations=sum(len(client.reservations) for client in self._clients),
-            leases=sum(len(client.leases) for client in self._clients),
+            leases=sum(len(client.leases) + len({read[4] for read in client.reading}) for client in self._clients),
             holds=len(self._holds),
             arenas=len(self.pool.arenas),
             hits=counters["hits"],
@@ -496,6 +602,7 @@ class StoreCore:
 
     def _abort(self, reservation: Reservation) -> None:
         if reservation.state == "open":
+            self._prepared.remove(reservation)
             self._close_reservation(reservation, "aborted")
             self.pool.free(reservation.extents)
 

@@ -3,9 +3,13 @@
 Every block is written with bytes that no other block has, through the views of its reservation. After every step, all
 bytes that anyone may read (stored, leased, being written) are compared, so that a block placed over another one, moved
 or re-used too early shows at once, whichever call did it. Recency is compared exactly, and so is every count of bytes.
+
+Two of the clients also read by themselves, and say what when they are asked. Often the core has not asked yet when the
+next call comes. No room may go back before `on_removal` was told that its block has lost its key.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -25,7 +29,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from infinistore.allocators import Extent
 from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
+from infinistore.core.index import Entry
 from infinistore.core.room import EXTRA_STEPS
 from infinistore.errors import (
     InfiniStoreException,
@@ -41,6 +47,10 @@ ARENA_BYTES = 4096  # one page: 64 units
 KEYS = [f"prefix/{i}" for i in range(14)] + ["a", "ключ", "鍵/1"]
 SIZES = [1, 63, 64, 65, 128, 200, 320, 640]
 LIMITS = CoreLimits(max_value_bytes=3000, max_batch_keys=8, max_pinned_ratio=0.4, max_hold_s=10, max_held_ratio=0.25)
+
+READERS = (1, 3)
+"""The slots of clients that read by themselves, too."""
+NOT_THERE = [(7, 0, 64, 1), (0, 0, 0, 0), (0, 0, 2 * ARENA_BYTES + 1, 5), (2**16 - 1, 2**48 - 1, 2**64 - 1, 2**64 - 1)]
 
 slots = st.sampled_from([0, 0, 1, 1, 2, 3])
 sizes = st.lists(st.sampled_from(SIZES), max_size=6)
@@ -58,10 +68,16 @@ class ClientState:
     leased: int = 0
     reservations: "list[ReservationState]" = attrs.field(factory=list)
     leases: "list[LeaseState]" = attrs.field(factory=list)
+    own_reads: "list[OwnReadState]" = attrs.field(factory=list)
 
     @property
     def pinned(self) -> int:
         return self.reserved + self.leased
+
+    def look(self) -> list[tuple[int, int, int, int, int]]:
+        """What it reads by itself, with something else in between that cannot be."""
+        rows = [(*entry, read.number) for read in self.own_reads for entry in read.entries]
+        return [row for own in rows for row in (own, *((*wrong, own[4]) for wrong in NOT_THERE))]
 
 
 @attrs.define(eq=False)
@@ -72,6 +88,12 @@ class ReservationState:
     room: int
     state: str = "open"
     skipped: list[int] = attrs.field(factory=list)
+    names: list[str] | None = None
+    checksums: list[int] | None = None
+
+    def look(self) -> list[int] | None:
+        """The checksums, when its client has written it by itself."""
+        return self.checksums
 
 
 @attrs.define(eq=False)
@@ -84,6 +106,52 @@ class LeaseState:
     open: bool = True
 
 
+@attrs.define(eq=False)
+class OwnReadState:
+    client: ClientState
+    number: int
+    entries: list[Entry]
+    blocks: list[Block]
+
+    @property
+    def footprint(self) -> int:
+        return sum(block.footprint for block in self.blocks)
+
+
+class WatchedPool(Pool):
+    """Takes no room back before it was told that the block there has lost its key."""
+
+    untold: frozenset[Extent] | set[Extent] = frozenset()
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        assert self.untold.isdisjoint(extents)
+        super().free(extents)
+
+    def told(self, entries: Sequence[Entry]) -> None:
+        assert entries
+        self.untold -= {entry[:3] for entry in entries}
+
+
+THEN: list[tuple[str, list[Any]]] = [
+    ("abort_what_is_not_open", []),
+    ("close_client", [2]),
+    ("delete", [KEYS[:7]]),
+    ("evict", [[0.25, 0.5]]),
+    ("exists", [KEYS[:8]]),
+    ("hold_prefix", [0, KEYS[:3], 0.5]),
+    ("lease", [0, KEYS[:8], 400]),
+    ("list_keys", ["", 20, ""]),
+    ("match_prefix", [KEYS[:8]]),
+    ("purge", [2]),
+    ("put", [1, {KEYS[0]: 64, KEYS[2]: 128}, True]),
+    ("put", [1, {KEYS[0]: 64, KEYS[2]: 128}, False]),
+    ("reserve", [0, [640]]),
+    ("reserve_and_prepare", [1, {KEYS[0]: 64, KEYS[1]: 1}]),
+    ("statistics_agree", []),
+]
+"""What may come first after something was written."""
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Drives a `StoreCore` and the model side by side. The test sets `allocator_name`."""
 
@@ -92,11 +160,12 @@ class StoreMachine(RuleBasedStateMachine):
     reservations = Bundle("reservations")
     leases = Bundle("leases")
     holds = Bundle("holds")
+    own_reads = Bundle("own_reads")
 
     @initialize(watermarks=st.sampled_from([(0.8, 0.95), (0.5, 0.5), (1.0, 1.0), (0.25, 0.75)]))
     def start(self, watermarks: tuple[float, float]) -> None:
         self.now = 100.0
-        self.pool = Pool(make_allocator(self.allocator_name))
+        self.pool = WatchedPool(make_allocator(self.allocator_name))
         self.core = StoreCore(
             self.pool,
             clock=lambda: self.now,
@@ -104,10 +173,14 @@ class StoreMachine(RuleBasedStateMachine):
             watermarks=Watermarks(*watermarks),
             random=random.Random(1),
         )
+        self.core.on_removal = self.pool.told
         self.core.add_arena(create_arena(0, ARENA_BYTES))
         self.model = ReferenceStore(ARENA_BYTES, self.pool.allocator.footprint, *watermarks, EXTRA_STEPS)
         self.written = 0
+        self.preparing: list[ReservationState] = []
         self.checksums: dict[Block, int] = {}
+        self.reads = 0
+        self.is_unseen = False
         self.clients: dict[int, ClientState] = {}
         self.all_clients: list[ClientState] = []
         for slot in range(4):
@@ -144,6 +217,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.model_abort(reservation)
         for lease in list(client.leases):
             self.model_release(lease)
+        for read in list(client.own_reads):
+            self.model_end(read)
         self.core.close_client(client.real)  # again: nothing
         for refused in (self.core.reserve, self.core.lease):
             self.expect(ValueError, refused, client.real, [])
@@ -158,6 +233,8 @@ class StoreMachine(RuleBasedStateMachine):
         name = f"client {len(self.all_clients)}"
         self.clients[slot] = ClientState(self.core.open_client(name), name)
         self.all_clients.append(self.clients[slot])
+        if slot in READERS:
+            self.core.let_read(self.clients[slot].real, self.clients[slot].look)
 
     # Writing
 
@@ -167,7 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
         if client.state == "open":
             self.model_expire()
         error = self.reserve_error(client, sizes)
-        fragmented = self.core.statistics().evicted.fragmentation
+        fragmented = self.core._room.evicted["fragmentation"]
         if error is not None:
             self.expect(error, self.core.reserve, client.real, sizes)
             return multiple()
@@ -217,20 +294,67 @@ class StoreMachine(RuleBasedStateMachine):
             assert commit(reservation.real, keys, checksums, replace=replace) == reservation.skipped
         elif reservation.state == "aborted":
             self.expect(UnknownReservation, commit, reservation.real, keys, checksums, replace=replace)
-        elif (
-            reservation.client.state != "open" or len(keys) != len(reservation.contents) or len(set(keys)) != len(keys)
-        ):
+        elif not self.can_be_named(reservation, keys):
             self.expect(ValueError, commit, reservation.real, keys, checksums, replace=replace)
         else:
-            items = list(zip(keys, reservation.contents, strict=True))
-            skipped = self.model.commit(reservation.room, items, replace=replace)
-            reservation.state = "committed"
-            reservation.client.reserved -= reservation.room
-            reservation.skipped = [keys.index(key) for key in skipped]
+            self.model_commit(reservation, keys, replace=replace)
             assert commit(reservation.real, keys, checksums, replace=replace) == reservation.skipped
-            new = [content for key, content in items if key not in skipped]
-            self.counts["puts"] += len(new)
-            self.counts["put_bytes"] += sum(map(len, new))
+
+    @rule(
+        reservation=reservations,
+        keys=st.permutations(KEYS),
+        more=st.sampled_from([0, 0, 0, 0, 1, -1]),
+        duplicate=st.sampled_from([False, False, False, True]),
+    )
+    def prepare(self, reservation: ReservationState, keys: list[str], more: int, duplicate: bool) -> None:
+        keys = keys[: max(0, len(reservation.contents) + more)]
+        if duplicate and len(keys) > 1:
+            keys[-1] = keys[0]
+        prepare = self.core.prepare
+        if reservation.state != "open":
+            self.expect(UnknownReservation, prepare, reservation.real, keys, reservation.look)
+        elif not self.can_be_named(reservation, keys):
+            self.expect(ValueError, prepare, reservation.real, keys, reservation.look)
+        else:
+            is_free = not self.is_being_written(keys)
+            assert prepare(reservation.real, keys, reservation.look) == is_free
+            if is_free:
+                reservation.names = keys
+                self.preparing.append(reservation)
+
+    @rule(slot=slots, pairs=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(SIZES), min_size=1, max_size=4))
+    def reserve_and_prepare(self, slot: int, pairs: dict[str, int]) -> None:
+        reservation = self.reserve(slot, list(pairs.values()))
+        if isinstance(reservation, ReservationState):
+            self.prepare(reservation, list(pairs), 0, duplicate=False)
+
+    @rule(most=st.integers(1, 3), first=st.booleans(), hashed=st.booleans(), then=st.sampled_from(THEN))
+    @precondition(lambda self: self.prepared())
+    def write_what_was_prepared(self, most: int, first: bool, hashed: bool, then: tuple[str, list[Any]]) -> None:
+        """Write what was prepared first, or last, and then do something that looks, or removes, or writes."""
+        prepared = self.prepared()
+        for reservation in prepared[:most] if first else prepared[-most:]:
+            assert reservation.names is not None
+            checksums = [xxhash.xxh3_64_intdigest(content) for content in reservation.contents]
+            reservation.checksums = checksums if hashed else []
+            self.model_commit(reservation, reservation.names, replace=True)
+        name, arguments = then
+        getattr(self, name)(*arguments)
+
+    @rule(
+        slot=slots,
+        pairs=st.dictionaries(st.sampled_from(KEYS[:8]), st.sampled_from(SIZES), min_size=1, max_size=4),
+        then=st.sampled_from(THEN),
+    )
+    def put_alone(self, slot: int, pairs: dict[str, int], then: tuple[str, list[Any]]) -> None:
+        """What is written as soon as it is prepared: what most is."""
+        self.reserve_and_prepare(slot, pairs)
+        if self.prepared():
+            self.write_what_was_prepared(1, False, hashed=True, then=then)
+
+    @rule(keys=some_keys)
+    def is_written(self, keys: list[str]) -> None:
+        assert self.core.is_being_written(keys) == self.is_being_written(keys)
 
     @rule(
         slot=slots,
@@ -247,6 +371,13 @@ class StoreMachine(RuleBasedStateMachine):
     def put_run(self, slot: int, first: int, size: int) -> None:
         """Eight neighbours of one size."""
         self.put(slot, dict.fromkeys(KEYS[first : first + 8], size), replace=True)
+
+    def abort_what_is_not_open(self) -> None:
+        """What was written is committed, whoever has looked: to abort it changes nothing."""
+        for client in self.all_clients:
+            for reservation in client.reservations:
+                if reservation.state == "committed":
+                    self.core.abort(reservation.real)
 
     @rule(reservation=consumes(reservations))
     def abort(self, reservation: ReservationState) -> None:
@@ -289,6 +420,35 @@ class StoreMachine(RuleBasedStateMachine):
         self.core.release(lease.real)
         if lease.client.state == "open":
             self.model_release(lease)
+
+    @rule(target=own_reads, slot=st.sampled_from(READERS), keys=some_keys, unseen=st.booleans())
+    def read_without_asking(self, slot: int, keys: list[str], unseen: bool) -> Any:
+        client = self.clients[slot]
+        keys = [key for key in keys if key in self.model.blocks]
+        if client.state != "open" or not keys:
+            return multiple()
+        self.reads += 1
+        entries = [entry for entry in map(self.core._index.get, keys) if entry is not None]
+        read = OwnReadState(client, self.reads, entries, [self.model.blocks[key] for key in keys])
+        client.own_reads.append(read)
+        client.leased += read.footprint
+        for block in read.blocks:
+            block.leases += 1
+        self.is_unseen = unseen
+        return read
+
+    @rule(read=consumes(own_reads), unseen=st.booleans())
+    def end_read_without_asking(self, read: OwnReadState, unseen: bool) -> None:
+        self.model_end(read)
+        self.is_unseen = unseen
+
+    @rule(keys=some_keys, read=st.booleans())
+    def note_use(self, keys: list[str], read: bool) -> None:
+        present = [block.data for block in self.model.find(keys) if block is not None]
+        used = sum(map(len, present)) if read else 0
+        assert self.core.note_use(keys, read=read) == used
+        self.counts["hits"] += len(present) * read
+        self.counts["hit_bytes"] += used
 
     @rule(keys=some_keys)
     def exists(self, keys: list[str]) -> None:
@@ -419,6 +579,19 @@ class StoreMachine(RuleBasedStateMachine):
                         assert view == block.data
 
     @invariant()
+    def bytes_that_a_client_reads_by_itself_never_change(self) -> None:
+        for client in self.all_clients:
+            for read in client.own_reads:
+                for entry, block in zip(read.entries, read.blocks, strict=True):
+                    assert self.pool.view(entry[:3]) == block.data
+
+    @invariant()
+    def every_removal_was_told(self) -> None:
+        stored = {entry[:3] for entry in map(self.core._index.get, self.model.blocks) if entry is not None}
+        assert self.pool.untold <= stored
+        self.pool.untold = stored
+
+    @invariant()
     def held_and_reserved_bytes_never_change(self) -> None:
         for client in self.all_clients:
             for reservation in client.reservations:
@@ -427,6 +600,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def statistics_agree(self) -> None:
+        if self.is_unseen:  # to ask for statistics is to ask what clients read by themselves
+            self.is_unseen = False
+            return
         statistics = self.core.statistics()
         model = self.model
         open_clients = [client for client in self.all_clients if client.state != "closed"]
@@ -443,7 +619,7 @@ class StoreMachine(RuleBasedStateMachine):
             "clients": len(open_clients),
             "quarantined_clients": len(quarantined),
             "reservations": sum(r.state == "open" for client in open_clients for r in client.reservations),
-            "leases": sum(len(client.leases) for client in open_clients),
+            "leases": sum(len(client.leases) + len(client.own_reads) for client in open_clients),
             "holds": len(self.open_holds),
             "arenas": len(self.pool.arenas),
             **self.counts,
@@ -454,6 +630,27 @@ class StoreMachine(RuleBasedStateMachine):
             assert client.real.pinned_bytes == client.pinned
 
     # The model's side of what takes more than a line
+
+    def prepared(self) -> list[ReservationState]:
+        """What has names and may be written, in the order in which it becomes visible if all of it is."""
+        return [reservation for reservation in self.preparing if reservation.state == "open"]
+
+    def is_being_written(self, keys: list[str]) -> bool:
+        return any(not set(keys).isdisjoint(one.names or ()) for one in self.prepared())
+
+    def can_be_named(self, reservation: ReservationState, keys: list[str]) -> bool:
+        fits = len(keys) == len(reservation.contents) and len(set(keys)) == len(keys)
+        return fits and reservation.client.state == "open" and reservation.names is None
+
+    def model_commit(self, reservation: ReservationState, keys: list[str], *, replace: bool) -> None:
+        items = list(zip(keys, reservation.contents, strict=True))
+        skipped = self.model.commit(reservation.room, items, replace=replace)
+        reservation.state = "committed"
+        reservation.client.reserved -= reservation.room
+        reservation.skipped = [keys.index(key) for key in skipped]
+        new = [content for key, content in items if key not in skipped]
+        self.counts["puts"] += len(new)
+        self.counts["put_bytes"] += sum(map(len, new))
 
     def reserve_error(self, client: ClientState, sizes: list[int]) -> type[Exception] | None:
         wanted = self.model.footprints(sizes)
@@ -481,7 +678,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def model_fragmentation(self, before: int) -> None:
         """Let the model evict what the allocator's geometry cost: only the real one can know how much that is."""
-        self.model.evict_blocks(self.core.statistics().evicted.fragmentation - before)
+        self.model.evict_blocks(self.core._room.evicted["fragmentation"] - before)
 
     def model_abort(self, reservation: ReservationState) -> None:
         if reservation.state == "open":
@@ -497,6 +694,14 @@ class StoreMachine(RuleBasedStateMachine):
             for block in lease.blocks:
                 if block is not None:
                     block.leases -= 1
+            self.model.unpinned()
+
+    def model_end(self, read: OwnReadState) -> None:
+        if read in read.client.own_reads:  # not after its client was closed
+            read.client.own_reads.remove(read)
+            read.client.leased -= read.footprint
+            for block in read.blocks:
+                block.leases -= 1
             self.model.unpinned()
 
     def model_unhold(self, hold_id: int) -> None:
