@@ -7,7 +7,7 @@ What may happen, and where it leads (both ends; the server hears requests and sp
     HELLO    -- a Hello -->                     REPLYING
     READY    -- a request without payload -->   REPLYING
     READY    -- a Put -->                       PAYLOAD    -- all its payload, kept or discarded -->  REPLYING
-    READY    -- a Release or Abort, which have no reply --> READY
+    READY    -- a Release, Abort or Touch, which have no reply --> READY
     REPLYING -- the reply -->                   READY
     any      -- a fatal error reply -->         CLOSED
 
@@ -39,6 +39,7 @@ from infinistore.protocol.messages import (
     Release,
     Reply,
     Request,
+    Touch,
 )
 from infinistore.protocol.span import Span
 
@@ -244,6 +245,11 @@ class ClientConnection:
         descriptors: list[int] | None = None,
     ) -> Exchange[Reply]:
         """Send what was encoded, and return the reply; see `request`."""
+        yield from self.send(request, payload)
+        return (yield from self.reply_to(request, descriptors=descriptors))
+
+    def send(self, request: Encoded, payload: Iterable[Sequence[memoryview]] = ()) -> Exchange[None]:
+        """Send what was encoded. `reply_to` is called next."""
         assert self.state is (State.HELLO if isinstance(request.message, Hello) else State.READY)
         assert self._unanswered is None
         self._unanswered = request.then
@@ -261,6 +267,9 @@ class ClientConnection:
             # A server that refuses a payload says why before it closes.
             raise (yield from self._read_refusal()) or broken from None
         self.state = State.REPLYING
+
+    def reply_to(self, request: Encoded, *, descriptors: list[int] | None = None) -> Exchange[Reply]:
+        """Return the reply to what was sent; see `request`."""
         return (yield from self._read_reply(request.message, request.request_id, descriptors))
 
     def late_reply(self) -> Exchange[Reply]:
@@ -282,7 +291,7 @@ class ClientConnection:
                 return error_from_code(reply.code, reply.message)
         return None
 
-    def notify(self, message: Release | Abort) -> Exchange[None]:
+    def notify(self, message: Release | Abort | Touch) -> Exchange[None]:
         """Send a request that has no reply."""
         yield from self.notify_encoded(encode_head(message, request_id=0))
 

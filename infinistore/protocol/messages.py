@@ -45,10 +45,14 @@ __all__ = [
     "ListKeys",
     "MapArenas",
     "MapArenasReply",
+    "MapTables",
+    "MapTablesReply",
     "MatchPrefix",
     "MatchPrefixReply",
     "Message",
     "Numbers",
+    "Prepare",
+    "PrepareReply",
     "Purge",
     "Put",
     "PutReply",
@@ -67,6 +71,7 @@ __all__ = [
     "ReserveReply",
     "Statistics",
     "StatisticsReply",
+    "Touch",
     "Tree",
     "Verify",
     "VerifyReply",
@@ -295,6 +300,28 @@ class MapArenasReply:
 
 
 @attrs.frozen
+class MapTables:
+    """Ask for the tables by which a client reads again, without asking, what it has read. Over a Unix socket only."""
+
+    KIND: ClassVar[int] = 0x13
+
+
+@attrs.frozen
+class MapTablesReply:
+    """The descriptors of the removal table and of this connection's hazard table come beside the frame, in this order.
+
+    `granule_bytes` of the pool share one entry of the removal table. It is 0, and nothing comes beside the frame, if
+    the server has no such tables, or no memory for one more. A client that pins something already pins no more than
+    `max_pinned_bytes` without asking; each block counts as a multiple of `unit_bytes`.
+    """
+
+    KIND: ClassVar[int] = 0x93
+    granule_bytes: int = attrs.field(validator=count)
+    max_pinned_bytes: int = attrs.field(default=0, validator=count)
+    unit_bytes: int = attrs.field(default=1, validator=count)
+
+
+@attrs.frozen
 class Reserve:
     """Take room for a batch that the client will write into mapped arenas by itself, and then `Commit`.
 
@@ -334,6 +361,30 @@ class Commit:
 
 
 @attrs.frozen
+class Prepare:
+    """Name the blocks of a reservation before they are written. The client makes them visible by itself: when they are
+    there, it writes the number of the reservation, and their checksums if there are any, to its commit word.
+    """
+
+    KIND: ClassVar[int] = 0x18
+    reservation: int = attrs.field(validator=count)
+    keys: Keys
+    checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class PrepareReply:
+    """If not `accepted`, somebody else is writing one of these keys, and the batch needs a `Commit`.
+
+    `removals` is as in a LeaseReply; 0 also if the client had better not remember where these blocks are.
+    """
+
+    KIND: ClassVar[int] = 0x98
+    accepted: bool = attrs.field(validator=validators.instance_of(bool))
+    removals: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
 class Lease:
     """Pin a batch where it is, for reading in mapped arenas, until `Release`.
 
@@ -350,7 +401,8 @@ class Lease:
 class LeaseReply:
     """Where the blocks are. `sizes` are as in a GetReply; `places` as in a ReserveReply, 0 for what is not there.
 
-    If `lease` is 0, `places` is empty and the blocks that are there follow as payload.
+    If `lease` is 0, the blocks that are there follow as payload. `removals` is how many the removal table has counted
+    by now; 0 if the server has no such table.
     """
 
     KIND: ClassVar[int] = 0x94
@@ -358,6 +410,17 @@ class LeaseReply:
     sizes: Numbers
     checksums: Numbers
     places: Numbers
+    removals: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class Touch:
+    """Count as a use of these keys that the client did not need to ask about, and with `read` as a read of their
+    blocks. It has no reply."""
+
+    KIND: ClassVar[int] = 0x17
+    keys: Keys
+    read: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
@@ -414,11 +477,14 @@ Request: TypeAlias = (
     | Statistics
     | Verify
     | MapArenas
+    | MapTables
     | Reserve
     | Commit
+    | Prepare
     | Lease
     | Release
     | Abort
+    | Touch
     | RdmaConnect
     | RdmaPut
     | RdmaGet
@@ -435,7 +501,9 @@ Reply: TypeAlias = (
     | StatisticsReply
     | VerifyReply
     | MapArenasReply
+    | MapTablesReply
     | ReserveReply
+    | PrepareReply
     | LeaseReply
     | RdmaConnectReply
     | RdmaGetReply
@@ -458,8 +526,10 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Statistics: StatisticsReply,
     Verify: VerifyReply,
     MapArenas: MapArenasReply,
+    MapTables: MapTablesReply,
     Reserve: ReserveReply,
     Commit: PutReply,
+    Prepare: PrepareReply,
     Lease: LeaseReply,
     RdmaConnect: RdmaConnectReply,
     RdmaPut: PutReply,
@@ -469,7 +539,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
 }
 """Which reply answers which request, besides `ErrorReply`, which answers any. What is in `ONE_WAY` is not answered."""
 
-ONE_WAY: tuple[type[Request], ...] = (Release, Abort)
+ONE_WAY: tuple[type[Request], ...] = (Release, Abort, Touch)
 """The requests that have no reply."""
 
 KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), *ONE_WAY, ErrorReply)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.codec import numbers
-from infinistore.protocol.messages import KINDS, REPLIES, Keys, Message, Numbers, Put, Request, Tree
+from infinistore.protocol.messages import KINDS, ONE_WAY, REPLIES, Keys, Message, Numbers, Put, Request, Tree
 
 __all__ = [
     "counts",
@@ -18,6 +18,7 @@ __all__ = [
     "lists_of_keys",
     "messages",
     "messages_of",
+    "notices",
     "pieces",
     "puts",
     "requests",
@@ -61,7 +62,9 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Any]:
 
 messages: st.SearchStrategy[Message] = st.one_of([messages_of(cls) for cls in KINDS.values()])
 requests: st.SearchStrategy[Request] = st.one_of([messages_of(cls) for cls in REPLIES if cls is not Put])
-"""Any request but a Put, which has to fit its payload: `puts` has those."""
+"""Any request that has a reply, but a Put, which has to fit its payload: `puts` has those."""
+notices: st.SearchStrategy[Request] = st.one_of([messages_of(cls) for cls in ONE_WAY])
+"""Any request that has no reply."""
 
 
 @st.composite

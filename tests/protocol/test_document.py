@@ -6,12 +6,14 @@ from typing import Any
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinistore import errors
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import InfiniStoreException
 from infinistore.keys import MAX_JOINED_KEYS, MAX_KEY_BYTES
-from infinistore.protocol import codec, connection
+from infinistore.protocol import codec, connection, shared_tables
 from infinistore.protocol.connection import State
 from infinistore.protocol.messages import (
     KINDS,
@@ -26,6 +28,7 @@ from infinistore.protocol.messages import (
     Numbers,
     Tree,
 )
+from infinistore.protocol.places import place_of
 from infinistore.server import requests, service, session
 from infinistore.server.conversation import SessionLimits
 
@@ -205,6 +208,40 @@ def test_the_times_are_those_of_the_code() -> None:
     assert "reads and drops what still arrives for at most a second" in prose(section("### Errors"))
     assert f"If at most {session._DRAIN_BYTES // MIB} MiB of it have not arrived" in prose(section("### Errors"))
     assert f"Over {CoreLimits().max_hold_s:g} s" in section_of(KINDS[0x05])
+
+
+# Tables in shared memory
+
+
+def test_the_tables_in_shared_memory_are_laid_out_as_described() -> None:
+    removals, own = section("### Tables in shared memory").split("**The connection's own table.**")
+    columns = [
+        f"{8 + shared_tables.HAZARD_SLOTS * column} to {7 + shared_tables.HAZARD_SLOTS * (column + 1)}"
+        for column in range(4)
+    ]
+    assert [row[0] for row in rows(removals)] == ["0", "1 to 7", "8 and on"]
+    assert [row[0] for row in rows(own)] == ["0", "1", "2", "3", "4", "5 to 7", *columns]
+    log_bytes = shared_tables._LOG_BYTES
+    assert f"The file has {shared_tables.READER_BYTES:,} bytes" in prose(own)
+    assert f"{shared_tables.HAZARD_SLOTS} slots" in prose(own)
+    assert f"the {log_bytes:,} bytes from byte {shared_tables._HAZARD_BYTES:,} of" in prose(own)
+    assert f"is at *n* mod {log_bytes:,}." in prose(own)
+
+
+@pytest.mark.parametrize("pool_bytes", [2**20, 2**36])
+@given(data=st.data())
+def test_the_entry_of_a_place_is_found_as_described(pool_bytes: int, data: st.DataObject) -> None:
+    assert "(((a * 2^48 + offset + a * 0x9e3779b97f4a7c15) mod 2^64) / granule_bytes) mod entries" in DOCUMENT
+    granule_bytes = shared_tables.granule_bytes_for(pool_bytes)
+    memory = memoryview(bytearray(shared_tables.removal_table_bytes(pool_bytes)))
+    numbers = memory.cast("Q")
+    entries = 1 << (len(numbers) - 8).bit_length() - 1
+    table = shared_tables.RemovalTable(memory, granule_bytes)
+    for _ in range(3):
+        a, offset = data.draw(st.integers(0, 2**16 - 1)), data.draw(st.integers(0, 2**48 - 1))
+        table.note([place_of(a, offset)])
+        entry = (((a * 2**48 + offset + a * 0x9E3779B97F4A7C15) % 2**64) // granule_bytes) % entries
+        assert numbers[8 + entry] == numbers[0] == table.count
 
 
 # The whole

@@ -27,7 +27,7 @@ from infinistore.protocol.messages import (
     Request,
 )
 
-from .strategies import messages, messages_of, pieces, puts, requests
+from .strategies import messages, messages_of, notices, pieces, puts, requests
 from .wire import Wire, frame
 
 MIB = 1024 * 1024
@@ -98,7 +98,7 @@ def test_a_server_survives_any_bytes(stream: bytes, sizes: list[int]) -> None:
     converse_as_server(Wire(frame(Hello()) + stream, sizes))
 
 
-@given(st.lists(requests | puts(), max_size=4), pieces, st.data())
+@given(st.lists(requests | notices | puts(), max_size=4), pieces, st.data())
 def test_a_server_survives_a_damaged_conversation(
     conversation: list[Request | tuple[Put, bytes]], sizes: list[int], data: st.DataObject
 ) -> None:
