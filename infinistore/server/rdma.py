@@ -32,6 +32,8 @@ from infinistore.protocol.messages import (
     CountReply,
     Lease,
     MapArenas,
+    MapTables,
+    Prepare,
     PutReply,
     RdmaConnect,
     RdmaConnectReply,
@@ -249,7 +251,7 @@ class RdmaRequests:
 
         Room that is new to a client holds what others had there before.
         """
-        if isinstance(message, MapArenas | Lease):
+        if isinstance(message, MapArenas | MapTables | Prepare | Lease):
             raise ProtocolError(f"{type(message).__name__} needs the server's Unix socket")
         if isinstance(message, Commit):
             extents = self._shared.open_reservation(message.reservation).extents

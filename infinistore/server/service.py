@@ -31,11 +31,13 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, InfiniStoreException, LimitExceeded, OutOfMemory, StoreUnavailable
 from infinistore.protocol.connection import ServerConnection
 from infinistore.protocol.messages import HelloReply, Tree
+from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.server import details
 from infinistore.server.conversation import SessionLimits, Traffic
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.http import serve_http
 from infinistore.server.rdma import RdmaPool, open_rdma
+from infinistore.server.read_tables import ReadTables
 from infinistore.server.session import Service, Session
 from infinistore.server.slices import evict_in_slices
 from infinistore.statistics import (
@@ -101,13 +103,16 @@ async def serve(
             management = _start_management(config, token, managers, nursery)
             try:
                 pool.add_arena(await trio.to_thread.run_sync(_make_arena, config, 0, config.prealloc_bytes))
+                tables = await trio.to_thread.run_sync(_make_tables, config, addresses)
+                if tables is not None:
+                    resources.callback(tables.close)
                 rdma = await trio.to_thread.run_sync(open_rdma, config, pool)
             except (OutOfMemory, ConfigError) as error:
                 refused = error  # raised outside of the nursery, which would wrap it in a group
             else:
                 if rdma is not None:
                     resources.callback(rdma.close)
-                server = Server(config, pool, addresses, token, rdma)
+                server = Server(config, pool, addresses, token, rdma=rdma, tables=tables)
                 if management is not None:
                     management.server = server
                 if handle_signals:
@@ -151,7 +156,14 @@ class Server:
     """A server that listens: its parts, for those who look into it."""
 
     def __init__(
-        self, config: ServerConfig, pool: Pool, addresses: ServerAddresses, token: str, rdma: RdmaPool | None = None
+        self,
+        config: ServerConfig,
+        pool: Pool,
+        addresses: ServerAddresses,
+        token: str,
+        *,
+        rdma: RdmaPool | None = None,
+        tables: ReadTables | None = None,
     ) -> None:
         self.config = config
         self.rdma = rdma
@@ -194,7 +206,10 @@ class Server:
             growth=growth,
             shared_writes=config.shm_writes == "on",
             rdma=rdma,
+            tables=tables,
         )
+        if tables is not None:
+            tables.watch(self.core)
 
     def _hello(self) -> HelloReply:
         config = self.config
@@ -250,6 +265,8 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """What the server has done so far."""
+        self.core.settle()
+        self.core.look_at_pins()
         traffic = attrs.evolve(self._past)
         for session in self._sessions:
             traffic.add(session.traffic)
@@ -273,10 +290,14 @@ class Server:
 
     def clients(self) -> list[ClientStatistics]:
         """The connections that are open; of many those that moved the most bytes."""
+        self.core.settle()
+        self.core.look_at_pins()
         return details.clients(self._sessions)
 
     async def details(self) -> ServerDetails:
         """What takes a few milliseconds to gather; others have their turn meanwhile."""
+        self.core.settle()
+        self.core.look_at_pins()
         state = "draining" if self.draining else "serving"
         found = await details.gather(self.core, list(self._sessions), self._service.recorder, state)
         max_pinned_bytes = int(self.core.limits.max_pinned_ratio * self.core.pool.capacity_bytes)
@@ -347,6 +368,13 @@ async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task
 
 def _make_arena(config: ServerConfig, index: int, length: int) -> Arena:
     return create_arena(index, length, huge_pages=config.huge_pages, prefault_threads=os.cpu_count() or 1)
+
+
+def _make_tables(config: ServerConfig, addresses: ServerAddresses) -> ReadTables | None:
+    """Make what lets clients on this host read what they know without asking, if any can connect."""
+    if addresses.unix_socket is None or not tables_are_safe_here():
+        return None
+    return ReadTables(config.max_pool_bytes or config.prealloc_bytes, config.minimal_allocate_bytes)
 
 
 def _max_pool_bytes(config: ServerConfig, pool: Pool) -> int:

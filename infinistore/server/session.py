@@ -38,11 +38,13 @@ from infinistore.protocol.messages import (
     PutReply,
     Statistics,
     StatisticsReply,
+    Touch,
     Tree,
 )
 from infinistore.server.conversation import Conversation, SessionLimits
 from infinistore.server.growth import PoolGrowth
 from infinistore.server.rdma import RdmaPool, RdmaRequest, RdmaRequests
+from infinistore.server.read_tables import ReadTables
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.requests import ANSWERS
 from infinistore.server.shared_memory import SharedMemory, SharedMemoryRequest
@@ -70,6 +72,8 @@ class Service:
     shared_writes: bool = True
     """Whether clients that map the pool may write to it."""
     rdma: RdmaPool | None = None
+    tables: ReadTables | None = None
+    """What lets clients that map the pool read blocks that they know without asking."""
 
 
 class Session:
@@ -92,7 +96,7 @@ class Session:
         self.traffic = self._conversation.traffic
         self._scope = trio.CancelScope()
         self._finishing = False
-        self._shared_memory = SharedMemory(self._conversation, writable=service.shared_writes)
+        self._shared_memory = SharedMemory(self._conversation, writable=service.shared_writes, tables=service.tables)
         self._rdma = (
             None if service.rdma is None else RdmaRequests(self._conversation, self._shared_memory, service.rdma)
         )
@@ -119,6 +123,7 @@ class Session:
             if self._rdma is not None:
                 self._rdma.close()
             self._core.close_client(self._client)
+            self._shared_memory.close()
             self._stream.close()
 
     async def _until_over(self) -> None:
@@ -143,6 +148,7 @@ class Session:
 
         The end of its side of the stream proves that. Until then, however long it takes, nobody gets its room.
         """
+        self._shared_memory.end_own_reads()
         if not self._stream.passes_descriptors or not self._client.pinned_bytes:
             return
         self._core.quarantine(self._client)
@@ -163,6 +169,7 @@ class Session:
                 return
             start = recorder.clock()
             traffic.requests += 1
+            self._shared_memory.listen()
             bytes_before = traffic.received_bytes + traffic.sent_bytes
             traffic.received_bytes += received.payload_bytes
             outcome = CANCELLED
@@ -215,6 +222,8 @@ class Session:
                 await self._get(message, received)
             elif isinstance(message, MatchPrefix):
                 await self._match_prefix(message)
+            elif isinstance(message, Touch):
+                self._shared_memory.hear(message)
             elif isinstance(message, SharedMemoryRequest):
                 await self._share(message, received)
             elif isinstance(message, RdmaRequest):

@@ -5,13 +5,17 @@ only. Nothing here ends by itself: a client that maps the pool may write where i
 leased until it says that it is done, or is gone.
 """
 
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from operator import itemgetter
 from typing import TypeAlias, cast
 
+import trio
+
 from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.clients import Reservation
-from infinistore.errors import LimitExceeded, ProtocolError, UnknownReservation
+from infinistore.errors import LimitExceeded, OutOfMemory, ProtocolError, UnknownReservation
 from infinistore.protocol.codec import numbers
 from infinistore.protocol.connection import Received
 from infinistore.protocol.messages import (
@@ -22,19 +26,27 @@ from infinistore.protocol.messages import (
     LeaseReply,
     MapArenas,
     MapArenasReply,
+    MapTables,
+    MapTablesReply,
+    Message,
+    Prepare,
+    PrepareReply,
     PutReply,
     Release,
     Reserve,
     ReserveReply,
+    Touch,
 )
 from infinistore.protocol.places import places_of
+from infinistore.protocol.shared_tables import HAZARD_SLOTS
 from infinistore.server.conversation import Conversation
+from infinistore.server.read_tables import OwnReads, ReadTables
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets import MAX_DESCRIPTORS
 
 __all__ = ["MOST_OPEN", "SharedMemory", "SharedMemoryRequest"]
 
-SharedMemoryRequest: TypeAlias = MapArenas | Reserve | Commit | Abort | Lease | Release
+SharedMemoryRequest: TypeAlias = MapArenas | MapTables | Reserve | Prepare | Commit | Abort | Lease | Release
 _NOWHERE = (0, 0, 0, 0)
 _LENGTH = itemgetter(2)
 _AWAKE_BYTES = 8 * 1024 * 1024 - 1  # what is longer is copied by several threads, which take the cores
@@ -44,21 +56,30 @@ MOST_OPEN = 1024
 
 
 class SharedMemory:
-    """Answers one connection's requests for shared memory. `writable`: whether clients may write to what they map."""
+    """Answers one connection's requests for shared memory.
 
-    def __init__(self, conversation: Conversation, *, writable: bool) -> None:
+    `writable`: whether clients may write to the arenas that they map. `tables`: those that let them read blocks that
+    they know without asking, where there are any.
+    """
+
+    def __init__(self, conversation: Conversation, *, writable: bool, tables: ReadTables | None) -> None:
         self._conversation = conversation
         self._core = conversation.core
         self._writable = writable
+        self._tables = tables
+        self._own_reads: OwnReads | None = None
         self._ids = count(1)
         self._reservations: dict[int, Reservation] = {}
         self._leases: dict[int, CoreLease] = {}
         self._latest_lease = 0
+        self._prepared = 0
 
     async def answer(self, message: SharedMemoryRequest, received: Received) -> None:
         """Do what a request asks for, and reply."""
         if isinstance(message, Reserve):
             await self._reserve(message, received)
+        elif isinstance(message, Prepare):
+            await self._prepare(message)
         elif isinstance(message, Commit):
             await self._commit(message)
         elif isinstance(message, Abort):
@@ -67,8 +88,37 @@ class SharedMemory:
             await self._lease(message, received)
         elif isinstance(message, Release):
             self._release(message)
+        elif isinstance(message, MapTables):
+            await self._map_tables()
         else:
             await self._map_arenas(message)
+
+    def hear(self, touch: Message) -> None:
+        """Count what the client has used without asking."""
+        assert isinstance(touch, Touch)
+        self._conversation.traffic.sent_bytes += self._core.note_use(touch.keys, read=touch.read)
+
+    def listen(self) -> None:
+        """Hear what it used since its last request: perhaps blocks that nobody else has seen yet."""
+        if self._own_reads is not None:
+            self._core.settle()
+            self._own_reads.listen()
+
+    def end_own_reads(self) -> None:
+        """Let the client begin no more reads of blocks that it knows, and commit no more batches by itself.
+
+        The reads that have begun count as pinned now, and the batches that it has committed are visible.
+        """
+        if self._own_reads is not None:
+            self._own_reads.end()
+            self._core.settle()
+            self._core.look_at_pins()
+
+    def close(self) -> None:
+        """Close what the client maps besides the arenas."""
+        if self._own_reads is not None:
+            self._own_reads.close()
+            self._own_reads = None
 
     def keep(self, lease: CoreLease) -> int:
         """Keep a lease until the client releases it; return the number that it has from now on.
@@ -123,7 +173,34 @@ class SharedMemory:
         self._reservations[number] = reservation
         await self._conversation.reply(ReserveReply(number, numbers(places_of(reservation.extents))))
         reservation.entries()  # for the commit, while the client copies
-        self._await_copying(sum(sizes))
+        if self._own_reads is None:  # else it commits by itself
+            self._await_copying(sum(sizes))
+
+    async def _prepare(self, prepare: Prepare) -> None:
+        """Name the blocks of a batch that the client is writing, and will make visible by itself."""
+        if self._own_reads is None:
+            raise ProtocolError("Prepare needs the tables that MapTables gives")
+        if len(prepare.keys) > HAZARD_SLOTS:
+            raise ProtocolError(f"a Prepare of {len(prepare.keys)} keys, and there is room for {HAZARD_SLOTS}")
+        self._conversation.check_lengths(prepare.keys)
+        self._core.settle()
+        before = self._reservations.get(self._prepared)
+        if before is not None:
+            if before.state == "open":
+                raise ProtocolError("a connection prepares one batch at a time: it has one commit word")
+            del self._reservations[self._prepared]
+        reservation = self.open_reservation(prepare.reservation)
+        checksums = len(prepare.keys) if prepare.checksums else 0
+        written = partial(self._own_reads.commit_word.checksums_of, prepare.reservation, checksums)
+        accepted = self._core.prepare(reservation, prepare.keys, written)
+        if accepted:
+            self._prepared = prepare.reservation
+            self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
+        await self._conversation.reply(PrepareReply(accepted, self._removals if accepted else 0))
+
+    @property
+    def _removals(self) -> int:
+        return 0 if self._tables is None else self._tables.removals
 
     async def _commit(self, commit: Commit) -> None:
         """Make a batch visible that the client has written. If the keys do not fit it, it stays open."""
@@ -153,22 +230,23 @@ class SharedMemory:
         lengths = lease.lengths
         total = sum(lengths)
         sizes = numbers(lengths if all(lengths) else [length or MISSING for length in lengths])
+        entries = lease.pinned
+        if len(entries) < len(lengths):
+            entries = [entry or _NOWHERE for entry in lease.entries]
+        places = numbers(places_of(entries))
+        removals = 0 if self._core.is_being_written(request.keys) else self._removals
         if total > request.inline_bytes:
             number = self._latest_lease = self.keep(lease)
-            entries = lease.pinned
-            if len(entries) < len(lengths):
-                entries = [entry or _NOWHERE for entry in lease.entries]
-            places = places_of(entries)
             conversation.traffic.sent_bytes += total
             try:
-                await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), numbers(places)))
+                await conversation.reply(LeaseReply(number, sizes, numbers(lease.checksums), places, removals))
             finally:
                 self._core.touch(request.keys[: len(lengths)])  # while the client reads the answer
             if request.inline_bytes or request.capacities:  # else it is to be looked at in place
                 self._await_copying(total)
             return
         try:
-            reply = LeaseReply(0, sizes, numbers(lease.checksums), numbers())
+            reply = LeaseReply(0, sizes, numbers(lease.checksums), places, removals)
             await conversation.send_blocks(reply, lease.merged_views, received)
         finally:
             self._core.touch(request.keys[: len(lengths)])
@@ -194,6 +272,23 @@ class SharedMemory:
         arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS]
         descriptors = [arena.share(writable=self._writable) for arena in arenas]
         reply = MapArenasReply(numbers(arena.length for arena in arenas), self._writable)
+        await conversation.send(
+            conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
+        )
+
+    async def _map_tables(self) -> None:
+        conversation = self._conversation
+        if self._tables is not None and self._own_reads is None:
+            with suppress(OutOfMemory, OSError):  # no memory, or no descriptors: clients can do without
+                self._own_reads = await trio.to_thread.run_sync(OwnReads)
+                self._own_reads.watch(self._core, conversation.client, self.hear)
+        if self._tables is None or self._own_reads is None:
+            await conversation.reply(MapTablesReply(0))
+            return
+        pool = self._core.pool
+        max_pinned_bytes = int(self._core.limits.max_pinned_ratio * pool.capacity_bytes)
+        reply = MapTablesReply(self._tables.granule_bytes, max_pinned_bytes, pool.footprint(1))
+        descriptors = [self._tables.share(), self._own_reads.share()]
         await conversation.send(
             conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
         )

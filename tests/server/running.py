@@ -143,8 +143,8 @@ async def running_server(config: ServerConfig | None = None) -> AsyncGenerator[R
     finished = trio.Event()
 
     class Recorded(Server):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             made.append(self)
 
         async def run(self, *arguments: Any, **options: Any) -> None:

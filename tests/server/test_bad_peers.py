@@ -37,6 +37,7 @@ from infinistore.protocol.messages import (
     Keys,
     KeysReply,
     ListKeys,
+    MapTables,
     MatchPrefix,
     MatchPrefixReply,
     Put,
@@ -45,6 +46,7 @@ from infinistore.protocol.messages import (
     Request,
     Statistics,
     StatisticsReply,
+    Touch,
     Verify,
     VerifyReply,
 )
@@ -191,6 +193,8 @@ requests = st.sampled_from(
         Statistics(),
         Verify(Keys(["canary"])),
         Hello("again", ""),
+        Touch(Keys(["canary", "a"]), read=True),
+        MapTables(),
     ]
 )
 

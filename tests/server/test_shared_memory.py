@@ -41,6 +41,7 @@ from infinistore.protocol.messages import (
     LeaseReply,
     MapArenas,
     MapArenasReply,
+    MapTables,
     Purge,
     Put,
     PutReply,
@@ -227,7 +228,7 @@ async def test_descriptors_that_nobody_takes_are_not_kept(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "request_",
-    [MapArenas(0), Reserve(numbers([1])), commit(1, "key"), Lease(Keys(["key"]), numbers())],
+    [MapArenas(0), MapTables(), Reserve(numbers([1])), commit(1, "key"), Lease(Keys(["key"]), numbers())],
     ids=lambda request: type(request).__name__,
 )
 async def test_over_tcp_there_is_no_shared_memory(request_: Request) -> None:
@@ -400,12 +401,13 @@ async def test_a_batch_of_exactly_inline_bytes_comes_inline_and_a_longer_one_is_
         await put(peer, "a", b"12345")
         await put(peer, "b", b"678")
         inline = await lease(peer, "a", "gone", "b", inline_bytes=8)
-        assert (inline.lease, list(inline.places), list(inline.sizes)) == (0, [], [5, MISSING, 3])
+        assert (inline.lease, list(inline.sizes)) == (0, [5, MISSING, 3])
         assert await peer.payload() == b"12345678"
         assert server.core.statistics().leases == 0
         leased = await lease(peer, "a", "gone", "b", inline_bytes=7)
         assert leased.lease
         assert (len(leased.places), leased.places[1], peer.connection.payload_left) == (3, 0, 0)
+        assert (inline.places, inline.checksums) == (leased.places, leased.checksums)
         assert server.core.statistics().leases == 1
         peer.close()
         await server.quiet()

@@ -1,0 +1,230 @@
+"""Over a real socket: a raw client maps the tables, reads by itself what it knows, and leaves in every way."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from infinistore.core.arena import Mapping
+from infinistore.core.limits import CoreLimits
+from infinistore.errors import LimitExceeded, OutOfMemory, ProtocolError
+from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.messages import (
+    Delete,
+    Keys,
+    LeaseReply,
+    MapTables,
+    MapTablesReply,
+    Purge,
+    Touch,
+)
+from infinistore.protocol.shared_tables import HazardTable, RemovalTable, TouchLog
+from infinistore.server import read_tables, service
+from infinistore.transports.base import drive
+from tests.server.running import KIB, POOL_BYTES, Peer, running_server
+from tests.server.test_shared_memory import lease, local_peer, present, put, release, serving, until
+
+
+class Tables:
+    """A raw client's end of the tables."""
+
+    def __init__(self, granule_bytes: int, descriptors: list[int]) -> None:
+        removals, own = (
+            Mapping(descriptor, os.fstat(descriptor).st_size, writable=writable).memory
+            for descriptor, writable in zip(descriptors, (False, True), strict=True)
+        )
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.removals = RemovalTable(removals, granule_bytes)
+        self.hazards = HazardTable(own)
+        self.log = TouchLog(own)
+
+
+async def tables(peer: Peer) -> Tables:
+    descriptors: list[int] = []
+    reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
+    assert isinstance(reply, MapTablesReply)
+    return Tables(reply.granule_bytes, descriptors)
+
+
+def begin(mapped: Tables, known: LeaseReply) -> int | None:
+    """Begin to read blocks that are known; None if that is not possible without asking."""
+    slots = mapped.hazards.add(known.places, known.sizes, known.checksums)
+    assert slots is not None
+    if not mapped.hazards.closed and mapped.removals.is_unchanged(known.places, [known.removals] * len(known.places)):
+        return slots
+    mapped.hazards.remove(slots)
+    return None
+
+
+@pytest.mark.parametrize("inline_bytes", [0, POOL_BYTES], ids=["leased", "inline"])
+async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
+    tmp_path: Path, inline_bytes: int
+) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        mapped = await tables(peer)
+        await put(other, "a", b"x" * KIB)
+        await put(other, "b", b"y" * KIB)
+        known = await lease(peer, "a", "b", inline_bytes=inline_bytes)
+        await peer.payload()
+        if known.lease:
+            await release(peer, known.lease)
+        assert known.removals == mapped.removals.count
+        slots = begin(mapped, known)
+        assert slots is not None
+        await other.ask(Delete(Keys(["a"])))
+        assert begin(mapped, known) is None
+        assert server.core.statistics().used_bytes == 2 * KIB
+        mapped.hazards.remove(slots)
+        assert server.core.statistics().used_bytes == KIB
+        for who in (peer, other):
+            who.close()
+        await server.quiet()
+
+
+async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        await put(peer, "a", b"x" * KIB)
+        known = await lease(peer, "a")
+        await release(peer, known.lease)
+        first, again, of_another = await tables(peer), await tables(peer), await tables(other)
+        assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
+        assert again.hazards._numbers[1] == 1
+        assert of_another.hazards._numbers[1] == 0
+        for who in (peer, other):
+            who.close()
+        await server.quiet()
+
+
+async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        mapped = await tables(peer)
+        await put(peer, "a", b"x" * KIB)
+        known = await lease(peer, "a")
+        await release(peer, known.lease)
+        assert begin(mapped, known) is not None
+        await other.ask(Purge())
+        assert server.core.statistics().used_bytes == KIB
+        peer.close()
+        await until(server, clients=1, used_bytes=0)
+        assert mapped.hazards.closed
+        assert begin(mapped, known) is None
+        other.close()
+        await server.quiet()
+
+
+async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        mapped = await tables(peer)
+        await put(peer, "a", b"x" * KIB)
+        known = await lease(peer, "a")
+        await release(peer, known.lease)
+        assert begin(mapped, known) is not None
+        await release(peer, 12345)
+        with pytest.raises(ProtocolError):
+            await present(peer, "a")
+        await until(server, quarantined_bytes=KIB)
+        assert mapped.hazards.closed
+        assert begin(mapped, known) is None
+        await other.ask(Purge())
+        await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
+        assert server.core.statistics().used_bytes == POOL_BYTES - 63 * KIB
+        peer.close()
+        await until(server, quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
+        other.close()
+        await server.quiet()
+
+
+async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        mapped = await tables(peer)
+        await put(peer, "a", b"x" * KIB)
+        await drive(peer.connection.notify(Touch(Keys(["a", "gone"]))), peer.stream)
+        await drive(peer.connection.notify(Touch(Keys(["a"]), read=False)), peer.stream)
+        assert mapped.log.append(encode_head(Touch(Keys(["a"])), request_id=0))
+        assert await present(peer, "a") == [True]
+        statistics = server.core.statistics()
+        assert (statistics.hits, statistics.hit_bytes, statistics.misses) == (2, 2 * KIB, 0)
+        peer.close()
+        await server.quiet()
+
+
+async def test_a_touch_of_too_many_keys_ends_the_connection(tmp_path: Path) -> None:
+    too_many = Keys([str(number) for number in range(CoreLimits().max_batch_keys + 1)])
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        await drive(peer.connection.notify(Touch(too_many)), peer.stream)
+        with pytest.raises(LimitExceeded):
+            await present(peer, "a")
+        assert await peer.is_closed()
+        peer.close()
+        await server.quiet()
+
+
+async def test_a_touch_may_come_over_tcp() -> None:
+    async with running_server() as server:
+        peer = await server.peer()
+        await put(peer, "a", b"x")
+        await drive(peer.connection.notify(Touch(Keys(["a"]))), peer.stream)
+        assert await present(peer, "a") == [True]
+        assert server.core.statistics().hits == 1
+        peer.close()
+        await server.quiet()
+
+
+async def test_where_stores_are_not_kept_in_order_there_are_no_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "tables_are_safe_here", lambda: False)
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        descriptors: list[int] = []
+        reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
+        assert (reply, descriptors) == (MapTablesReply(0), [])
+        await put(peer, "a", b"x")
+        known = await lease(peer, "a", inline_bytes=1)
+        assert (known.removals, len(known.places)) == (0, 1)
+        await peer.payload()
+        peer.close()
+        await server.quiet()
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemory("full"), OSError(errno.EMFILE, "too many files")], ids=lambda e: type(e).__name__
+)
+async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_were_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: int, **options: object) -> None:
+        raise error
+
+    async with serving(tmp_path) as server:
+        monkeypatch.setattr(read_tables, "create_arena", fail)
+        peer = await local_peer(server)
+        assert await peer.ask(MapTables()) == MapTablesReply(0)
+        await put(peer, "a", b"x")
+        assert await present(peer, "a") == [True]
+        monkeypatch.undo()
+        assert not (await tables(peer)).hazards.closed
+        peer.close()
+        await server.quiet()
+
+
+async def test_junk_in_a_connections_memory_ends_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await local_peer(server)
+        mapped = await tables(peer)
+        mapped.log.append(b"junk" * 100)
+        mapped.hazards.add(numbers([2**64 - 1, 5]), numbers([2**64 - 1, 7]), numbers([0, 0]))
+        for who in (peer, other):
+            await put(who, "a", b"x" * KIB)
+            assert await present(who, "a") == [True]
+        for who in (peer, other):
+            who.close()
+        await server.quiet()
