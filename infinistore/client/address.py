@@ -29,6 +29,7 @@ _OPTIONS = (
     "spin_us",
     "inline_bytes",
     "copy_threads",
+    "known_blocks",
     "name",
     "device",
     "ib_port",

@@ -14,6 +14,7 @@ from operator import add
 
 from infinistore.client.copy_threads import CopyThreads
 from infinistore.client.in_place import Watch
+from infinistore.client.known_blocks import KnownBlocks
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
 from infinistore.protocol.places import arena_of, offset_of, place_of
@@ -27,8 +28,10 @@ _NICE = 5  # not more: while others keep every core busy it must still come to a
 class MappedPool:
     """The arenas of one run of a server, for all connections of a store. Any thread may use it."""
 
-    def __init__(self, instance: str, copy_threads: int = 1) -> None:
+    def __init__(self, instance: str, copy_threads: int = 1, known_blocks: int = 0) -> None:
         self.instance = instance
+        self.known = KnownBlocks(known_blocks)
+        """Where blocks lie that were read or written by way of it."""
         self.copier = CopyThreads(copy_threads)
         """What copies blocks from and to it."""
         self._lock = threading.Lock()
@@ -128,6 +131,7 @@ class MappedPool:
                 os.close(descriptor)
             self._descriptors.clear()
             self._mappings.clear()
+            self.known.close()
         self.copier.close()
         for thread in self._populating:
             thread.join()

@@ -23,6 +23,7 @@ class StoreOptions(TypedDict, total=False):
     spin_us: int
     inline_bytes: int
     copy_threads: int
+    known_blocks: int
     name: str
     lazy: bool
     device: str
@@ -51,6 +52,7 @@ class Options:
     spin_us: int = 400
     inline_bytes: int = 64 * 1024
     copy_threads: int = 2
+    known_blocks: int = 65536
     name: str = attrs.field(factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     lazy: bool = False
     device: str = ""
@@ -70,7 +72,7 @@ class Options:
             )
         if self.verify not in ("always", "never"):
             raise ConfigError(f"verify must be 'always' or 'never', not {self.verify!r}")
-        for name in ("spin_us", "inline_bytes"):
+        for name in ("spin_us", "inline_bytes", "known_blocks"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number, 0 or more, not {value!r}")
@@ -129,6 +131,7 @@ _FROM_TEXT: dict[str, Any] = {
     "name": str,
     "inline_bytes": int,
     "copy_threads": int,
+    "known_blocks": int,
     "device": str,
     "ib_port": int,
     "gid_index": int,

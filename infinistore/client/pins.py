@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+import attrs
+
 from infinistore.client.in_place import Returns, Watch
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.connection import ClientConnection, State
 from infinistore.protocol.messages import Abort, Release
+from infinistore.protocol.shared_tables import HazardTable
 
-__all__ = ["HasSocket", "Pins"]
+__all__ = ["HasSocket", "Owed", "Pins"]
 
 _MOST_AT_ONCE = 128
 _SEND_BUFFER_BYTES = 1024 * 1024  # the kernel gives less; room for hundreds of messages that the server has not read
@@ -26,8 +29,20 @@ class HasSocket(Protocol):
     socket: sockets.socket
 
 
-class Pins(Returns[list[Release | Abort]]):
-    """The pins of one connection by Unix socket. `with pins` around an exchange: finalizers send nothing meanwhile."""
+@attrs.define
+class Owed:
+    """What is to be done when memory is not looked at any more."""
+
+    messages: list[Release | Abort] = attrs.field(factory=list)
+    """To be sent."""
+    hazards: list[int] = attrs.field(factory=list)
+    """To be removed from the hazard table."""
+    leased_bytes: int = 0
+    """What is no longer leased then."""
+
+
+class Pins(Returns[Owed]):
+    """The pins of one connection by Unix socket. `with pins` around an exchange: finalizers do nothing meanwhile."""
 
     def __init__(self, stream: HasSocket, connection: ClientConnection) -> None:
         super().__init__()
@@ -38,9 +53,13 @@ class Pins(Returns[list[Release | Abort]]):
         self.reserved = False
         """Whether a reservation is open that somebody means to commit."""
         self._close: Callable[[], None] | None = None
+        self.hazards: HazardTable | None = None
+        """Where this process pins blocks by itself, inside `with`, if the server lets it."""
+        self.leased_bytes = 0
+        """What is leased over this connection, however it was."""
 
-    def watch(self, owed: list[Release | Abort]) -> Watch:
-        """Watch memory; when nothing of it is alive any more, send what is in `owed` then. Inside `with` only."""
+    def watch(self, owed: Owed) -> Watch:
+        """Watch memory; when nothing of it is alive any more, do what is in `owed` then. Inside `with` only."""
         if not self._has_room:
             self._has_room = True
             with suppress(OSError):
@@ -59,13 +78,19 @@ class Pins(Returns[list[Release | Abort]]):
             self._close = close
             self._close_if_done()
 
-    def give_back(self, things: Sequence[list[Release | Abort]]) -> int:
-        """Send what is owed. What the server has no room for now is sent with the next call of the store."""
+    def give_back(self, things: Sequence[Owed]) -> int:
+        """Do what is owed. What the server has no room for now is sent with the next call of the store."""
+        for owed in things:
+            self.leased_bytes -= owed.leased_bytes
+            owed.leased_bytes = 0
+            while owed.hazards:
+                assert self.hazards is not None
+                self.hazards.remove(owed.hazards.pop())
         taken = 0
         while taken < len(things):
             some = things[taken : taken + _MOST_AT_ONCE]
             # On a connection that is given up nobody waits for this: its end says it all.
-            if not self._send([message for messages in some for message in messages]) and self._close is None:
+            if not self._send([message for owed in some for message in owed.messages]) and self._close is None:
                 break
             self._watched -= len(some)
             taken += len(some)
@@ -92,3 +117,4 @@ class Pins(Returns[list[Release | Abort]]):
             close, self._close = self._close, None
             with suppress(OSError):
                 close()
+            self.hazards = None

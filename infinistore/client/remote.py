@@ -343,7 +343,7 @@ class RemoteCalls(Generic[_Stream]):
             if self._pool is None or self._pool.instance != instance:
                 if self._pool is not None:
                     self._pool.close()
-                self._pool = MappedPool(instance, self.options.copy_threads)
+                self._pool = MappedPool(instance, self.options.copy_threads, self.options.known_blocks)
             return self._pool
 
     def _open(self, address: Address, deadline: float, path: tuple[str, str]) -> Call[tuple[Link[_Stream], HelloReply]]:

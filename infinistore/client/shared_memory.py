@@ -3,11 +3,16 @@
 A put reserves room, copies and commits; a get leases, copies and releases. What is small goes inline over the socket:
 one round trip beats two. A call that is given up between them closes its connection, which gives room and pins back.
 
-Two puts of the same sizes make a third likely: from the second on, each commit asks for the room of the next put, and
-the answer is read then. That saves a put its first round trip. A release is not made to wait like that: it has no
-reply, nothing would say when to send it if no request follows, and it wakes the server for the one that does.
+Where the server has the tables for it, a put does not wait at its end: the names of the blocks go to the server before
+they are copied, and they become visible by a number in shared memory. What is known to lie in the pool is read without
+asking (`own_reads.py`).
+
+Two puts of the same sizes make a third likely: from the second on, each asks for the room of the next put, and the
+answer is read then. That saves a put its first round trip. A release is not made to wait like that: it has no reply,
+nothing would say when to send it if no request follows, and it wakes the server for the one that does.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,9 +21,10 @@ from infinistore.client.copying import hash_blocks
 from infinistore.client.in_place import Leased, ReservedRoom, private_room
 from infinistore.client.mapped_pool import MappedPool
 from infinistore.client.operations import Batch
-from infinistore.client.pins import Pins
+from infinistore.client.own_reads import OwnRead, OwnReads, is_too_long
+from infinistore.client.pins import Owed, Pins
 from infinistore.client.remote_operations import Channel, RemoteOperations, Room, expect, present_in, skipped_keys
-from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable
+from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, numbers
 from infinistore.protocol.connection import State
 from infinistore.protocol.effects import Exchange
@@ -32,13 +38,18 @@ from infinistore.protocol.messages import (
     LeaseReply,
     MapArenas,
     MapArenasReply,
+    MapTables,
+    MapTablesReply,
     Numbers,
+    Prepare,
+    PrepareReply,
     PutReply,
     Release,
     Reply,
     Request,
     Reserve,
     ReserveReply,
+    Touch,
 )
 from infinistore.protocol.places import place_of
 
@@ -57,6 +68,7 @@ class SharedMemoryOperations(RemoteOperations):
         self.pool = pool
         self.pins = pins
         self._inline_bytes = inline_bytes
+        self._own_reads = OwnReads(pool.known, pins)
         self._last_sizes = numbers()  # of the last put
         self._spare: ReserveReply | None = None  # that room
 
@@ -102,6 +114,8 @@ class SharedMemoryOperations(RemoteOperations):
             yield from self._ask_arenas()
         if not self.pool.writable:
             return (yield from super()._put_part(batch, replace))
+        if replace and self._own_reads.wants_tables:
+            yield from self._ask_tables()
         reserved = yield from self._room_for(sizes)
         self.holding = True
         if len(reserved.places) != len(sizes):
@@ -113,14 +127,27 @@ class SharedMemoryOperations(RemoteOperations):
         asks_spare = total in _SPARE_BYTES and sizes == self._last_sizes
         then = Reserve(sizes, spare=True) if asks_spare else None
         self._last_sizes = sizes
-        if self._verify:
-            checksums = yield from self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=True)
-            commit = Commit(reserved.reservation, Keys(batch.keys), numbers(checksums), replace)
-            request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
-        else:  # while what that takes is in the cache
-            commit = Commit(reserved.reservation, Keys(batch.keys), numbers(), replace)
-            request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
-            yield from self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=False)
+        copying = self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=self._verify)
+        if replace and self._own_reads.can_commit(len(sizes)):
+            prepare = Prepare(reserved.reservation, Keys(batch.keys), self._verify)
+            request = self._connection.encode(prepare, deadline_us=self._remaining_us(), then=then)
+            self.unsettled = asks_spare
+            yield from self._connection.send(request)
+            hashes = numbers((yield from copying))
+            prepared = expect(PrepareReply, (yield from self._connection.reply_to(request)))
+            if prepared.accepted:
+                self._own_reads.commit(reserved.reservation, hashes)
+                self.holding = False
+                known = hashes or numbers(bytes(8 * len(sizes)))
+                self.pool.known.note(batch.keys, reserved.places, sizes, known, prepared.removals)
+                return []
+            if self.unsettled:
+                yield from self.settle()
+            asks_spare, then = False, None
+        else:
+            hashes = numbers((yield from copying))
+        commit = Commit(reserved.reservation, Keys(batch.keys), hashes, replace)
+        request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
         self.unsettled = asks_spare
         reply = expect(PutReply, (yield from self._connection.ask(request)))
         self.holding = False
@@ -137,12 +164,16 @@ class SharedMemoryOperations(RemoteOperations):
         while first < len(keys):
             part = self._key_part(keys, first)
             wanted: Any = numbers() if capacities is None else capacities[first : first + len(part)]
+            if (yield from self._read_known(part, wanted, first, room)):
+                first += len(part)
+                continue
             lease = Lease(part, wanted, self._inline_bytes)
             reply = expect(LeaseReply, (yield from self._ask(lease)))
             self.holding = bool(reply.lease)
             self._check_reply(lease, reply)
-            if len(reply.places) != (len(reply.sizes) if reply.lease else 0):
+            if len(reply.places) != len(reply.sizes):
                 raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
+            self.pool.known.note(part, reply.places, reply.sizes, reply.checksums, reply.removals)
             targets = room(reply.sizes, first)
             if reply.lease:
                 yield from self._copy_out(part, reply, targets)
@@ -162,26 +193,100 @@ class SharedMemoryOperations(RemoteOperations):
         self.holding = False
         if self._verify:
             there = present_in(reply)
-            expected = [reply.checksums[i] for i in there]
-            bad = [i for i, (e, c) in enumerate(zip(expected, checksums, strict=True)) if e not in (NO_CHECKSUM, c)]
-            yield from self._report([keys[there[i]] for i in bad], len(there))
+            yield from self._compare([keys[i] for i in there], [reply.checksums[i] for i in there], checksums)
+
+    def _compare(self, keys: Sequence[str], expected: Sequence[int], found: Sequence[int]) -> Exchange[None]:
+        bad = [key for key, e, c in zip(keys, expected, found, strict=True) if e not in (NO_CHECKSUM, c)]
+        yield from self._report(bad, len(keys))
+
+    def _pin_known(self, keys: Keys, capacities: Numbers) -> Exchange[OwnRead | None]:
+        """Pin the blocks of these keys without asking, if it is known where all of them lie; inside `with pins` only.
+
+        None: the server has to be asked. `capacities` is the room there is for each, or empty.
+        """
+        known = self.pool.known.find(keys)
+        if known is None or is_too_long(known, capacities, self._hello.max_batch_bytes):
+            return None
+        if self._own_reads.wants_tables:
+            yield from self._ask_tables()
+        if not self._knows_arenas(known.places):
+            yield from self._ask_arenas()
+        return self._own_reads.pin(keys, known)
+
+    def _read_known(self, keys: Keys, capacities: Numbers, first: int, room: Room) -> Exchange[bool]:
+        """Read a part of a batch without asking; False, and nothing is done, if the server has to be asked."""
+        with self.pins:
+            read = yield from self._pin_known(keys, capacities)
+        if read is None:
+            return False
+        self.holding = True
+        sizes = read.sizes.tolist()
+        total = sum(sizes)
+        touch = encode_head(Touch(keys), request_id=0)  # while what that takes is in the cache
+        done = False
+        checksums: list[int] = []
+        try:
+            sources = self.pool.blocks(read.places.tolist(), sizes, writable=False)
+            targets = room(read.sizes, first)
+            checksums = yield from self.pool.copier.copy(sources, targets, sizes, total, hash_targets=self._verify)
+            done = True
+        except OutOfMemory:  # where there is no room to map the pool, short blocks go over the socket
+            if total > self._inline_bytes:
+                raise
+        with self.pins:
+            self._own_reads.unpin(read)
+        if done:
+            yield from self._note_use(touch)
+        self.holding = False
+        if done and self._verify:
+            yield from self._compare(keys, read.checksums, checksums)
+        return done
+
+    def _note_use(self, touch: bytes) -> Exchange[None]:
+        """Have the server know what was used: at the latest when somebody needs room, or asks what was used."""
+        if not self._own_reads.log(touch):
+            yield from self._connection.notify_encoded(touch)
+
+    def exists_many(self, keys: Sequence[str]) -> Exchange[list[bool]]:
+        """Ask which keys are there, unless that is known of all of them."""
+        if self.pool.known.are_there(keys):
+            return [True] * len(keys)
+        return (yield from super().exists_many(keys))
+
+    def match_prefix(self, keys: Sequence[str], hold_s: float) -> Exchange[tuple[int, str]]:
+        """Count the leading keys that are there; without asking, if it is known that all of them are."""
+        if not hold_s and len(keys) <= self._hello.max_batch_keys and self.pool.known.are_there(keys):
+            if self._own_reads.wants_tables:
+                yield from self._ask_tables()
+            yield from self._note_use(encode_head(Touch(self._key_part(keys, 0), read=False), request_id=0))
+            return len(keys), ""
+        return (yield from super().match_prefix(keys, hold_s))
 
     def lease(self, keys: Sequence[str], verify: bool) -> Exchange[Leased]:
         """Pin the batch in the server's pool, in as many parts as the server makes of it, and return views of that."""
         with self.pins:
             if self._spare is not None:
                 yield from self._give_up_spare()  # puts will go by other connections
-            owed: list[Release | Abort] = []
+            owed = Owed()
             watch = self.pins.watch(owed)
             views: list[memoryview | None] = []
             checksums: list[int] = []
             try:
                 while len(views) < len(keys):
-                    request = Lease(self._key_part(keys, len(views)), numbers())
+                    part = self._key_part(keys, len(views))
+                    read = yield from self._pin_known(part, numbers())
+                    if read is not None:
+                        owed.hazards.append(read.hazard)
+                        yield from self._note_use(encode_head(Touch(part), request_id=0))
+                        views += self.pool.views(read.places.tolist(), read.sizes.tolist(), writable=False, watch=watch)
+                        checksums += read.checksums
+                        continue
+                    request = Lease(part, numbers())
                     reply = expect(LeaseReply, (yield from self._ask(request)))
                     if reply.lease:
-                        owed.append(Release(reply.lease))
+                        owed.messages.append(Release(reply.lease))
                     self._check_reply(request, reply)
+                    self.pool.known.note(part, reply.places, reply.sizes, reply.checksums, reply.removals)
                     places, sizes = self._placed(reply)
                     if not self._knows_arenas(places):
                         yield from self._ask_arenas()
@@ -193,10 +298,12 @@ class SharedMemoryOperations(RemoteOperations):
                     yield from self._check_in_place(keys, views, checksums)
             except BaseException:
                 if self._connection.state is State.REPLYING:
-                    owed.append(Release(0))  # the reply will be read by nobody
+                    owed.messages.append(Release(0))  # the reply will be read by nobody
                 watch.release([view for view in views if view is not None], views)  # the error keeps this frame
                 watch.done()
                 raise
+            owed.leased_bytes = self._own_reads.footprint(list(map(len, filter(None, views))))
+            self.pins.leased_bytes += owed.leased_bytes
             return Leased(views, watch)
 
     @staticmethod
@@ -229,7 +336,7 @@ class SharedMemoryOperations(RemoteOperations):
             return private_room(keys, sizes)
         with self.pins:
             reply = yield from self._room_for(numbers(sizes))
-            owed: list[Release | Abort] = [Abort(reply.reservation)]
+            owed = Owed([Abort(reply.reservation)])
             watch = self.pins.watch(owed)
             self.pins.reserved = True
             if len(reply.places) != len(sizes):
@@ -247,8 +354,12 @@ class SharedMemoryOperations(RemoteOperations):
         with self.pins:
             commit = Commit(room.reservation, Keys(room.keys), numbers(checksums))
             expect(PutReply, (yield from self._ask(commit)))
-            room.owed.clear()
+            room.owed.messages.clear()
             self.pins.reserved = False
+
+    def close(self) -> None:
+        """Let go of the tables."""
+        self._own_reads.close()
 
     def _knows_arenas(self, places: Sequence[int] = (0,)) -> bool:
         """Whether all arenas that are named are known."""
@@ -268,6 +379,23 @@ class SharedMemoryOperations(RemoteOperations):
                 os.close(descriptor)
             raise
         self.pool.add(first, reply.lengths, descriptors, writable=reply.writable)
+
+    def _ask_tables(self) -> Exchange[None]:
+        """Ask for what lets this process read blocks that it knows without asking."""
+        self._own_reads.wants_tables = False
+        descriptors: list[int] = []
+        try:
+            request = self._connection.request(MapTables(), deadline_us=self._remaining_us(), descriptors=descriptors)
+            reply = expect(MapTablesReply, (yield from request))
+            if reply.granule_bytes:
+                self._own_reads.use(reply, descriptors)
+        except StoreUnavailable as error:
+            if getattr(error.__cause__, "errno", 0) == errno.EMFILE:  # the next connection does without
+                self.pool.known.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def _in_order(sizes: Sequence[int], found: Iterable[memoryview]) -> list[memoryview | None]:

@@ -45,6 +45,8 @@ async def open_store(url: str | None = None, **given: Unpack[StoreOptions]) -> A
         copy_threads: with shared memory, how many threads, the caller's included, may copy and hash one batch of 8 MiB
             and more, of blocks of 256 KiB and more on average; 2 unless given, never more than there are cores. The
             others are kept by the store, take numpy, and leave the interpreter's lock free; 1 has the caller alone.
+        known_blocks: with shared memory, of how many blocks to remember where they lie, about: what was read or written
+            before is read again without asking the server; 65536 unless given, 0 always asks.
         name: what the server's statistics call this client.
         lazy: connect with the first call, not now. A server that is down is then found out by the calls, each of which
             raises `StoreUnavailable` until it is there.

@@ -4,7 +4,7 @@
 
 Each line on standard input is a command in JSON, each line on standard output what became of it. A command with `halt`
 stops at that step of it for ever, and says so: before bytes move on the socket, in the middle of what is sent, between
-two blocks that are copied or hashed, and inside the block of a lease or a reservation.
+two blocks that are copied or hashed, on both sides of a commit word, and inside the block of a lease or a reservation.
 """
 
 import json
@@ -23,7 +23,9 @@ from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import copy_threads, shared_memory
 from infinistore.client.copying import copy_blocks, hash_blocks
+from infinistore.client.own_reads import OwnReads
 from infinistore.protocol.effects import Exchange
+from infinistore.protocol.messages import Numbers
 from infinistore.transports.blocking_sockets import BlockingSocketStream
 
 __all__ = ["digest_of", "value_of"]
@@ -96,11 +98,19 @@ def with_steps() -> None:
             checksums += yield from hash_blocks([view])
         return checksums
 
+    commit = OwnReads.commit
+
+    def committing(own_reads: OwnReads, reservation: int, checksums: Numbers) -> None:
+        steps.step()
+        commit(own_reads, reservation, checksums)
+        steps.step()
+
     for owner, name, replacement in (
         (BlockingSocketStream, "send_all", sending),
         (BlockingSocketStream, "receive_into", receiving),
         (copy_threads, "copy_blocks", copying),
         (shared_memory, "hash_blocks", hashing),
+        (OwnReads, "commit", committing),
     ):
         setattr(owner, name, replacement)
 

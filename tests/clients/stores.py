@@ -24,7 +24,7 @@ from tests.server.running import RunningServer, running_server, simulated_server
 from tests.transports.fake_rdma import fabric_in_use
 from tests.transports.memory_network import MemoryStream, random_chunks
 
-__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "simulated_store"]
+__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "simulated_store", "when_idle"]
 
 _EVERYTHING = 1 << 40
 
@@ -86,13 +86,13 @@ def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any
         yield Opened(as_blocking(store, loops.asyncio), core, loops.asyncio.run_sync, _EVERYTHING)
 
 
+async def when_idle(function: Callable[[], Any]) -> Any:
+    """Run a function in this loop. A server that has sent a reply may have a little left to do: let it."""
+    await trio.testing.wait_all_tasks_blocked()
+    return function()
+
+
 def _looker(loops: Loops) -> Callable[[Callable[[], Any]], Any]:
-    """A server that has sent a reply may have a little left to do: let it."""
-
-    async def when_idle(function: Callable[[], Any]) -> Any:
-        await trio.testing.wait_all_tasks_blocked()
-        return function()
-
     return lambda function: loops.trio.run(when_idle, function)
 
 

@@ -58,6 +58,8 @@ def test_urls_of_stores(url: str, expected: tuple[str, str, int, str]) -> None:
         ("tcp://host?max_connections=0", "max_connections"),
         ("tcp://host?copy_threads=two", "is no number"),
         ("tcp://host?copy_threads=0", "copy_threads"),
+        ("tcp://host?known_blocks=-1", "known_blocks"),
+        ("tcp://host?known_blocks=all", "is no number"),
         ("tcp://host?verify=sometimes", "verify"),
         ("tcp://host?token_file=/nowhere/token", "token_file"),
     ],
@@ -98,6 +100,8 @@ def test_an_address_is_shown_as_its_url_without_options() -> None:
         ({"max_connections": 2.0}, "max_connections"),
         ({"copy_threads": 0}, "copy_threads"),
         ({"copy_threads": 1.5}, "copy_threads"),
+        ({"known_blocks": -1}, "known_blocks"),
+        ({"known_blocks": 0.5}, "known_blocks"),
         ({"pool_bytes": 0}, "pool_bytes"),
         ({"token": 5}, "token"),
         ({"token": "t" * 2000}, "token"),
@@ -133,9 +137,10 @@ def test_the_callers_token_is_stronger_than_the_files_and_that_than_the_environm
 
 
 def test_a_given_option_is_stronger_than_that_of_the_url() -> None:
-    url = "tcp://host?deadline_s=5&max_connections=3&copy_threads=4&verify=never&name=me"
+    url = "tcp://host?deadline_s=5&max_connections=3&copy_threads=4&known_blocks=9&verify=never&name=me"
     _, options = make_options(url, {"deadline_s": 7})
-    assert (options.deadline_s, options.max_connections, options.copy_threads) == (7, 3, 4)
+    assert (options.deadline_s, options.max_connections) == (7, 3)
+    assert (options.copy_threads, options.known_blocks) == (4, 9)
     assert (options.verify, options.name) == ("never", "me")
 
 

@@ -525,6 +525,7 @@ def damage(opened: Opened, key: str) -> None:
     """Change the last byte of a stored block behind the store's back."""
 
     def change() -> None:
+        opened.core.settle()
         entry = opened.core._index.get(key)
         assert entry is not None
         opened.core.pool.view(entry[:3])[-1] ^= 1

@@ -204,6 +204,7 @@ def test_a_part_that_is_read_again_takes_the_place_of_the_first_attempt() -> Non
 
 def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
     opened.store.put_many(BLOCKS)
+    opened.core.settle()
     entry = opened.core._index.get("b")
     assert entry is not None
     opened.core.pool.view(entry[:3])[7] ^= 1

@@ -1,12 +1,14 @@
 """Every kind of store against the reference model: any sequence of calls, the same answers, the same recency.
 
 Leases in place are kept by arrays, which die in any order and in other threads; what they show must never change.
+By shared memory, a second client puts and deletes, too.
 Each value has bytes that no other value has. The pool is small, so puts evict. After each step the order of keys, from
 the coldest to the warmest, is compared with the model's, and so are all stored bytes and what is used and held.
 """
 
 import threading
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -21,10 +23,13 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
 
+from infinistore import blocking
+from infinistore.blocking import BlockingStore
 from infinistore.core import Watermarks
 from infinistore.core.room import EXTRA_STEPS
 from infinistore.errors import (
@@ -48,6 +53,8 @@ SIZES = [*SMALL, 4097, 8192, 20_000]
 
 some_keys = st.lists(st.sampled_from(KEYS), max_size=9)
 runs_of_keys = st.builds(lambda first, count: KEYS[first : first + count], st.integers(0, 11), st.integers(1, 9))
+some_kept = st.sets(st.integers(0, 2))
+ways_to_read = st.sampled_from(["get", "get_into", "lease", "lease", "match_prefix", "exists"])
 ratios = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
@@ -76,22 +83,31 @@ class ClientMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1000))
     def start(self, seed: int) -> None:
-        self.context = type(self).opener(self.loops, CONFIG, {}, seed)
-        self.opened = self.context.__enter__()
+        self.closing = ExitStack()
+        self.opened = self.closing.enter_context(type(self).opener(self.loops, CONFIG, {}, seed))
         self.store = self.opened.store
         marks = Watermarks()
         self.model = ReferenceStore(
             64 * KIB, self.opened.core.pool.allocator.footprint, marks.low, marks.high, EXTRA_STEPS
         )
         self.written = 0
+        self.read_before: list[str] = []
         self.open_holds: dict[str, list[Block]] = {}
         self.in_use: list[InUse] = []
         self.embedded = self.opened.server is None
-        self.in_place = self.embedded or self.store.stats().transport == "shm"
+        self.pins_by_itself = not self.embedded and self.store.stats().transport == "shm"
+        self.in_place = self.embedded or self.pins_by_itself
+        self.other = self.store
+        if self.opened.server is not None and self.pins_by_itself:
+            self.other = self.closing.enter_context(blocking.open_store(self.opened.server.url))
+
+    @property
+    def either(self) -> st.SearchStrategy[BlockingStore]:
+        return st.sampled_from([self.store] if self.other is self.store else [self.store, self.other])
 
     def teardown(self) -> None:
-        if hasattr(self, "context"):
-            self.context.__exit__(None, None, None)
+        if hasattr(self, "closing"):
+            self.closing.close()
             self.leased_bytes_never_change()  # not even when the store and its server are gone
 
     # Writing
@@ -104,14 +120,14 @@ class ClientMachine(RuleBasedStateMachine):
         replace = data.draw(st.booleans())
         items = [(key, self.unique_bytes(size)) for key, size in zip(keys, sizes, strict=True)]
         as_mapping = data.draw(st.booleans())
-        self.put(items, replace, dict(items) if as_mapping else iter(items))
+        self.put(items, replace, dict(items) if as_mapping else iter(items), data.draw(self.either))
 
-    @rule(key=st.sampled_from(KEYS), size=st.sampled_from(SIZES))
-    def put_one(self, key: str, size: int) -> None:
+    @rule(key=st.sampled_from(KEYS), size=st.sampled_from(SIZES), data=st.data())
+    def put_one(self, key: str, size: int, data: st.DataObject) -> None:
         value = self.unique_bytes(size)
-        self.put([(key, value)], True, None)
+        self.put([(key, value)], True, None, data.draw(self.either))
 
-    def put(self, items: list[tuple[str, bytes]], replace: bool, given: Any) -> None:
+    def put(self, items: list[tuple[str, bytes]], replace: bool, given: Any, store: BlockingStore) -> None:
         skipped = [] if replace else [key for key, _ in items if key in self.model.blocks]
         self.model.touch(skipped)
         split = parts([item for item in items if item[0] not in skipped], self.opened.batch_keys)
@@ -124,15 +140,15 @@ class ClientMachine(RuleBasedStateMachine):
         except NoRoom:
             event("refused: no room")
             with pytest.raises(OutOfMemory):
-                self.store.put_many(items, replace=replace)
+                store.put_many(items, replace=replace)
             return
         before = self.fragmented()
         refused = False
         try:
             if given is None:
-                self.store.put(*items[0])
+                store.put(*items[0])
             else:
-                assert self.store.put_many(given, replace=replace) == skipped
+                assert store.put_many(given, replace=replace) == skipped
         except OutOfMemory:
             event("refused: fragmentation")
             refused = True
@@ -194,6 +210,40 @@ class ClientMachine(RuleBasedStateMachine):
         else:
             assert self.store.get_many_into(pairs) == lengths
         assert list(map(bytes, buffers)) == expected
+
+    @rule(
+        target=leases,
+        first=st.integers(0, 14),
+        count=st.integers(1, 3),
+        how=ways_to_read,
+        kept=some_kept,
+    )
+    @precondition(lambda self: self.model.blocks)
+    def read_what_is_there(self, first: int, count: int, how: str, kept: set[int]) -> Any:
+        """Several times: by shared memory, what was read once is read again without asking."""
+        keys = sorted(self.model.blocks)
+        first = min(first, len(keys) - 1)
+        self.read_before = keys[first : first + count]
+        self.get_many(self.read_before)
+        self.get_many(self.read_before)
+        return self.read_again(how, kept)
+
+    @rule(target=leases, how=ways_to_read, kept=some_kept)
+    @precondition(lambda self: self.read_before)
+    def read_again(self, how: str, kept: set[int]) -> Any:
+        """Others may have changed it meanwhile."""
+        keys = self.read_before
+        if how == "lease":
+            return self.lease(keys, len(keys) > 1, kept)
+        if how == "get":
+            self.get_many(keys)
+        elif how == "get_into":
+            self.get_many_into(keys, [20_000] * len(keys))
+        elif how == "match_prefix":
+            self.match_prefix(keys)
+        else:
+            self.exists(keys)
+        return multiple()
 
     @rule(key=st.sampled_from(KEYS), size=st.sampled_from([0, 1, 5000, 20_000]))
     def get_into(self, key: str, size: int) -> None:
@@ -259,6 +309,8 @@ class ClientMachine(RuleBasedStateMachine):
 
     @rule(target=leases, keys=some_keys | runs_of_keys, verify=st.booleans(), kept=st.sets(st.integers(0, 8)))
     def lease(self, keys: list[str], verify: bool, kept: set[int]) -> Any:
+        if self.pins_by_itself and self.is_above_share_at_last(keys):
+            return multiple()  # what it knows it gets all the same
         blocks: list[Block | None] = []
         core_leases = 0
         leased = self.leased_bytes()
@@ -370,6 +422,10 @@ class ClientMachine(RuleBasedStateMachine):
         most = self.opened.core.limits.max_pinned_ratio * self.model.capacity
         return bool(held and wanted) and held + wanted > most
 
+    def is_above_share_at_last(self, keys: list[str]) -> bool:
+        blocks = filter(None, map(self.model.blocks.get, keys))
+        return self.is_above_share(self.leased_bytes() or 1, sum(block.footprint for block in blocks))
+
     @invariant()
     def leased_bytes_never_change(self) -> None:
         for lease in getattr(self, "in_use", []):
@@ -380,9 +436,9 @@ class ClientMachine(RuleBasedStateMachine):
 
     # Removing
 
-    @rule(keys=some_keys)
-    def delete(self, keys: list[str]) -> None:
-        assert self.store.delete(keys) == self.model.delete(keys)
+    @rule(keys=some_keys, data=st.data())
+    def delete(self, keys: list[str], data: st.DataObject) -> None:
+        assert data.draw(self.either).delete(keys) == self.model.delete(keys)
 
     @rule()
     def purge(self) -> None:
@@ -420,12 +476,12 @@ class ClientMachine(RuleBasedStateMachine):
 
     def compare(self) -> None:
         core = self.opened.core
+        statistics = core.statistics()  # first: it hears what clients have used without asking
         assert list(core._index) == list(self.model.blocks)
         for key, block in self.model.blocks.items():
             entry = core._index.get(key)
             assert entry is not None
             assert core.pool.view(entry[:3]) == block.data
-        statistics = core.statistics()
         expected = {
             "used_bytes": self.model.used,
             "pinned_bytes": self.model.pinned,

@@ -38,6 +38,7 @@ def damage(opened: Opened, key: str) -> None:
     """Change a stored byte behind the store's back."""
 
     def change() -> None:
+        opened.core.settle()
         entry = opened.core._index.get(key)
         assert entry is not None
         opened.core.pool.view(entry[:3])[0] ^= 1

@@ -1,0 +1,488 @@
+"""Puts by shared memory that their client commits by itself: for everybody else they are puts like any other.
+
+What is between the copying and the commit word is looked at from there: `just_before_the_word` runs what a test likes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinistore import blocking
+from infinistore.blocking import BlockingStore
+from infinistore.client.own_reads import OwnReads
+from infinistore.errors import ChecksumMismatch, OutOfMemory, StoreUnavailable
+from infinistore.protocol.shared_tables import HAZARD_SLOTS, tables_are_safe_here
+from infinistore.server import service
+from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
+from tests.clients.stores import Loops
+from tests.server.running import KIB, MIB
+
+LONG = {"a": bytes(range(256)) * 400, "b": b"b" * 70_000}
+OLD = {"a": b"old a" * 9000, "b": b"old b" * 40_000}
+pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
+
+
+@pytest.fixture(params=CLIENTS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def shared(kind: str, loops: Loops) -> Iterator[Shared]:
+    with shared_serving(loops, kind) as running:
+        yield running
+
+
+@pytest.fixture
+def one_kind(loops: Loops) -> Iterator[Shared]:
+    """For what does not depend on the kind of client, or looks at it from inside: from a loop that is impossible."""
+    with shared_serving(loops, "threads") as running:
+        yield running
+
+
+def counts(shared: Shared) -> dict[str, int]:
+    """How many requests of each kind there were."""
+    found: dict[str, int] = {}
+    for one in shared.look(shared.server.server.operations):
+        found[one.kind] = found.get(one.kind, 0) + one.count
+    return found
+
+
+@contextmanager
+def by_itself(shared: Shared, batches: int = 1) -> Iterator[None]:
+    """So many batches are committed by their clients alone."""
+    before = counts(shared)
+    yield
+    after = counts(shared)
+    new = {name: after.get(name, 0) - before.get(name, 0) for name in ("prepare", "commit", "put")}
+    assert new == {"prepare": batches, "commit": 0, "put": 0}
+
+
+@contextmanager
+def by_message(shared: Shared, kind: str = "commit") -> Iterator[None]:
+    before = counts(shared)
+    yield
+    after = counts(shared)
+    assert after.get(kind, 0) == before.get(kind, 0) + 1
+    assert after.get("prepare", 0) == before.get("prepare", 0)
+
+
+@contextmanager
+def just_before_the_word(do: Callable[[], object], *, after: bool = False) -> Iterator[None]:
+    """Do something when a client has written a batch and is about to commit it; or just `after` it has.
+
+    Once: what this puts itself is left alone.
+    """
+    commit = OwnReads.commit
+    done: list[None] = []
+
+    def committing(own_reads: OwnReads, *arguments: Any) -> None:
+        is_first = not done
+        done.append(None)
+        if is_first and not after:
+            do()
+        commit(own_reads, *arguments)
+        if is_first and after:
+            do()
+
+    with mock.patch.object(OwnReads, "commit", committing):
+        yield
+    assert done
+
+
+def tcp_store(shared: Shared, **options: Any) -> BlockingStore:
+    return shared._stack.enter_context(blocking.open_store(shared.server.url, **options))
+
+
+def reader_of(shared: Shared, which: str, store: BlockingStore, **options: Any) -> BlockingStore:
+    if which == "same":
+        return store
+    return shared.open(**options) if which == "another" else tcp_store(shared, **options)
+
+
+def values_of(store: BlockingStore, keys: Any = "ab") -> list[bytes | None]:
+    return [None if value is None else bytes(value) for value in store.get_many(list(keys))]
+
+
+def get_into(store: BlockingStore) -> list[bytes]:
+    buffers = [bytearray(300_000), bytearray(300_000)]
+    lengths = store.get_many_into(list(zip("ab", buffers, strict=True)))
+    return [bytes(buffer[:length]) for buffer, length in zip(buffers, lengths, strict=True)]
+
+
+def lease(store: BlockingStore) -> list[bytes]:
+    with store.lease(["a", "b"], verify=True) as views:
+        return [bytes(view) for view in views if view is not None]
+
+
+READS: dict[str, Callable[[BlockingStore], list[Any]]] = {
+    "get": lambda store: [bytes(store.get("a")), bytes(store.get("b"))],
+    "get_many": values_of,
+    "get_many_into": get_into,
+    "lease": lease,
+}
+LOOK_UPS: dict[str, tuple[Callable[[BlockingStore], Any], Any]] = {
+    "exists": (lambda store: store.exists_many(["a", "missing", "b"]), [True, False, True]),
+    "match_prefix": (lambda store: int(store.match_prefix(["b", "a", "missing"])), 2),
+    "hold": (lambda store: int(store.match_prefix(["b", "a"], hold_s=0.01)), 2),
+    "keys": (lambda store: sorted(store.keys()), ["a", "b"]),
+    "delete": (lambda store: store.delete(["a", "b", "missing"]), 2),
+    "purge": (lambda store: store.purge(), 2),
+    "evict": (lambda store: store.evict(0, 0), 2),
+    "stats": (lambda store: store.stats().store.keys, 2),
+    "put without replacing": (lambda store: store.put_many(dict(OLD), replace=False), ["a", "b"]),
+}
+
+
+# Seen at once
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("reader", ["same", "another", "tcp"])
+def test_a_put_is_read_by_everybody_as_soon_as_it_has_returned(shared: Shared, name: str, reader: str) -> None:
+    store = shared.open()
+    other = reader_of(shared, reader, store)
+    with by_itself(shared, 2):
+        store.put_many(dict(OLD))
+        for _ in range(2):
+            assert READS[name](other) == list(OLD.values())
+        store.put_many(dict(LONG))
+    for _ in range(2):
+        assert READS[name](other) == list(LONG.values())
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+@pytest.mark.parametrize("reader", ["same", "another", "tcp"])
+def test_a_put_is_found_by_everybody_as_soon_as_it_has_returned(one_kind: Shared, name: str, reader: str) -> None:
+    look, found = LOOK_UPS[name]
+    store = one_kind.open()
+    other = reader_of(one_kind, reader, store)
+    with by_itself(one_kind):
+        store.put_many(dict(LONG))
+    assert look(other) == found
+
+
+def test_a_put_is_there_when_its_store_is_closed_at_once(shared: Shared) -> None:
+    with shared.entered() as store:
+        store.put_many(dict(LONG))
+    assert values_of(shared.open()) == list(LONG.values())
+    statistics = shared.core_statistics()
+    assert (statistics.reservations, statistics.reserved_bytes) == (0, 0)
+
+
+def test_what_a_client_put_and_reads_is_counted(shared: Shared) -> None:
+    store = shared.open()
+    total = sum(map(len, LONG.values()))
+    store.put_many(dict(LONG))
+    assert values_of(store) == list(LONG.values())
+    statistics = shared.core_statistics()
+    assert (statistics.puts, statistics.put_bytes) == (2, total)
+    assert (statistics.hits, statistics.hit_bytes) == (2, total)
+    (server,) = [store.stats().server]
+    assert server is not None
+    assert shared.look(lambda: shared.server.server.statistics().received_bytes) == total
+
+
+def test_a_row_of_puts_of_one_size_all_arrive_with_room_asked_for_ahead(shared: Shared) -> None:
+    store, other = shared.open(), shared.open()
+    for index in range(9):
+        value = bytes([index]) * MIB
+        with by_itself(shared):
+            store.put(f"key {index % 2}", value)
+        assert other.get(f"key {index % 2}") == value
+        assert store.get(f"key {index % 2}") == value
+    store.delete(["key 0", "key 1"])
+    store.put("short", bytes(100 * KIB))
+    assert shared.core_statistics().used_bytes == 100 * KIB
+
+
+ops = st.tuples(
+    st.integers(0, 3),
+    st.sampled_from(["put", "put", "get", "get", "lease", "exists", "match", "delete", "into"]),
+    st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True),
+)
+
+
+def check(stores: list[BlockingStore], steps: list[tuple[int, str, list[str]]]) -> None:
+    """Each store does what a dictionary does, whoever changed it."""
+    model: dict[str, bytes] = {}
+    stores[-1].purge()
+    for number, (who, what, keys) in enumerate(steps):
+        store = stores[who % len(stores)]
+        if what == "put":
+            new = {key: f"{number} {key} ".encode() * (900 + 40 * number) for key in keys}
+            store.put_many(dict(new))
+            model |= new
+        elif what == "delete":
+            assert store.delete(keys) == len([key for key in keys if model.pop(key, None) is not None])
+        elif what == "exists":
+            assert store.exists_many(keys) == [key in model for key in keys]
+        elif what == "match":
+            count = next((i for i, key in enumerate(keys) if key not in model), len(keys))
+            assert int(store.match_prefix(keys)) == count
+        elif what == "lease":
+            with store.lease(keys) as views:
+                found = [None if view is None else bytes(view) for view in views]
+                del views
+            assert found == list(map(model.get, keys))
+        elif what == "into":
+            buffers = [bytearray(100_000) for _ in keys]
+            lengths = store.get_many_into(list(zip(keys, buffers, strict=True)))
+            read = [None if n is None else bytes(buffer[:n]) for n, buffer in zip(lengths, buffers, strict=True)]
+            assert read == list(map(model.get, keys))
+        else:
+            assert values_of(store, keys) == list(map(model.get, keys))
+
+
+def test_several_stores_never_return_what_was_replaced(kind: str, loops: Loops) -> None:
+    with shared_serving(loops, kind) as shared:
+        stores = [shared.open(inline_bytes=0), shared.open(inline_bytes=0), shared.open(), tcp_store(shared)]
+
+        @settings(max_examples=100)
+        @given(steps=st.lists(ops, min_size=3, max_size=20))
+        def run(steps: list[tuple[int, str, list[str]]]) -> None:
+            check(stores, steps)
+
+        run()
+
+
+# Checksums
+
+
+def damage(shared: Shared, key: str) -> None:
+    def change() -> None:
+        shared.core.settle()
+        entry = shared.core._index.get(key)
+        assert entry is not None
+        shared.core.pool.view(entry[:3])[5] ^= 1
+
+    shared.look(change)
+
+
+@pytest.mark.parametrize("reader", ["same", "another", "tcp"])
+def test_the_checksums_that_the_writer_made_arrive(shared: Shared, reader: str) -> None:
+    store = shared.open(verify="always")
+    other = reader_of(shared, reader, store, verify="always")
+    with by_itself(shared):
+        store.put_many(dict(LONG))
+    assert values_of(other) == list(LONG.values())
+    damage(shared, "b")
+    with pytest.raises(ChecksumMismatch):
+        other.get_many(["a", "b"])
+    assert other.exists_many(["a", "b"]) == [True, False]
+    assert values_of(store) == [LONG["a"], None]
+
+
+def test_a_writer_that_does_not_verify_leaves_no_checksums(shared: Shared) -> None:
+    store, other = shared.open(verify="never"), shared.open(verify="always")
+    with by_itself(shared):
+        store.put_many(dict(LONG))
+    damage(shared, "b")
+    assert values_of(other) != list(LONG.values())
+    assert shared.look(lambda: [entry[3] for entry in map(shared.core._index.get, "ab") if entry]) == [0, 0]
+
+
+# By message, as before
+
+
+def test_what_cannot_be_committed_alone_goes_by_message(shared: Shared) -> None:
+    store, other = shared.open(), shared.open()
+    with by_message(shared):
+        assert store.put_many(dict(LONG), replace=False) == []
+    with by_message(shared, "put"):
+        store.put("short", b"short")
+    many = {f"key {index}": bytes([index % 251]) * 100 for index in range(HAZARD_SLOTS + 1)}
+    with by_message(shared):
+        store.put_many(dict(many))
+    assert values_of(other, many) == list(many.values())
+    assert values_of(other) == list(LONG.values())
+    del many["key 0"]
+    with by_itself(shared):
+        store.put_many(dict(many))
+    assert values_of(other, many) == list(many.values())
+
+
+def test_without_tables_everything_is_as_it_was(kind: str, loops: Loops) -> None:
+    with mock.patch.object(service, "tables_are_safe_here", return_value=False), shared_serving(loops, kind) as shared:
+        store, other = shared.open(), shared.open()
+        for values in (OLD, LONG):
+            with by_message(shared):
+                store.put_many(dict(values))
+            for who in (store, other):
+                assert values_of(who) == list(values.values())
+
+
+def test_a_full_pool_refuses_a_put_and_takes_it_when_there_is_room(shared: Shared) -> None:
+    store = shared.open()
+    store.put_many(dict(OLD))
+    with store.lease(["a", "b"]) as views, pytest.raises(OutOfMemory):
+        store.put("a", bytes(4 * MIB - 100 * KIB))
+    del views
+    assert values_of(store) == list(OLD.values())
+    assert shared.core_statistics().reservations == 0
+    for index in range(12):
+        with by_itself(shared):
+            store.put(f"filler {index}", bytes(MIB))
+    assert store.exists(f"filler {index}")
+    assert shared.core_statistics().keys <= 4
+
+
+# From between the copying and the commit word
+
+
+def test_nothing_is_seen_before_the_word_and_everything_after_it(one_kind: Shared) -> None:
+    store, other, tcp = one_kind.open(), one_kind.open(), tcp_store(one_kind)
+    store.put_many(dict(OLD))
+
+    def look(expected: dict[str, bytes]) -> None:
+        for _ in range(2):
+            for who in (other, tcp):
+                assert values_of(who) == list(expected.values())
+        # The store itself, by another connection:
+        assert values_of(store) == list(expected.values())
+
+    look(OLD)
+    with just_before_the_word(lambda: look(OLD)):
+        store.put_many(dict(LONG))
+    look(LONG)
+    with just_before_the_word(lambda: look(OLD), after=True):
+        store.put_many(dict(OLD))
+    look(OLD)
+
+
+@pytest.mark.parametrize("second", ["same", "another", "tcp"])
+def test_of_two_puts_of_one_key_at_a_time_the_one_whose_word_comes_last_stays(one_kind: Shared, second: str) -> None:
+    store, other = one_kind.open(), one_kind.open()
+    tcp = tcp_store(one_kind)
+    writer = {"same": store, "another": other, "tcp": tcp}[second]
+    between = {"a": b"between" * 9000, "c": b"c" * 50_000}
+
+    def put() -> None:
+        writer.put_many(dict(between))
+        for who in (store, other, tcp):
+            for _ in range(2):
+                assert values_of(who, "abc") == [between["a"], None, between["c"]]
+
+    with just_before_the_word(put):
+        store.put_many(dict(LONG))
+    for who in (store, other, tcp):
+        for _ in range(2):
+            assert values_of(who, "abc") == [*LONG.values(), between["c"]]
+    found = counts(one_kind)
+    assert (found["prepare"], found.get("commit", 0)) == (1 + (second != "tcp"), int(second != "tcp"))
+    statistics = one_kind.core_statistics()
+    assert (statistics.puts, statistics.keys) == (4, 3)
+    store.purge()
+    assert one_kind.core_statistics().used_bytes == 0
+
+
+@pytest.mark.parametrize("second", ["same", "another", "tcp"])
+def test_a_put_just_after_the_word_replaces_it(one_kind: Shared, second: str) -> None:
+    store, other = one_kind.open(), one_kind.open()
+    tcp = tcp_store(one_kind)
+    writer = {"same": store, "another": other, "tcp": tcp}[second]
+    with just_before_the_word(lambda: writer.put_many(dict(OLD)), after=True):
+        store.put_many(dict(LONG))
+    for who in (store, other, tcp):
+        for _ in range(2):
+            assert values_of(who) == list(OLD.values())
+
+
+REMOVALS: dict[str, Callable[[BlockingStore], object]] = {
+    "delete": lambda store: store.delete(["a"]),
+    "purge": lambda store: store.purge(),
+    "evict": lambda store: store.evict(0, 0),
+}
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_removal_beside_a_put_takes_what_was_there(one_kind: Shared, name: str, after: bool) -> None:
+    """Just before the word that is the old block; just after it is the new one, which its own store forgets."""
+    store, other = one_kind.open(), one_kind.open()
+    store.put("a", OLD["a"])
+    assert other.get("a") == store.get("a") == OLD["a"]
+    with just_before_the_word(lambda: REMOVALS[name](other), after=after):
+        store.put("a", LONG["a"])
+    for who in (store, other):
+        for _ in range(2):
+            assert values_of(who, "a") == [None if after else LONG["a"]]
+    assert one_kind.core_statistics().used_bytes == (0 if after else 100 * KIB)
+
+
+def test_the_room_of_a_block_that_its_own_store_remembers_is_used_again_only_when_it_knows(one_kind: Shared) -> None:
+    """The store notes where its blocks are when they may already have been replaced, and their room used again."""
+    store, other = one_kind.open(), one_kind.open()
+
+    def use_the_room() -> None:
+        other.delete(["a", "b"])
+        for index in range(30):
+            other.put(f"filler {index}", bytes([index]) * 200_000)
+        other.put_many(dict(OLD))
+
+    with just_before_the_word(use_the_room, after=True):
+        store.put_many(dict(LONG))
+    for _ in range(2):
+        assert values_of(store) == list(OLD.values())
+        assert store.exists_many(["a", "b", "filler 0"]) == [True, True, False]
+
+
+class Stop(BaseException):
+    """What ends a call from outside."""
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_put_that_is_ended_at_its_word_stores_all_or_nothing(one_kind: Shared, after: bool) -> None:
+    store, other = one_kind.open(), one_kind.open()
+    store.put_many(dict(OLD))
+
+    def stop() -> None:
+        raise Stop
+
+    with just_before_the_word(stop, after=after), pytest.raises(Stop):
+        store.put_many(dict(LONG))
+    for who in (other, store):
+        assert values_of(who) == list((LONG if after else OLD).values())
+    one_kind.until(reservations=0, reserved_bytes=0, quarantined_bytes=0)
+    with by_itself(one_kind):
+        store.put_many(dict(LONG))
+    assert values_of(other) == list(LONG.values())
+
+
+def test_a_put_whose_connection_the_server_ends_before_the_word_stores_nothing(one_kind: Shared) -> None:
+    store, other = one_kind.open(), one_kind.open()
+    store.put_many(dict(OLD))
+    with just_before_the_word(one_kind.end_connections), pytest.raises(StoreUnavailable):
+        store.put_many(dict(LONG))
+    one_kind.until(reservations=0, reserved_bytes=0, quarantined_bytes=0)
+    for who in (other, store):
+        assert values_of(who) == list(OLD.values())
+    with by_itself(one_kind):
+        store.put_many(dict(LONG))
+    assert values_of(other) == list(LONG.values())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_server_that_drains_at_the_word_of_a_put_waits_for_nobody(loops: Loops, after: bool) -> None:
+    with shared_serving(loops, "threads", drain_timeout_s=1000) as shared:
+        store = shared.open()
+
+        def drain() -> None:
+            shared.look(shared.server.server.drain)
+            if not after:  # the others have nothing that the server waits for
+                shared.until(quarantined_clients=1)
+
+        if after:
+            with just_before_the_word(drain, after=True):
+                store.put_many(dict(LONG))
+        else:
+            with just_before_the_word(drain), pytest.raises(StoreUnavailable):
+                store.put_many(dict(LONG))
+        loops.trio.run(shared.server.finished.wait)
+        assert len(shared.core) == (2 if after else 0)
