@@ -7,14 +7,17 @@ memory than the one before: the pool, the memory that the yardstick copies to (a
 buffers are each larger than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against
 the copying get, and against one that copies with a single thread, as memcpy does.
 
+A client knows where blocks lie that it has read or written, and reads them again without asking the server. Asking
+(known_blocks=0) is what reading a block for the first time takes.
+
 Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its mapping is populated by a
 thread in the background meanwhile, and every page that it has not come to yet is a page fault.
 
 Single calls are against pymemcache (apt-get install memcached; pip install pymemcache) over a Unix socket, in a closed
-loop and with 2 ms of thinking between two calls; the latter also with a server that stays awake meanwhile (--spin-time
-3000). Its cheapest call, getting one byte, stands against exists. Where the two ends run decides much of that: on one
-core a server need not be woken across cores, which on a virtual machine takes longer than all that memcached does. So
-they are measured with a core for each end, and once more wherever the kernel puts them.
+loop and with 2 ms of thinking between two calls. Its cheapest call, getting one byte, stands against exists. Where the
+two ends run decides much of that: on one core a server need not be woken across cores, which on a virtual machine takes
+longer than all that memcached does. So they are measured with a core for each end, and once more wherever the kernel
+puts them.
 """
 
 import argparse
@@ -48,7 +51,6 @@ BUFFER_BYTES = 128 * MIB
 SHAPES = {"64 x 64 KiB": (64, 64 * KIB), "16 x 1 MiB": (16, MIB)}
 LEASES = 8  # one after the other count as one call: else a round of them would be over in a moment
 THINKING_S = 0.002
-AWAKE = ("--spin-time", "3000")  # more than the thinking
 
 
 class Blocks:
@@ -88,8 +90,8 @@ def copy(pairs: list[tuple[Any, Any]]) -> None:
 
 
 @contextmanager
-def server(*flags: str) -> Iterator[str]:
-    """Start a server on a private socket, with flags of its own; give its URL."""
+def server() -> Iterator[str]:
+    """Start a server on a private socket; give its URL."""
     with tempfile.TemporaryDirectory(prefix="infinistore-bench-") as folder:
         path = f"{folder}/store.sock"
         command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "0"]
@@ -100,7 +102,6 @@ def server(*flags: str) -> Iterator[str]:
             f"{POOL_BYTES // MIB}MiB",
             "--log-level",
             "warning",
-            *flags,
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -144,15 +145,26 @@ def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[st
     return medians
 
 
+@contextmanager
+def stores(url: str) -> Iterator[tuple[BlockingStore, BlockingStore, BlockingStore]]:
+    """Open a store, one that copies with a single thread, and one that asks the server each time."""
+    with (
+        open_store(url) as store,
+        open_store(f"{url}&copy_threads=1") as single,
+        open_store(f"{url}&known_blocks=0") as asking,
+    ):
+        yield store, single, asking
+
+
 def measure_warm(
-    store: BlockingStore, single: BlockingStore, batches: Batches, rounds: int, calls: int
+    opened: tuple[BlockingStore, BlockingStore, BlockingStore], batches: Batches, rounds: int, calls: int
 ) -> dict[str, float]:
-    """Measure batches in a store whose mapping has been walked through, and the gets of one that copies with a single
-    thread; returns medians in seconds."""
+    """Measure batches in `stores` whose mapping has been walked through; returns medians in seconds."""
+    store, single, asking = opened
     for put, get in zip(batches.puts, batches.gets, strict=True):
         store.put_many(put)
-        store.get_many_into(get)
-        single.get_many_into(get)
+        for other in (store, single, asking):
+            other.get_many_into(get)
     for thread in threading.enumerate():
         if thread.name == "infinistore-populate":
             thread.join()
@@ -163,10 +175,12 @@ def measure_warm(
         "memcpy out": taking_turns(copy, batches.copies_out),
         "get": taking_turns(store.get_many_into, batches.gets),
         "get, one thread": taking_turns(single.get_many_into, batches.gets),
-        "leases": taking_turns(partial(lease, store), [batches.keys[i : i + LEASES] for i in firsts]),
+        "get, asking": taking_turns(asking.get_many_into, batches.gets),
     }
+    for name, leasing in (("lease", store), ("lease, asking", asking)):
+        things[name] = taking_turns(partial(lease, leasing), [batches.keys[i : i + LEASES] for i in firsts])
     medians = interleaved(things, rounds=rounds, calls=calls)
-    return medians | {"lease": medians["leases"] / LEASES}
+    return {name: seconds / LEASES if name.startswith("lease") else seconds for name, seconds in medians.items()}
 
 
 def measure_batches(url: str, rounds: int) -> dict[str, float]:
@@ -177,18 +191,20 @@ def measure_batches(url: str, rounds: int) -> dict[str, float]:
         calls = BUFFER_BYTES // (count * size)
         for verify, checked in (("never", "unchecked"), ("always", "checked")):
             options = f"{url}?verify={verify}"
-            with open_store(options) as store, open_store(f"{options}&copy_threads=1") as single:
-                warm = measure_warm(store, single, batches, rounds, calls)
+            with stores(options) as opened:
+                warm = measure_warm(opened, batches, rounds, calls)
             cold = measure_cold(url, verify, batches, calls)
             for kind, yardstick in (("put", "memcpy in"), ("get", "memcpy out")):
                 name = f"{kind} {shape} {checked}"
                 results[f"{name} / memcpy"] = warm[yardstick] / warm[kind]
                 results[f"{name} / memcpy, cold"] = warm[yardstick] / cold[kind]
                 results[f"{name} GB/s"] = count * size / warm[kind] / 1e9
+            results[f"get {shape} {checked}, asking / memcpy"] = warm["memcpy out"] / warm["get, asking"]
             if verify == "never":  # a lease in place checks nothing unless it is asked to
                 results[f"lease in place {shape} / get"] = warm["get"] / warm["lease"]
                 results[f"lease in place {shape} / get, one thread"] = warm["get, one thread"] / warm["lease"]
                 results[f"lease in place {shape}, us"] = warm["lease"] * 1e6
+                results[f"lease in place {shape}, asking, us"] = warm["lease, asking"] * 1e6
         with open_store(url) as store:
             store.purge()
     return results
@@ -247,25 +263,25 @@ def measure_single_calls(rounds: int) -> dict[str, float]:
     if len(cores) > 1:
         placements.insert(0, ("a core each", cores[0], cores[1]))
     for where, ours, theirs in placements:
-        with on_core(theirs), server() as url, server(*AWAKE) as awake_url, memcached() as other, on_core(ours):
-            results |= compare_single_calls(url, awake_url, other, where, rounds)
+        with on_core(theirs), server() as url, memcached() as other, on_core(ours):
+            results |= compare_single_calls(url, other, where, rounds)
     return results
 
 
-def compare_single_calls(url: str, awake_url: str, other: Any, where: str, rounds: int) -> dict[str, float]:
+def compare_single_calls(url: str, other: Any, where: str, rounds: int) -> dict[str, float]:
     """Measure single calls, in a closed loop and with time to think; returns ratios, and p50s in microseconds."""
     results: dict[str, float] = {}
-    with open_store(url) as store, open_store(awake_url) as awake:
+    with open_store(url) as store, open_store(f"{url}?known_blocks=0") as asking:
         value = bytes(range(256)) * 16
         store.put("one", value)
-        awake.put("one", value)
         other.set("one", value)
         other.set("byte", b"1")
-        assert store.get("one") == awake.get("one") == other.get("one") == value
+        assert store.get("one") == asking.get("one") == other.get("one") == value
         for name, measured, thinking_s, calls in (
             (f"closed loop, {where}", store, 0.0, 500),
+            (f"closed loop, asking, {where}", asking, 0.0, 500),
             (f"2 ms of thinking, {where}", store, THINKING_S, 50),
-            (f"2 ms of thinking, {' '.join(AWAKE)}, {where}", awake, THINKING_S, 50),
+            (f"2 ms of thinking, asking, {where}", asking, THINKING_S, 50),
         ):
             things: dict[str, Callable[[], object]] = {
                 "pymemcache get": partial(other.get, "one"),
