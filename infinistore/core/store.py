@@ -125,9 +125,18 @@ class StoreCore:
         self._check_open(client)
         self._own_pins.add(client, look)
 
-    def look_at_pins(self) -> None:
-        """Bring up to date what clients pin by themselves."""
+    def catch_up(self) -> None:
+        """Bring up to date what clients have done by themselves: commit what they have written, and pin what they read.
+
+        Whoever looks at more than this object tells, at traffic for example, calls it first.
+        """
+        self.settle()
         self._own_pins.look()
+
+    @property
+    def max_pinned_bytes(self) -> int:
+        """How much one client may hold, leased and reserved together: see `CoreLimits.max_pinned_ratio`."""
+        return int(self.limits.max_pinned_ratio * self.pool.capacity_bytes)
 
     @property
     def on_removal(self) -> Callable[[Sequence[Entry]], object] | None:
@@ -151,9 +160,8 @@ class StoreCore:
         in the batch, or too much held by this client. OutOfMemory: no room now.
         """
         self._check_open(client)
-        self.settle()
+        self.catch_up()
         self.expire_holds()
-        self.look_at_pins()
         self.limits.check_batch(len(sizes))
         self._room.check_sizes(sizes, self.limits.max_value_bytes)
         footprint_bytes = self.pool.footprints(sizes)
@@ -436,8 +444,7 @@ class StoreCore:
         """
         if not 0 <= low <= high <= 1:
             raise ValueError(f"watermarks must be 0 <= low <= high <= 1, not low={low} and high={high}")
-        self.settle()
-        self.look_at_pins()  # which may give room back
+        self.catch_up()  # which may give room back
         capacity = self.pool.capacity_bytes
         if self.pool.used_bytes <= high * capacity:
             return 0
@@ -495,8 +502,7 @@ class StoreCore:
 
     def statistics(self) -> StoreStatistics:
         """Return a snapshot. Cheap: nothing is scanned but the clients."""
-        self.settle()
-        self.look_at_pins()
+        self.catch_up()
         quarantined = [client for client in self._clients if client.state == "quarantined"]
         counters = self._counters
         evicted = self._room.evicted

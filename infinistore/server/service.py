@@ -265,8 +265,7 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """What the server has done so far."""
-        self.core.settle()
-        self.core.look_at_pins()
+        self.core.catch_up()
         traffic = attrs.evolve(self._past)
         for session in self._sessions:
             traffic.add(session.traffic)
@@ -290,18 +289,17 @@ class Server:
 
     def clients(self) -> list[ClientStatistics]:
         """The connections that are open; of many those that moved the most bytes."""
-        self.core.settle()
-        self.core.look_at_pins()
+        self.core.catch_up()
         return details.clients(self._sessions)
 
     async def details(self) -> ServerDetails:
         """What takes a few milliseconds to gather; others have their turn meanwhile."""
-        self.core.settle()
-        self.core.look_at_pins()
+        self.core.catch_up()
         state = "draining" if self.draining else "serving"
         found = await details.gather(self.core, list(self._sessions), self._service.recorder, state)
-        max_pinned_bytes = int(self.core.limits.max_pinned_ratio * self.core.pool.capacity_bytes)
-        return attrs.evolve(found, max_connections=self.config.max_connections, max_pinned_bytes=max_pinned_bytes)
+        return attrs.evolve(
+            found, max_connections=self.config.max_connections, max_pinned_bytes=self.core.max_pinned_bytes
+        )
 
     async def _statistics_tree(self, with_details: bool) -> Tree:
         found = await self.details() if with_details else None

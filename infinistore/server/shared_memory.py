@@ -111,8 +111,7 @@ class SharedMemory:
         """
         if self._own_reads is not None:
             self._own_reads.end()
-            self._core.settle()
-            self._core.look_at_pins()
+            self._core.catch_up()
 
     def close(self) -> None:
         """Close what the client maps besides the arenas."""
@@ -285,9 +284,8 @@ class SharedMemory:
         if self._tables is None or self._own_reads is None:
             await conversation.reply(MapTablesReply(0))
             return
-        pool = self._core.pool
-        max_pinned_bytes = int(self._core.limits.max_pinned_ratio * pool.capacity_bytes)
-        reply = MapTablesReply(self._tables.granule_bytes, max_pinned_bytes, pool.footprint(1))
+        unit_bytes = self._core.pool.footprint(1)
+        reply = MapTablesReply(self._tables.granule_bytes, self._core.max_pinned_bytes, unit_bytes)
         descriptors = [self._tables.share(), self._own_reads.share()]
         await conversation.send(
             conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s

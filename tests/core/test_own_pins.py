@@ -267,7 +267,7 @@ def test_a_quarantined_client_keeps_what_it_reads_until_it_says_no_more(make_cor
     reader = Reader(core)
     put(core, core.open_client("a"), blocks("x"))
     reader.read("x")
-    core.look_at_pins()
+    core.catch_up()
     core.quarantine(reader.client)
     core.delete(["x"])
     assert core.statistics().quarantined_bytes == core.statistics().condemned_bytes == 64
