@@ -170,10 +170,7 @@ class SharedMemoryOperations(RemoteOperations):
             lease = Lease(part, wanted, self._inline_bytes)
             reply = expect(LeaseReply, (yield from self._ask(lease)))
             self.holding = bool(reply.lease)
-            self._check_reply(lease, reply)
-            if len(reply.places) != len(reply.sizes):
-                raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
-            self.pool.known.note(part, reply.places, reply.sizes, reply.checksums, reply.removals)
+            self._take_note(lease, reply)
             targets = room(reply.sizes, first)
             if reply.lease:
                 yield from self._copy_out(part, reply, targets)
@@ -285,8 +282,7 @@ class SharedMemoryOperations(RemoteOperations):
                     reply = expect(LeaseReply, (yield from self._ask(request)))
                     if reply.lease:
                         owed.messages.append(Release(reply.lease))
-                    self._check_reply(request, reply)
-                    self.pool.known.note(part, reply.places, reply.sizes, reply.checksums, reply.removals)
+                    self._take_note(request, reply)
                     places, sizes = self._placed(reply)
                     if not self._knows_arenas(places):
                         yield from self._ask_arenas()
@@ -306,14 +302,18 @@ class SharedMemoryOperations(RemoteOperations):
             self.pins.leased_bytes += owed.leased_bytes
             return Leased(views, watch)
 
+    def _take_note(self, lease: Lease, reply: LeaseReply) -> None:
+        """Check a reply, and note where it says that the blocks are."""
+        self._check_reply(lease, reply)
+        if len(reply.places) != len(reply.sizes):
+            raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
+        self.pool.known.note(lease.keys, reply.places, reply.sizes, reply.checksums, reply.removals)
+
     @staticmethod
     def _placed(reply: LeaseReply) -> tuple[list[int], list[int]]:
         """Return places and sizes of the blocks that are there, as lists: see `_check_reply`."""
         sizes = reply.sizes.tolist()
-        missing = sizes.count(MISSING)
-        if missing < len(reply.sizes) and len(reply.places) != len(reply.sizes):
-            raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
-        if not missing:  # nearly always
+        if MISSING not in sizes:  # nearly always
             return reply.places.tolist(), sizes
         there = present_in(reply)
         return [reply.places[i] for i in there], [sizes[i] for i in there]
