@@ -323,9 +323,9 @@ class SharedMemoryOperations(RemoteOperations):
     ) -> Exchange[None]:
         present = [(key, view, c) for key, view, c in zip(keys, views, checksums, strict=True) if view is not None]
         hashes = yield from hash_blocks([view for _, view, _ in present])
-        bad = [key for (key, _, c), found in zip(present, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
+        there, expected = [key for key, _, _ in present], [checksum for _, _, checksum in present]
         del present
-        yield from self._report(bad, len(hashes))
+        yield from self._compare(there, expected, hashes)
 
     def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:
         """Take room for a batch in the server's pool, which the caller writes; private memory if nobody may write."""
