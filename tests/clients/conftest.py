@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
 from tests.clients.stores import REMOTE, STORES, Loops, Opened
 from tests.server.running import KIB, MIB, make_config
 
@@ -42,3 +43,24 @@ def remotes(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Remotes]:
     """Opens a server and a store of each remote kind."""
     with ExitStack() as stack:
         yield Remotes(request.param, loops, stack)
+
+
+@pytest.fixture(params=CLIENTS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of what kind the clients of `shared` are."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def shared(kind: str, loops: Loops) -> Iterator[Shared]:
+    """A server on this host, and what opens stores that map its pool, of each kind of client."""
+    with shared_serving(loops, kind) as running:
+        yield running
+
+
+@pytest.fixture
+def one_kind(loops: Loops) -> Iterator[Shared]:
+    """For what does not depend on the kind of client, or looks at it from inside: from a loop that is impossible."""
+    with shared_serving(loops, "threads") as running:
+        yield running

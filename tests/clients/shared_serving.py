@@ -14,7 +14,10 @@ from tests.clients.event_loops import as_blocking
 from tests.clients.stores import Loops, when_idle
 from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
 
-__all__ = ["CLIENTS", "Shared", "shared_serving"]
+__all__ = ["CLIENTS", "LONG", "Shared", "shared_serving"]
+
+LONG = {"a": bytes(range(256)) * 400, "b": b"b" * 70_000}
+"""Blocks that do not go inline."""
 
 _Open: TypeAlias = Callable[[Loops, str, dict[str, Any]], AbstractContextManager[BlockingStore]]
 

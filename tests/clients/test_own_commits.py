@@ -18,32 +18,12 @@ from infinistore.client.own_reads import OwnReads
 from infinistore.errors import ChecksumMismatch, OutOfMemory, StoreUnavailable
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, tables_are_safe_here
 from infinistore.server import service
-from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
+from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
 from tests.server.running import KIB, MIB
 
-LONG = {"a": bytes(range(256)) * 400, "b": b"b" * 70_000}
 OLD = {"a": b"old a" * 9000, "b": b"old b" * 40_000}
 pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
-
-
-@pytest.fixture(params=CLIENTS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def shared(kind: str, loops: Loops) -> Iterator[Shared]:
-    with shared_serving(loops, kind) as running:
-        yield running
-
-
-@pytest.fixture
-def one_kind(loops: Loops) -> Iterator[Shared]:
-    """For what does not depend on the kind of client, or looks at it from inside: from a loop that is impossible."""
-    with shared_serving(loops, "threads") as running:
-        yield running
 
 
 def counts(shared: Shared) -> dict[str, int]:

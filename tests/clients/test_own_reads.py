@@ -5,7 +5,7 @@ What another client has replaced, deleted or evicted is seen at once; what is le
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,37 +28,17 @@ from infinistore.errors import (
 )
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, tables_are_safe_here
 from infinistore.server import service, shared_memory
-from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
+from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
 from tests.clients.test_cancellation import cancel_at_each_await
 from tests.clients.test_shared_memory import server_process
 from tests.server.running import KIB, MIB, make_config, running_server
 
-LONG = {"a": bytes(range(256)) * 400, "b": b"b" * 70_000}
 SHORT = {"a": b"aaa", "b": b"a few bytes"}
 pytestmark = [
     pytest.mark.skipif(not tables_are_safe_here(), reason="clients read by themselves on x86-64 only"),
     pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse"),
 ]
-
-
-@pytest.fixture(params=CLIENTS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def shared(kind: str, loops: Loops) -> Iterator[Shared]:
-    with shared_serving(loops, kind) as running:
-        yield running
-
-
-@pytest.fixture
-def one_kind(loops: Loops) -> Iterator[Shared]:
-    """For what does not depend on the kind of client."""
-    with shared_serving(loops, "threads") as running:
-        yield running
 
 
 def knows(store: BlockingStore, blocks: dict[str, bytes]) -> None:
