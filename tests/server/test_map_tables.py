@@ -1,12 +1,10 @@
 """Over a real socket: a raw client maps the tables, reads by itself what it knows, and leaves in every way."""
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
 
-from infinistore.core.arena import Mapping
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import LimitExceeded, OutOfMemory, ProtocolError
 from infinistore.protocol.codec import encode_head, numbers
@@ -19,33 +17,11 @@ from infinistore.protocol.messages import (
     Purge,
     Touch,
 )
-from infinistore.protocol.shared_tables import HazardTable, RemovalTable, TouchLog
 from infinistore.server import read_tables, service
 from infinistore.transports.base import drive
+from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, running_server
 from tests.server.test_shared_memory import lease, local_peer, present, put, release, serving, until
-
-
-class Tables:
-    """A raw client's end of the tables."""
-
-    def __init__(self, granule_bytes: int, descriptors: list[int]) -> None:
-        removals, own = (
-            Mapping(descriptor, os.fstat(descriptor).st_size, writable=writable).memory
-            for descriptor, writable in zip(descriptors, (False, True), strict=True)
-        )
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self.removals = RemovalTable(removals, granule_bytes)
-        self.hazards = HazardTable(own)
-        self.log = TouchLog(own)
-
-
-async def tables(peer: Peer) -> Tables:
-    descriptors: list[int] = []
-    reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
-    assert isinstance(reply, MapTablesReply)
-    return Tables(reply.granule_bytes, descriptors)
 
 
 def begin(mapped: Tables, known: LeaseReply) -> int | None:
@@ -58,13 +34,21 @@ def begin(mapped: Tables, known: LeaseReply) -> int | None:
     return None
 
 
+async def known_block(peer: Peer) -> LeaseReply:
+    """Put a block "a" of 1 KiB, and tell what a client knows of it that leased it once."""
+    await put(peer, "a", b"x" * KIB)
+    known = await lease(peer, "a")
+    await release(peer, known.lease)
+    return known
+
+
 @pytest.mark.parametrize("inline_bytes", [0, POOL_BYTES], ids=["leased", "inline"])
 async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
     tmp_path: Path, inline_bytes: int
 ) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
-        mapped = await tables(peer)
+        mapped = await map_tables(peer)
         await put(other, "a", b"x" * KIB)
         await put(other, "b", b"y" * KIB)
         known = await lease(peer, "a", "b", inline_bytes=inline_bytes)
@@ -87,10 +71,8 @@ async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
 async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
-        await put(peer, "a", b"x" * KIB)
-        known = await lease(peer, "a")
-        await release(peer, known.lease)
-        first, again, of_another = await tables(peer), await tables(peer), await tables(other)
+        known = await known_block(peer)
+        first, again, of_another = await map_tables(peer), await map_tables(peer), await map_tables(other)
         assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
         assert again.hazards._numbers[1] == 1
         assert of_another.hazards._numbers[1] == 0
@@ -102,10 +84,8 @@ async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
 async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
-        mapped = await tables(peer)
-        await put(peer, "a", b"x" * KIB)
-        known = await lease(peer, "a")
-        await release(peer, known.lease)
+        mapped = await map_tables(peer)
+        known = await known_block(peer)
         assert begin(mapped, known) is not None
         await other.ask(Purge())
         assert server.core.statistics().used_bytes == KIB
@@ -120,10 +100,8 @@ async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_p
 async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
-        mapped = await tables(peer)
-        await put(peer, "a", b"x" * KIB)
-        known = await lease(peer, "a")
-        await release(peer, known.lease)
+        mapped = await map_tables(peer)
+        known = await known_block(peer)
         assert begin(mapped, known) is not None
         await release(peer, 12345)
         with pytest.raises(ProtocolError):
@@ -143,7 +121,7 @@ async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_
 async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         peer = await local_peer(server)
-        mapped = await tables(peer)
+        mapped = await map_tables(peer)
         await put(peer, "a", b"x" * KIB)
         await drive(peer.connection.notify(Touch(Keys(["a", "gone"]))), peer.stream)
         await drive(peer.connection.notify(Touch(Keys(["a"]), read=False)), peer.stream)
@@ -211,7 +189,7 @@ async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_wer
         await put(peer, "a", b"x")
         assert await present(peer, "a") == [True]
         monkeypatch.undo()
-        assert not (await tables(peer)).hazards.closed
+        assert not (await map_tables(peer)).hazards.closed
         peer.close()
         await server.quiet()
 
@@ -219,7 +197,7 @@ async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_wer
 async def test_junk_in_a_connections_memory_ends_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
-        mapped = await tables(peer)
+        mapped = await map_tables(peer)
         mapped.log.append(b"junk" * 100)
         mapped.hazards.add(numbers([2**64 - 1, 5]), numbers([2**64 - 1, 7]), numbers([0, 0]))
         for who in (peer, other):

@@ -3,12 +3,9 @@
 The clients here are raw, as in `test_shared_memory.py`.
 """
 
-import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,13 +27,11 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
-    READER_BYTES,
-    CommitWord,
-    TouchLog,
     tables_are_safe_here,
 )
 from infinistore.server import service
 from infinistore.transports.base import drive
+from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
 from tests.server.test_shared_memory import (
     abort,
@@ -52,30 +47,6 @@ from tests.server.test_shared_memory import (
 )
 
 pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
-
-
-class Tables:
-    """The tables of one connection, mapped."""
-
-    def __init__(self, memory: mmap.mmap, reply: MapTablesReply) -> None:
-        self.reply = reply
-        self.numbers: Any = memoryview(memory)[:64].cast("Q")
-        self.word = CommitWord(memoryview(memory))
-        self.log = TouchLog(memoryview(memory))
-
-    @property
-    def closed(self) -> bool:
-        return bool(self.numbers[0])
-
-
-async def map_tables(peer: Peer) -> Tables:
-    descriptors: list[int] = []
-    reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
-    assert isinstance(reply, MapTablesReply)
-    memory = mmap.mmap(descriptors[1], READER_BYTES)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return Tables(memory, reply)
 
 
 async def prepare(peer: Peer, reservation: int, *keys: str, checksums: bool = False) -> PrepareReply:
