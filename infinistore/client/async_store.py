@@ -25,7 +25,7 @@ from infinistore.client.device_calls import put_device_async as put_device
 from infinistore.client.device_memory import DeviceBatch, registrable
 from infinistore.client.in_place import Kept
 from infinistore.client.leasing import AsyncLease, AsyncReservation
-from infinistore.client.operations import Operation
+from infinistore.client.operations import Batch, Operation
 from infinistore.client.prefix_match import PrefixMatch
 from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
@@ -86,7 +86,11 @@ class AsyncStore(ABC):
         checked = batch_to_put(items)
         if isinstance(checked, DeviceBatch):
             return await put_device(self, checked, replace)
-        return await self._call(lambda ops: ops.put_many(checked, replace), idempotent=False, payload=True)
+        return await self._put_batch(checked, replace)
+
+    async def _put_batch(self, batch: Batch, replace: bool = True) -> list[str]:
+        """Store a batch that was checked."""
+        return await self._call(lambda ops: ops.put_many(batch, replace), idempotent=False, payload=True)
 
     async def get(self, key: str) -> bytearray:
         """Read one block.

@@ -25,7 +25,7 @@ from infinistore.client.device_calls import get_device_into, put_device
 from infinistore.client.device_memory import DeviceBatch, registrable
 from infinistore.client.in_place import Kept
 from infinistore.client.leasing import BlockingLease, BlockingReservation
-from infinistore.client.operations import Operation
+from infinistore.client.operations import Batch, Operation
 from infinistore.client.prefix_match import PrefixMatch
 from infinistore.client.rdma import ClientRdma
 from infinistore.client.registration import Registration
@@ -85,7 +85,11 @@ class BlockingStore(ABC):
         checked = batch_to_put(items)
         if isinstance(checked, DeviceBatch):
             return put_device(self, checked, replace)
-        return self._call(lambda ops: ops.put_many(checked, replace), idempotent=False, payload=True)
+        return self._put_batch(checked, replace)
+
+    def _put_batch(self, batch: Batch, replace: bool = True) -> list[str]:
+        """Store a batch that was checked."""
+        return self._call(lambda ops: ops.put_many(batch, replace), idempotent=False, payload=True)
 
     def get(self, key: str) -> bytearray:
         """Read one block.

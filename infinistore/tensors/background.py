@@ -62,6 +62,8 @@ class Background(Generic[_Job]):
             raise ValueError(f"max_pending_bytes must be a whole number above 0, not {max_pending_bytes!r}")
         if not isinstance(nice, int) or not 0 <= nice <= 19:
             raise ValueError(f"nice must be a whole number from 0 to 19, not {nice!r}")
+        if not 0 <= linger_s <= threading.TIMEOUT_MAX:
+            raise ValueError(f"linger_s must be a number of seconds, 0 or more, not {linger_s!r}")
         self.max_pending_bytes = max_pending_bytes
         self.pending_bytes = 0
         self.submitted = 0
@@ -109,9 +111,11 @@ class Background(Generic[_Job]):
                 f"{job.total_bytes} bytes at a time are more than max_pending_bytes ({self.max_pending_bytes}): raise"
                 " it, or give fewer blocks at a time"
             )
-        self._check_usable()
+        self._check_fork()
         with self._lock:
-            if not self._wait(lambda: self._closed or self._has_room(job), timeout_s if wait else 0):
+            self._check_open()
+            may_wait_s = timeout_s if wait else 0
+            if not self._has_room(job) and not self._wait(lambda: self._closed or self._has_room(job), may_wait_s):
                 if not wait:
                     return False
                 raise DeadlineExceeded(
@@ -224,10 +228,6 @@ class Background(Generic[_Job]):
                 return False
             self._progress.wait(None if left_s is None else min(left_s, threading.TIMEOUT_MAX))
         return True
-
-    def _check_usable(self) -> None:
-        self._check_fork()
-        self._check_open()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -49,7 +49,7 @@ _CUDA_LOCK = threading.Lock()
 
 
 def _copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> DeviceCopies:
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return _CPU
     with _CUDA_LOCK:
         copies = _CUDA.get(store)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LayerWriter", "LayerWriterStatistics", "Ticket"]
 
 _MAX_BATCH_BYTES = 16 * 1024 * 1024
-_LINGER_S = 0.02
-"""How long a small write waits for more. Layers come every few milliseconds; who waits for one ends that."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,6 +74,8 @@ class LayerWriter:
         when_full: at that bound, "block" waits in `write`, "drop" leaves the write out and counts it.
         deadline_s: how long `write` waits for room, in seconds.
         nice: how far the thread stands back for the computation, 0 (not) to 19, as nice(1) counts.
+        linger_s: how long less than 4 MiB wait for more to go into one put with, in seconds. Each put takes a part of
+            its time from the computation whatever its size. Who waits for a write ends that.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class LayerWriter:
         when_full: Literal["block", "drop"] = "block",
         deadline_s: float = 30.0,
         nice: int = 10,
+        linger_s: float = 0.05,
     ) -> None:
         if not isinstance(store, BlockingStore):
             raise TypeError(
@@ -109,7 +110,7 @@ class LayerWriter:
             max_pending_bytes=max_pending_bytes,
             max_batch_bytes=_MAX_BATCH_BYTES,
             nice=nice,
-            linger_s=_LINGER_S,
+            linger_s=linger_s,
             belongs=_no_key_twice,
         )
 

@@ -133,12 +133,12 @@ def bytes_of_storage(tensor: "torch.Tensor") -> "torch.Tensor":
 
 def _check(tensor: Any, blocks: Blocks, block_bytes: int) -> TensorBlocks:
     checked = _check_tensor(tensor)
-    size = _whole_number("block_size_bytes", block_bytes)
+    (size,) = _whole_numbers("block_size_bytes", [block_bytes])
     if size < 1:
         raise ValueError(f"block_size_bytes must be above 0, not {size}")
     keys, offsets = _columns(blocks)
     check_keys(keys)
-    length = checked.numel() * checked.element_size()
+    length = checked.nbytes
     if offsets and (min(offsets) < 0 or max(offsets) + size > length):
         key, offset = next(pair for pair in zip(keys, offsets, strict=True) if not 0 <= pair[1] <= length - size)
         raise ValueError(
@@ -168,7 +168,8 @@ def _check_tensor(tensor: Any) -> "torch.Tensor":
         raise ValueError(f"a tensor of layout {tensor.layout} has no blocks of bytes; pass tensor.to_dense()")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor keeps its scales beside its bytes; pass tensor.int_repr()")
-    _check_device(tensor)
+    if not tensor.is_cpu:
+        _check_device(tensor)
     if not _has_memory(tensor):
         raise ValueError("the tensor has no memory of its own (a meta or fake tensor); pass a real one")
     if tensor.requires_grad:
@@ -199,9 +200,13 @@ def _check_device(tensor: "torch.Tensor") -> None:
 
 
 def _has_memory(tensor: "torch.Tensor") -> bool:
+    import torch
+
     try:
-        # A fake tensor says that it is on a device, but its storage is not.
-        return tensor.untyped_storage().device == tensor.device and bool(tensor.data_ptr() or not tensor.numel())
+        # A fake tensor, which has a type of its own, says that it is on a device, but its storage is not.
+        if type(tensor) is not torch.Tensor and tensor.untyped_storage().device != tensor.device:
+            return False
+        return bool(tensor.data_ptr() or not tensor.numel())
     except (NotImplementedError, RuntimeError):  # a wrapper without storage: inside torch.func or torch.compile
         return False
 
@@ -214,21 +219,21 @@ def _columns(blocks: Blocks) -> tuple[list[str], list[int]]:
         keys, offsets = zip(*pairs, strict=True)
     except (TypeError, ValueError):
         raise TypeError("give blocks as pairs (key, offset in bytes)") from None
-    return list(keys), [_whole_number("an offset", offset) for offset in offsets]
+    return list(keys), _whole_numbers("an offset", offsets)
 
 
-def _whole_number(what: str, value: Any) -> int:
+def _whole_numbers(what: str, values: Sequence[Any]) -> list[int]:
     try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is a whole number of bytes, not {type(value).__name__}") from None
+        return list(map(operator.index, values))
+    except TypeError as error:
+        raise TypeError(f"{what} is a whole number of bytes: {error}") from None
 
 
 def _starts(tensor: "torch.Tensor", offsets: list[int], size: int) -> list[int] | None:
     """Where the blocks begin in the storage, in bytes; None if one of them is not one piece of memory."""
     first = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.is_contiguous():
-        return [first + offset for offset in offsets]
+        return [first + offset for offset in offsets] if first else offsets
     spans = _spans(tensor)
     run_bytes = tensor.element_size()
     if spans and spans[-1][1] == 1:

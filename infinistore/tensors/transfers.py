@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from infinistore.client.device_calls import get_device_into, get_device_into_async, put_device, put_device_async
+from infinistore.client.operations import Batch
 from infinistore.client.threads import in_thread
 from infinistore.errors import BufferTooSmall, DeviceMemoryUnreachable, InfiniStoreException, LimitExceeded
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["get_blocks", "get_blocks_async", "put_blocks", "put_blocks_async"]
 
-_Pairs: TypeAlias = list[tuple[str, memoryview]]
 _T = TypeVar("_T")
 _Problem: TypeAlias = InfiniStoreException | None
 
@@ -43,7 +43,7 @@ def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
             return
     if _is_within_reach(store, batch) and _put_in_place(store, batch):
         return
-    store.put_many(_sources(batch, staging))
+    store._put_batch(_sources(batch, staging))
 
 
 async def put_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> None:
@@ -52,7 +52,7 @@ async def put_blocks_async(store: "AsyncStore", batch: Sequence[Transfer]) -> No
         with suppress(DeviceMemoryUnreachable):
             await put_device_async(store, direct, True)
             return
-    await store.put_many(await _beside_loop(batch, lambda: _sources(batch, Staging(None))))
+    await store._put_batch(await _beside_loop(batch, lambda: _sources(batch, Staging(None))))
 
 
 def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> list[_Problem]:
@@ -140,10 +140,11 @@ def _copy_in(batch: Sequence[Transfer], views: Sequence[memoryview | None]) -> l
 # By way of this process's memory, and without
 
 
-def _sources(batch: Sequence[Transfer], staging: Staging) -> _Pairs:
-    """Where the bytes of each block are, after they were brought within reach."""
+def _sources(batch: Sequence[Transfer], staging: Staging) -> Batch:
+    """Keys and bytes of all blocks, after these were brought within reach. Both have been checked."""
     rooms = staging.rows([transfer for transfer in batch if transfer.on_device])
-    pairs: _Pairs = []
+    keys: list[str] = []
+    found: list[memoryview] = []
     for transfer in batch:
         blocks = transfer.blocks
         if transfer.on_device:
@@ -153,8 +154,9 @@ def _sources(batch: Sequence[Transfer], staging: Staging) -> _Pairs:
             views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
         else:
             views = _rows(blocks.gather())
-        pairs += zip(blocks.keys, views, strict=True)
-    return pairs
+        keys += blocks.keys
+        found += views
+    return Batch(keys, found)
 
 
 class _Target:

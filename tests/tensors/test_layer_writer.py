@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import infinistore
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
+from infinistore.client.operations import Batch
 from infinistore.errors import DeadlineExceeded, OutOfMemory, StoreUnavailable, ValueTooLarge
-from infinistore.tensors import LayerWriter, Ticket, layer_writer
+from infinistore.tensors import LayerWriter, Ticket
 from tests.bad_days.servers import running_server_process
 from tests.bad_days.test_fork import in_child
 from tests.tensors.conftest import GatedStore, as_bytes, random_bytes, threads_named
@@ -88,12 +89,9 @@ def test_what_waits_goes_in_one_put(gated: GatedStore) -> None:
     assert all(stored_layer(gated.inner, number) == layer_bytes(number) for number in range(10))
 
 
-def test_a_small_write_waits_for_others_until_somebody_waits_for_it(
-    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
+def test_a_small_write_waits_for_others_until_somebody_waits_for_it(gated: GatedStore) -> None:
     gated.gate.set()
-    with LayerWriter(gated) as writer:
+    with LayerWriter(gated, linger_s=3600) as writer:
         for puts, wait in ((1, lambda ticket: writer.flush()), (2, Ticket.wait)):
             write_layer(writer, 1)
             ticket = write_layer(writer, 2)
@@ -104,9 +102,8 @@ def test_a_small_write_waits_for_others_until_somebody_waits_for_it(
     assert stored_layer(gated.inner, 4) == layer_bytes(4)
 
 
-def test_enough_small_writes_do_not_wait(gated: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
-    with LayerWriter(gated) as writer:
+def test_enough_small_writes_do_not_wait(gated: GatedStore) -> None:
+    with LayerWriter(gated, linger_s=3600) as writer:
         for number in range(5):
             writer.write(torch.zeros(1 << 20, dtype=torch.uint8), [(f"key {number}", 0)], 1 << 20)
         gated.entered.acquire()
@@ -120,10 +117,9 @@ def test_a_small_write_is_stored_without_anybody_waiting(gated: GatedStore) -> N
         gated.gate.set()
 
 
-def test_a_write_that_waits_for_room_does_not_wait_for_more(gated: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_writer, "_LINGER_S", 3600.0)
+def test_a_write_that_waits_for_room_does_not_wait_for_more(gated: GatedStore) -> None:
     gated.gate.set()
-    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES) as writer:
+    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES, linger_s=3600) as writer:
         for number in range(3):
             write_layer(writer, number)
     assert stored_layer(gated.inner, 2) == layer_bytes(2)
@@ -353,7 +349,7 @@ def test_a_server_that_is_killed_midway_is_an_error_and_not_the_end(tmp_path: Pa
 @pytest.mark.parametrize("nice", [0, 7])
 def test_the_thread_stands_back_for_the_computation(store: BlockingStore, nice: int) -> None:
     class Noting(GatedStore):
-        def put_many(self, items: Any, replace: bool = True) -> list[str]:
+        def _put_batch(self, batch: Batch, replace: bool = True) -> list[str]:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             return []
 
@@ -382,6 +378,8 @@ def test_wrong_arguments_are_refused_at_once(store: BlockingStore) -> None:
         ({"when_full": "wait"}, "when_full must be 'block' or 'drop'"),
         ({"deadline_s": 0}, "deadline_s must be"),
         ({"nice": 20}, "nice must be"),
+        ({"linger_s": -1}, "linger_s must be"),
+        ({"linger_s": float("nan")}, "linger_s must be"),
     ],
 )
 def test_wrong_options_are_refused(store: BlockingStore, options: Any, message: str) -> None:

@@ -162,13 +162,13 @@ class Gate:
 
     def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        put_many = store.put_many
+        put = store._put_batch
 
         def gated(*arguments: Any, **options: Any) -> list[str]:
             self.open.wait()
-            return put_many(*arguments, **options)
+            return put(*arguments, **options)
 
-        monkeypatch.setattr(store, "put_many", gated)
+        monkeypatch.setattr(store, "_put_batch", gated)
 
 
 def test_a_finished_request_is_told_as_sent_only_when_its_blocks_are_written(
@@ -229,16 +229,16 @@ def test_a_lost_store_fails_reads_and_drops_writes_and_raises_nothing(caplog: py
 def test_after_a_write_that_failed_the_next_is_written(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_many = store.put_many
+    put = store._put_batch
     away = threading.Event()
     away.set()
 
     def failing(*arguments: Any, **options: Any) -> list[str]:
         if away.is_set():
             raise StoreUnavailable("gone")
-        return put_many(*arguments, **options)
+        return put(*arguments, **options)
 
-    monkeypatch.setattr(store, "put_many", failing)
+    monkeypatch.setattr(store, "_put_batch", failing)
     worker = make_worker(store, make_cache(1), delivers=True)
 
     save(worker, SAVE)
