@@ -4,12 +4,12 @@ A put reserves room, copies and commits; a get leases, copies and releases. What
 one round trip beats two. A call that is given up between them closes its connection, which gives room and pins back.
 
 Where the server has the tables for it, a put does not wait at its end: the names of the blocks go to the server before
-they are copied, and they become visible by a number in shared memory. What is known to lie in the pool is read without
-asking (`own_reads.py`).
+they are copied, with the request for room, and they become visible by a number in shared memory. What is known to lie
+in the pool is read without asking (`own_reads.py`).
 
 Two puts of the same sizes make a third likely: from the second on, each asks for the room of the next put, and the
-answer is read then. That saves a put its first round trip. A release is not made to wait like that: it has no reply,
-nothing would say when to send it if no request follows, and it wakes the server for the one that does.
+answer is read then. That saves a put its round trip. A release is not made to wait like that: it has no reply, nothing
+would say when to send it if no request follows, and it wakes the server for the one that does.
 """
 
 import errno
@@ -89,13 +89,13 @@ class SharedMemoryOperations(RemoteOperations):
         encoded = self._connection.encode(request, deadline_us=self._remaining_us())
         return (yield from self._connection.ask(encoded))
 
-    def _room_for(self, sizes: Numbers) -> Exchange[ReserveReply]:
-        """Take room for a batch: what was asked for with the last put, if that was alike."""
+    def _room_at_hand(self, sizes: Numbers) -> Exchange[ReserveReply | None]:
+        """Return room for a batch that was asked for with the last put, if that was alike."""
         if self._spare is not None and sizes == self._last_sizes:
             spare, self._spare = self._spare, None
             return spare
         yield from self._give_up_spare()
-        return expect(ReserveReply, (yield from self._ask(Reserve(sizes))))
+        return None
 
     def _give_up_spare(self) -> Exchange[None]:
         spare, self._spare = self._spare, None
@@ -116,42 +116,73 @@ class SharedMemoryOperations(RemoteOperations):
             return (yield from super()._put_part(batch, replace))
         if replace and self._own_reads.wants_tables:
             yield from self._ask_tables()
-        reserved = yield from self._room_for(sizes)
-        self.holding = True
-        if len(reserved.places) != len(sizes):
-            raise ProtocolError(f"{len(reserved.places)} places for {len(sizes)} blocks")
-        if not self._knows_arenas(reserved.places):
-            yield from self._ask_arenas()
-        targets = self.pool.blocks(reserved.places.tolist(), lengths, writable=True)
+        room = yield from self._room_at_hand(sizes)
         # Puts come in rows, of batches that are alike: this one asks for the room of the next.
-        asks_spare = total in _SPARE_BYTES and sizes == self._last_sizes
-        then = Reserve(sizes, spare=True) if asks_spare else None
+        then = Reserve(sizes, spare=True) if total in _SPARE_BYTES and sizes == self._last_sizes else None
         self._last_sizes = sizes
-        copying = self.pool.copier.copy(batch.views, targets, lengths, total, hash_targets=self._verify)
         if replace and self._own_reads.can_commit(len(sizes)):
-            prepare = Prepare(reserved.reservation, Keys(batch.keys), self._verify)
-            request = self._connection.encode(prepare, deadline_us=self._remaining_us(), then=then)
-            self.unsettled = asks_spare
-            yield from self._connection.send(request)
-            hashes = numbers((yield from copying))
-            prepared = expect(PrepareReply, (yield from self._connection.reply_to(request)))
-            if prepared.accepted:
-                self._own_reads.commit(reserved.reservation, hashes)
-                self.holding = False
-                known = hashes or numbers(bytes(8 * len(sizes)))
-                self.pool.known.note(batch.keys, reserved.places, sizes, known, prepared.removals)
+            room, hashes, committed = yield from self._put_named(batch, lengths, sizes, room, then)
+            if committed:
                 return []
-            if self.unsettled:
-                yield from self.settle()
-            asks_spare, then = False, None
+            then = None
         else:
-            hashes = numbers((yield from copying))
-        commit = Commit(reserved.reservation, Keys(batch.keys), hashes, replace)
+            room = room or expect(ReserveReply, (yield from self._ask(Reserve(sizes))))
+            yield from self._open_room(room, len(lengths))
+            hashes = yield from self._copy_in(batch, room, lengths)
+        commit = Commit(room.reservation, Keys(batch.keys), hashes, replace)
         request = self._connection.encode(commit, deadline_us=self._remaining_us(), then=then)
-        self.unsettled = asks_spare
+        self.unsettled = then is not None
         reply = expect(PutReply, (yield from self._connection.ask(request)))
         self.holding = False
         return skipped_keys(batch.keys, reply)
+
+    def _put_named(
+        self, batch: Batch, lengths: list[int], sizes: Numbers, room: ReserveReply | None, then: Request | None
+    ) -> Exchange[tuple[ReserveReply, Numbers, bool]]:
+        """Put blocks whose names the server knows before they are copied; it takes the room, too, if there is none.
+
+        Return the room, the hashes, and False if all this needs a `Commit`.
+        """
+        if room is not None:
+            yield from self._open_room(room, len(lengths))
+        reservation, asked = (0, sizes) if room is None else (room.reservation, numbers())
+        prepare = Prepare(reservation, Keys(batch.keys), asked, self._verify)
+        request = self._connection.encode(prepare, deadline_us=self._remaining_us(), then=then)
+        self.unsettled = then is not None
+        yield from self._connection.send(request)
+        if room is None:
+            reply = expect(PrepareReply, (yield from self._connection.reply_to(request)))
+            room = ReserveReply(reply.reservation, reply.places)
+            yield from self._open_room(room, len(lengths))
+            hashes = yield from self._copy_in(batch, room, lengths)
+        else:
+            hashes = yield from self._copy_in(batch, room, lengths)
+            reply = expect(PrepareReply, (yield from self._connection.reply_to(request)))
+        if not reply.accepted:
+            if self.unsettled:
+                yield from self.settle()
+            return room, hashes, False
+        self._own_reads.commit(room.reservation, hashes)
+        self.holding = False
+        known = hashes or numbers(bytes(8 * len(sizes)))
+        self.pool.known.note(batch.keys, room.places, sizes, known, reply.removals)
+        return room, hashes, True
+
+    def _open_room(self, room: ReserveReply, blocks: int) -> Exchange[None]:
+        """Get ready to write to room that the server has taken."""
+        self.holding = True
+        if not room.reservation or len(room.places) != blocks:
+            raise ProtocolError(f"{len(room.places)} places for {blocks} blocks, by the number {room.reservation}")
+        if not self._knows_arenas(room.places):
+            if self.unsettled:
+                yield from self.settle()
+            yield from self._ask_arenas()
+
+    def _copy_in(self, batch: Batch, room: ReserveReply, lengths: list[int]) -> Exchange[Numbers]:
+        """Copy blocks into the pool; return their hashes, if they are wanted."""
+        targets = self.pool.blocks(room.places.tolist(), lengths, writable=True)
+        copying = self.pool.copier.copy(batch.views, targets, lengths, sum(lengths), hash_targets=self._verify)
+        return numbers((yield from copying))
 
     def _get(
         self,
@@ -335,7 +366,9 @@ class SharedMemoryOperations(RemoteOperations):
         if not self.pool.writable or not keys:
             return private_room(keys, sizes)
         with self.pins:
-            reply = yield from self._room_for(numbers(sizes))
+            wanted = numbers(sizes)
+            reply = yield from self._room_at_hand(wanted)
+            reply = reply or expect(ReserveReply, (yield from self._ask(Reserve(wanted))))
             owed = Owed([Abort(reply.reservation)])
             watch = self.pins.watch(owed)
             self.pins.reserved = True

@@ -114,11 +114,14 @@ class Commit:
 class Prepare:
     """Name the blocks of a reservation before they are written. The client makes them visible by itself: when they are
     there, it writes the number of the reservation, and their checksums if there are any, to its commit word.
+
+    If it has `sizes`, and 0 for the reservation, it takes the room as well, like a `Reserve`.
     """
 
     KIND: ClassVar[int] = 0x18
     reservation: int = attrs.field(validator=count)
     keys: Keys
+    sizes: Numbers
     checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
@@ -126,11 +129,15 @@ class Prepare:
 class PrepareReply:
     """If not `accepted`, somebody else is writing one of these keys, and the batch needs a `Commit`.
 
-    `removals` is as in a LeaseReply; 0 also if the client had better not remember where these blocks are.
+    `reservation` is its number, and `places` are as in a ReserveReply if room was asked for: that is the client's also
+    if this was not accepted. `removals` is as in a LeaseReply; 0 also if the client had better not remember where these
+    blocks are.
     """
 
     KIND: ClassVar[int] = 0x98
     accepted: bool = attrs.field(validator=validators.instance_of(bool))
+    reservation: int = attrs.field(validator=count)
+    places: Numbers
     removals: int = attrs.field(default=0, validator=count)
 
 

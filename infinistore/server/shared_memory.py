@@ -29,6 +29,7 @@ from infinistore.protocol.messages import (
     MapTables,
     MapTablesReply,
     Message,
+    Numbers,
     Prepare,
     PrepareReply,
     PutReply,
@@ -79,7 +80,7 @@ class SharedMemory:
         if isinstance(message, Reserve):
             await self._reserve(message, received)
         elif isinstance(message, Prepare):
-            await self._prepare(message)
+            await self._prepare(message, received)
         elif isinstance(message, Commit):
             await self._commit(message)
         elif isinstance(message, Abort):
@@ -157,25 +158,33 @@ class SharedMemory:
             raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
 
     async def _reserve(self, reserve: Reserve, received: Received) -> None:
-        if len(self._reservations) >= MOST_OPEN:
-            raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
-        sizes = reserve.sizes.tolist()  # everything that looks at a list takes half the time that an array takes
-        if reserve.spare:
-            spare = self._core.reserve_spare(self._conversation.client, sizes)
-            if spare is None:
-                await self._conversation.reply(ReserveReply(0, numbers()))
-                return
-            reservation = spare
-        else:
-            reservation = await self._conversation.reserve(sizes, received.deadline_us)
-        number = next(self._ids)
-        self._reservations[number] = reservation
+        number = await self._take_room(reserve.sizes, received, spare=reserve.spare)
+        if not number:
+            await self._conversation.reply(ReserveReply(0, numbers()))
+            return
+        reservation = self._reservations[number]
         await self._conversation.reply(ReserveReply(number, numbers(places_of(reservation.extents))))
         reservation.entries()  # for the commit, while the client copies
         if self._own_reads is None:  # else it commits by itself
-            self._await_copying(sum(sizes))
+            self._await_copying(sum(reserve.sizes))
 
-    async def _prepare(self, prepare: Prepare) -> None:
+    async def _take_room(self, sizes: Numbers, received: Received, *, spare: bool = False) -> int:
+        """Open a reservation and return its number; 0 for a spare one that is not granted."""
+        if len(self._reservations) >= MOST_OPEN:
+            raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
+        lengths = sizes.tolist()  # everything that looks at a list takes half the time that an array takes
+        reservation = (
+            self._core.reserve_spare(self._conversation.client, lengths)
+            if spare
+            else await self._conversation.reserve(lengths, received.deadline_us)
+        )
+        if reservation is None:
+            return 0
+        number = next(self._ids)
+        self._reservations[number] = reservation
+        return number
+
+    async def _prepare(self, prepare: Prepare, received: Received) -> None:
         """Name the blocks of a batch that the client is writing, and will make visible by itself."""
         if self._own_reads is None:
             raise ProtocolError("Prepare needs the tables that MapTables gives")
@@ -188,14 +197,29 @@ class SharedMemory:
             if before.state == "open":
                 raise ProtocolError("a connection prepares one batch at a time: it has one commit word")
             del self._reservations[self._prepared]
-        reservation = self.open_reservation(prepare.reservation)
+            self._prepared = 0
+        number = prepare.reservation
+        places = numbers()
+        if prepare.sizes:
+            if number:
+                raise ProtocolError(f"a Prepare of reservation {number} asks for room, too")
+            number = await self._take_room(prepare.sizes, received)
+            places = numbers(places_of(self._reservations[number].extents))
+        reservation = self.open_reservation(number)
         checksums = len(prepare.keys) if prepare.checksums else 0
-        written = partial(self._own_reads.commit_word.checksums_of, prepare.reservation, checksums)
-        accepted = self._core.prepare(reservation, prepare.keys, written)
+        written = partial(self._own_reads.commit_word.checksums_of, number, checksums)
+        try:
+            accepted = self._core.prepare(reservation, prepare.keys, written)
+        except Exception:
+            if prepare.sizes:  # of which the client learns nothing
+                self._abort(Abort(number))
+            raise
         if accepted:
-            self._prepared = prepare.reservation
+            self._prepared = number
             self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
-        await self._conversation.reply(PrepareReply(accepted, self._removals if accepted else 0))
+        await self._conversation.reply(PrepareReply(accepted, number, places, self._removals if accepted else 0))
+        if not prepare.checksums:
+            reservation.entries()  # for the commit, while the client copies
 
     @property
     def _removals(self) -> int:

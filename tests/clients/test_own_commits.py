@@ -20,7 +20,7 @@ from infinistore.protocol.shared_tables import HAZARD_SLOTS, tables_are_safe_her
 from infinistore.server import service
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
-from tests.server.running import KIB, MIB
+from tests.server.running import KIB, MIB, POOL_BYTES
 
 OLD = {"a": b"old a" * 9000, "b": b"old b" * 40_000}
 pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
@@ -167,6 +167,28 @@ def test_what_a_client_put_and_reads_is_counted(shared: Shared) -> None:
     (server,) = [store.stats().server]
     assert server is not None
     assert shared.look(lambda: shared.server.server.statistics().received_bytes) == total
+
+
+def test_a_put_takes_its_room_and_names_its_blocks_in_one_request(shared: Shared) -> None:
+    store = shared.open()
+    store.put_many(dict(LONG))
+    for expected in ({"prepare": 1}, {"prepare": 1}, {"prepare": 1, "reserve": 1}, {"prepare": 1, "reserve": 1}):
+        before = counts(shared)
+        # The same sizes each time but the first: from the second on, the room of the next put is asked for, too.
+        store.put("key", bytes(MIB)) if before["prepare"] > 1 else store.put_many(dict(OLD))
+        after = counts(shared)
+        assert {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)} == expected
+
+
+def test_puts_of_one_size_find_room_in_a_pool_that_grows(kind: str, loops: Loops) -> None:
+    settings = {"auto_increase": True, "max_pool_bytes": 5 * POOL_BYTES}
+    with shared_serving(loops, kind, **settings) as shared:
+        store, other = shared.open(), shared.open()
+        values = {f"key {index}": bytes([index]) * (MIB + 100) for index in range(12)}
+        for key, value in values.items():
+            store.put(key, value)
+            assert store.get(key) == other.get(key) == value
+        assert shared.look(lambda: len(shared.core.pool.arenas)) > 1
 
 
 def test_a_row_of_puts_of_one_size_all_arrive_with_room_asked_for_ahead(shared: Shared) -> None:

@@ -3,7 +3,7 @@
 The clients here are raw, as in `test_shared_memory.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import trio
 
-from infinistore.errors import InvalidRequest, ProtocolError, UnknownReservation
+from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, UnknownReservation, ValueTooLarge
 from infinistore.protocol.codec import encode_head, numbers
 from infinistore.protocol.messages import (
     Get,
@@ -29,7 +29,7 @@ from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
     tables_are_safe_here,
 )
-from infinistore.server import service
+from infinistore.server import service, shared_memory
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
@@ -49,8 +49,10 @@ from tests.server.test_shared_memory import (
 pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
 
 
-async def prepare(peer: Peer, reservation: int, *keys: str, checksums: bool = False) -> PrepareReply:
-    reply = await peer.ask(Prepare(reservation, Keys(list(keys)), checksums))
+async def prepare(
+    peer: Peer, reservation: int, *keys: str, sizes: Sequence[int] = (), checksums: bool = False
+) -> PrepareReply:
+    reply = await peer.ask(Prepare(reservation, Keys(list(keys)), numbers(sizes), checksums))
     assert isinstance(reply, PrepareReply)
     return reply
 
@@ -79,6 +81,42 @@ async def test_a_prepared_batch_is_visible_when_its_number_is_in_the_commit_word
         assert server.core.statistics().reservations == 0
         peer.close()
         other.close()
+        await server.quiet()
+
+
+async def test_a_prepare_can_take_the_room_as_well(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer, other = await local_peer(server), await server.peer()
+        tables = await map_tables(peer)
+        for index in range(3):
+            reply = await prepare(peer, 0, f"a {index}", "b", sizes=[5, 6], checksums=True)
+            assert reply.accepted
+            assert reply.removals
+            assert len(set(reply.places)) == 2
+            assert await present(other, f"a {index}", "b") == [False, index > 0]
+            tables.word.commit(reply.reservation, numbers([11, index]))
+            assert await present(other, f"a {index}", "b") == [True, True]
+        assert list((await lease(peer, "a 2", "b")).checksums) == [11, 2]
+        peer.close()
+        other.close()
+        await server.quiet()
+
+
+async def test_the_room_that_a_prepare_took_is_the_clients_even_if_the_names_are_somebody_elses(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        first, second = await local_peer(server), await local_peer(server)
+        tables, _ = await map_tables(first), await map_tables(second)
+        before = await prepare(first, 0, "key", sizes=[5])
+        reply = await prepare(second, 0, "new", "key", sizes=[5, 5])
+        assert (reply.accepted, reply.removals, len(reply.places)) == (False, 0, 2)
+        assert isinstance(await second.ask(commit(reply.reservation, "new", "key")), PutReply)
+        tables.word.commit(before.reservation, numbers())
+        assert await present(second, "new", "key") == [True, True]
+        reply = await prepare(second, 0, "another", sizes=[5])
+        await abort(second, reply.reservation)
+        await until(server, keys=2, reservations=0)
+        first.close()
+        second.close()
         await server.quiet()
 
 
@@ -113,7 +151,9 @@ async def test_a_batch_whose_key_somebody_else_writes_needs_a_commit(tmp_path: P
         tables, other_tables = await map_tables(first), await map_tables(second)
         room, other_room = await reserve(first, 5), await reserve(second, 5, 5)
         assert (await prepare(first, room.reservation, "key")).accepted
-        assert await prepare(second, other_room.reservation, "new", "key") == PrepareReply(False, 0)
+        assert await prepare(second, other_room.reservation, "new", "key") == PrepareReply(
+            False, other_room.reservation, numbers()
+        )
         other_tables.word.commit(other_room.reservation, numbers())  # which means nothing
         assert await present(second, "new", "key") == [False, False]
         assert isinstance(await second.ask(commit(other_room.reservation, "new", "key")), PutReply)
@@ -320,6 +360,45 @@ async def test_a_prepare_that_does_not_fit_its_reservation_is_refused(tmp_path: 
             await prepare(peer, two.reservation, "key", "key")
         await abort(peer, two.reservation)
         await is_unharmed(server, peer, tables, room.reservation)
+
+
+async def test_a_prepare_that_is_refused_takes_no_room(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_key_bytes=10) as server:
+        peer = await local_peer(server)
+        tables, room = await map_tables(peer), await reserve(peer, 5)
+        for keys in ([], ["key"], ["key", "another", "one more"], ["key", "much longer than that"], ["key", "key"]):
+            with refused(InvalidRequest, "."):
+                await prepare(peer, 0, *keys, sizes=[5, 5])
+        for size, error in ((POOL_BYTES // 2, LimitExceeded), (2 * POOL_BYTES, ValueTooLarge), (0, InvalidRequest)):
+            with refused(error, "."):
+                await prepare(peer, 0, "key", sizes=[size])
+        assert server.core.statistics().reservations == 1
+        await is_unharmed(server, peer, tables, room.reservation)
+
+
+async def test_a_prepare_of_a_reservation_that_asks_for_room_is_no_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        await map_tables(peer)
+        room = await reserve(peer, 5)
+        with refused(ProtocolError, "asks for room"):
+            await prepare(peer, room.reservation, "key", sizes=[5])
+        peer.close()
+        await server.quiet()
+
+
+async def test_a_prepare_takes_no_more_reservations_than_a_connection_may_have(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        await map_tables(peer)
+        with mock.patch.object(shared_memory, "MOST_OPEN", 1):
+            room = await reserve(peer, 5)
+            with refused(LimitExceeded, "1 reservations are open"):
+                await prepare(peer, 0, "key", sizes=[5])
+            await abort(peer, room.reservation)
+            assert (await prepare(peer, 0, "key", sizes=[5])).accepted
+        peer.close()
+        await server.quiet()
 
 
 async def test_a_prepare_of_more_keys_than_there_is_room_for_checksums_is_no_request(tmp_path: Path) -> None:
