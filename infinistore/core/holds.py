@@ -2,22 +2,44 @@
 
 A scheduler matches a prefix in one process, and another process reads it a moment later. In between, a hold keeps the
 matched blocks from being evicted. It ends when it is released, by anyone who knows its id, or when its time is over.
-
-This module only remembers which hold pins what until when; the store takes and gives back the pins.
 """
 
 import heapq
 import random
+from collections.abc import Callable
 
 from infinistore.core.index import Entry
+from infinistore.core.limits import CoreLimits
+from infinistore.core.pins import PinTable
+from infinistore.core.pool import Pool
+from infinistore.core.room import Room
+from infinistore.errors import LimitExceeded
 
 __all__ = ["Holds"]
 
 
 class Holds:
-    """Open holds, by id. Ids are random, so that one is not guessed from another; 0 is never one."""
+    """Open holds, by id. Ids are random, so that one is not guessed from another; 0 is never one.
 
-    def __init__(self, random: random.Random) -> None:
+    `pins` are those of everybody together; a block whose last pin ends goes back to the `room`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        pins: PinTable,
+        room: Room,
+        limits: CoreLimits,
+        *,
+        clock: Callable[[], float],
+        random: random.Random,
+    ) -> None:
+        self._pool = pool
+        self._pins = pins
+        self._own = PinTable(pool.footprint)  # by holds alone
+        self._room = room
+        self._limits = limits
+        self._clock = clock
         self._random = random
         self._entries: dict[int, list[Entry]] = {}
         self._ends: list[tuple[float, int]] = []  # a heap; ids released early stay in it until their time
@@ -25,8 +47,35 @@ class Holds:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entries: list[Entry], end: float) -> int:
-        """Remember a hold on `entries` until the clock shows `end` seconds, and return its id, 1 to 2**63 - 1."""
+    @property
+    def bytes(self) -> int:
+        """The footprints of all blocks that are held, each counted once."""
+        return self._own.bytes
+
+    def check_time(self, hold_s: float) -> None:
+        """Raise `ValueError` or `LimitExceeded` unless a hold may last so many seconds."""
+        if not hold_s > 0:
+            raise ValueError(f"hold_s must be more than 0 seconds, not {hold_s}")
+        most_s = self._limits.max_hold_s
+        if hold_s > most_s:
+            raise LimitExceeded(f"hold_s={hold_s:g} is above the limit max_hold_s={most_s:g} seconds")
+
+    def add(self, entries: list[Entry], hold_s: float) -> int:
+        """Pin blocks for `hold_s` seconds, and return the id of that hold, 1 to 2**63 - 1.
+
+        LimitExceeded: all holds together would pin too much.
+        """
+        held_bytes = self._own.bytes + self._own.added_bytes(entries)
+        bound_bytes = int(self._limits.max_held_ratio * self._pool.capacity_bytes)
+        if held_bytes > bound_bytes:
+            ratio = self._limits.max_held_ratio
+            raise LimitExceeded(
+                f"all holds together would pin {held_bytes} bytes, and max_held_ratio={ratio:g} allows {bound_bytes};"
+                " release holds sooner, hold a shorter prefix, or match without a hold"
+            )
+        footprint_bytes = self._pins.footprint(entries)
+        self._pins.add(entries, footprint_bytes)
+        self._own.add(entries, footprint_bytes)
         hold_id = 0
         while not hold_id or hold_id in self._entries:
             hold_id = self._random.getrandbits(63)
@@ -34,24 +83,24 @@ class Holds:
         if len(self._ends) > 2 * len(self._entries) + 64:  # mostly released early: forget those
             self._ends = [(end, hold) for end, hold in self._ends if hold in self._entries]
             heapq.heapify(self._ends)
-        heapq.heappush(self._ends, (end, hold_id))
+        heapq.heappush(self._ends, (self._clock() + hold_s, hold_id))
         return hold_id
 
-    def remove(self, hold_id: int) -> list[Entry] | None:
-        """Forget a hold and return what it pinned; None if there is no such hold."""
-        return self._entries.pop(hold_id, None)
+    def release(self, hold_id: int) -> bool:
+        """End a hold; False if there is none of this id."""
+        entries = self._entries.pop(hold_id, None)
+        if entries is None:
+            return False
+        footprint_bytes = self._pins.footprint(entries)
+        self._own.remove(entries, footprint_bytes)
+        self._room.unpin(entries, footprint_bytes)
+        return True
 
-    def remove_ended(self, now: float) -> list[list[Entry]]:
-        """Forget every hold whose end is at or before `now`, and return what each pinned."""
-        ended: list[list[Entry]] = []
-        while self._ends and self._ends[0][0] <= now:
-            entries = self._entries.pop(heapq.heappop(self._ends)[1], None)
-            if entries is not None:
-                ended.append(entries)
-        return ended
-
-    def next_end(self) -> float | None:
-        """Return when the next hold ends, in seconds of the clock; None if there is none."""
-        while self._ends and self._ends[0][1] not in self._entries:
-            heapq.heappop(self._ends)
+    def expire(self) -> float | None:
+        """End the holds whose time is over. Return when the next one ends, on the clock; None if there is none."""
+        if not self._entries:  # nearly always
+            return None
+        now = self._clock()
+        while self._ends and (self._ends[0][0] <= now or self._ends[0][1] not in self._entries):
+            self.release(heapq.heappop(self._ends)[1])
         return self._ends[0][0] if self._ends else None

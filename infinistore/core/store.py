@@ -43,7 +43,7 @@ from infinistore.core.pool import Pool
 from infinistore.core.prepared import Prepared, Written
 from infinistore.core.room import EvictionCause, Room
 from infinistore.core.statistics import EvictionStatistics, StoreStatistics
-from infinistore.errors import LimitExceeded, UnknownReservation
+from infinistore.errors import UnknownReservation
 
 __all__ = ["StoreCore"]
 
@@ -70,14 +70,14 @@ class StoreCore:
     ) -> None:
         self.pool = pool
         self.limits = limits or CoreLimits()
-        self._clock = clock
         self._index = Index()
         self._pins = PinTable(pool.footprint)  # by leases and holds
-        self._held = PinTable(pool.footprint)  # by holds alone
-        self._holds = Holds(random or random_module.SystemRandom())
         self._clients: set[Client] = set()
         self._prepared = Prepared()
         self._room = Room(pool, self._index, self._pins, watermarks or Watermarks())
+        self._holds = Holds(
+            pool, self._pins, self._room, self.limits, clock=clock, random=random or random_module.SystemRandom()
+        )
         self._own_pins = OwnPins(pool, self._pins, self._room)
         self._room.look_at_pins = self._own_pins.look
         self._room.growable_bytes = growable_bytes
@@ -376,45 +376,25 @@ class StoreCore:
         """
         self._check_open(client)
         self.limits.check_batch(len(keys))
-        if not hold_s > 0:
-            raise ValueError(f"hold_s must be more than 0 seconds, not {hold_s}")
-        if hold_s > self.limits.max_hold_s:
-            raise LimitExceeded(f"hold_s={hold_s:g} is above the limit max_hold_s={self.limits.max_hold_s:g} seconds")
+        self._holds.check_time(hold_s)
         self.settle()
         self.expire_holds()
         found = self._index.leading(keys)
         if not found:
             return 0, 0
         entries: list[Entry] = self._index.get_many(found)  # type: ignore[assignment]
-        held_bytes = self._held.bytes + self._held.added_bytes(entries)
-        bound_bytes = int(self.limits.max_held_ratio * self.pool.capacity_bytes)
-        if held_bytes > bound_bytes:
-            raise LimitExceeded(
-                f"all holds together would pin {held_bytes} bytes, and max_held_ratio={self.limits.max_held_ratio:g}"
-                f" allows {bound_bytes}; release holds sooner, hold a shorter prefix, or match without a hold"
-            )
-        footprint_bytes = self._pins.footprint(entries)
-        self._pins.add(entries, footprint_bytes)
-        self._held.add(entries, footprint_bytes)
+        hold_id = self._holds.add(entries, hold_s)
         self._index.touch(found)
-        return len(found), self._holds.add(entries, self._clock() + hold_s)
+        return len(found), hold_id
 
     def release_hold(self, hold_id: int) -> bool:
         """End a hold. False if there is none with this id: never made, released, or over."""
         self.expire_holds()
-        entries = self._holds.remove(hold_id)
-        if entries is None:
-            return False
-        self._unhold(entries)
-        return True
+        return self._holds.release(hold_id)
 
     def expire_holds(self) -> float | None:
         """End the holds whose time is over. Returns when the next one ends, on the clock; None if there is none."""
-        if not len(self._holds):
-            return None
-        for entries in self._holds.remove_ended(self._clock()):
-            self._unhold(entries)
-        return self._holds.next_end()
+        return self._holds.expire()
 
     # Removing
 
@@ -512,7 +492,7 @@ class StoreCore:
             used_bytes=self.pool.used_bytes,
             reserved_bytes=self._room.reserved_bytes,
             pinned_bytes=self._pins.bytes,
-            held_bytes=self._held.bytes,
+            held_bytes=self._holds.bytes,
             condemned_bytes=self.pool.footprints(list(map(_LENGTH, self._room.condemned))),
             quarantined_bytes=sum(client.pinned_bytes for client in quarantined),
             keys=len(self._index),
@@ -575,11 +555,6 @@ class StoreCore:
         self._room.growth_wanted = False
 
     # Pins and room
-
-    def _unhold(self, entries: list[Entry]) -> None:
-        footprint_bytes = self._pins.footprint(entries)
-        self._held.remove(entries, footprint_bytes)
-        self._room.unpin(entries, footprint_bytes)
 
     def _insert_missing(self, reservation: Reservation, keys: Sequence[str], entries: list[Entry]) -> list[Entry]:
         """Insert the keys of a batch that are not there, touch all of it, and give back the room of the others.
