@@ -16,14 +16,15 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client.own_reads import OwnReads
 from infinistore.errors import ChecksumMismatch, OutOfMemory, StoreUnavailable
-from infinistore.protocol.shared_tables import HAZARD_SLOTS, tables_are_safe_here
+from infinistore.protocol.shared_tables import HAZARD_SLOTS
 from infinistore.server import service
+from tests.clients.own_reading import READS, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
 from tests.server.running import KIB, MIB, POOL_BYTES
 
 OLD = {"a": b"old a" * 9000, "b": b"old b" * 40_000}
-pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
+pytestmark = needs_tables
 
 
 def counts(shared: Shared) -> dict[str, int]:
@@ -86,27 +87,6 @@ def reader_of(shared: Shared, which: str, store: BlockingStore, **options: Any) 
     return shared.open(**options) if which == "another" else tcp_store(shared, **options)
 
 
-def values_of(store: BlockingStore, keys: Any = "ab") -> list[bytes | None]:
-    return [None if value is None else bytes(value) for value in store.get_many(list(keys))]
-
-
-def get_into(store: BlockingStore) -> list[bytes]:
-    buffers = [bytearray(300_000), bytearray(300_000)]
-    lengths = store.get_many_into(list(zip("ab", buffers, strict=True)))
-    return [bytes(buffer[:length]) for buffer, length in zip(buffers, lengths, strict=True)]
-
-
-def lease(store: BlockingStore) -> list[bytes]:
-    with store.lease(["a", "b"], verify=True) as views:
-        return [bytes(view) for view in views if view is not None]
-
-
-READS: dict[str, Callable[[BlockingStore], list[Any]]] = {
-    "get": lambda store: [bytes(store.get("a")), bytes(store.get("b"))],
-    "get_many": values_of,
-    "get_many_into": get_into,
-    "lease": lease,
-}
 LOOK_UPS: dict[str, tuple[Callable[[BlockingStore], Any], Any]] = {
     "exists": (lambda store: store.exists_many(["a", "missing", "b"]), [True, False, True]),
     "match_prefix": (lambda store: int(store.match_prefix(["b", "a", "missing"])), 2),
