@@ -8,10 +8,12 @@ layer computes. There are two caches that take turns, so that a step does not wa
 the time of the steps includes waiting for a cache to be free, and for the last write. The server, where there is one,
 runs on the same cores.
 
-The ratio is time: with writing / without, in turns; 1.05 would be 5 % slower. "without, again" shows how much of that
-is the machine. There are two: of medians, and of first quartiles, which say more where others want the cores, too.
+The ratio is time: with writing / without, in turns; 1.05 would be 5 % slower. One step takes as long as the machine
+lets it, so each round has two without, and what is compared is the time with writing and the mean of those two. Printed
+is the median of the rounds, with the quartiles: half of the rounds are between them. Of the two without, it is the one
+against the other, which shows what the machine alone does.
 With OMP_WAIT_POLICY=passive in the environment, threads that wait for each other sleep. Then a busy machine distorts
-less, and there is a third ratio, of the processor time of this process, which others hardly change.
+less, and there is another ratio, of the processor time of this process, which others hardly change.
 """
 
 import argparse
@@ -158,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         writers = {name: stack.enter_context(LayerWriter(store, nice=arguments.nice)) for name, store in opened.items()}
         for store in opened.values():
             prefill.fill(store)
-        processor_s: dict[str, list[float]] = {}
+        processor_s: dict[str, list[float]] = {}  # with those of the rounds that warm up
 
         def run(name: str, writer: LayerWriter | None) -> None:
             started_s = time.process_time()
@@ -168,22 +170,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         kinds: dict[str, LayerWriter | None] = {"without": None, "without, again": None, **writers}
         things: dict[str, Callable[[], object]] = {name: partial(run, name, w) for name, w in kinds.items()}
         times = interleaved_times(things, rounds=arguments.rounds, calls=1)
-        quartiles = {name: statistics.quantiles(of_one, n=4) for name, of_one in times.items()}
-        step_s = quartiles["without"][1] / arguments.steps
+        step_s = statistics.median(times["without"]) / arguments.steps
         results["step, ms"] = step_s * 1e3
         results["stored a step, MiB"] = prefill.layer_bytes * len(layers) / MIB
         results["stored meanwhile, MB/s"] = prefill.layer_bytes * len(layers) / step_s / 1e6
-        for name in list(quartiles)[1:]:
-            results[f"{name} / without"] = quartiles[name][1] / quartiles["without"][1]
-            results[f"{name} / without, first quartiles"] = quartiles[name][0] / quartiles["without"][0]
+        for name in list(kinds)[1:]:
+            found = quartiles(times, name)
+            for which, ratio in zip(("", ", lower quartile", ", upper quartile"), found, strict=True):
+                results[f"{name} / without{which}"] = ratio
             if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-                median_s = statistics.median(processor_s[name])
-                results[f"{name} / without, processor time"] = median_s / statistics.median(processor_s["without"])
+                results[f"{name} / without, processor time"] = quartiles(processor_s, name)[0]
         for name, writer in writers.items():
             counted = writer.statistics()
             results[f"{name}: writes in one put"] = counted.stored_writes / counted.puts
         results["steps that waited for a write"] = prefill.waited
     return results
+
+
+def quartiles(times: dict[str, list[float]], name: str) -> tuple[float, float, float]:
+    """The median, and the lower and the upper quartile, of how long one took in each round / without."""
+    first, second = times["without"], times["without, again"]
+    without = first if name == "without, again" else [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    lower, middle, upper = statistics.quantiles([a / b for a, b in zip(times[name], without, strict=True)], n=4)
+    return middle, lower, upper
 
 
 def main() -> None:
@@ -198,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="how many")
     parser.add_argument("--nice", type=int, default=10, help="of the writer's thread (10)")
     arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (5 if arguments.quick else 21)
+    arguments.rounds = arguments.rounds or (5 if arguments.quick else 61)
     results = measure(arguments)
     if arguments.json:
         print(json.dumps(results, indent=2))
