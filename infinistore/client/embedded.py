@@ -225,15 +225,15 @@ class EmbeddedOperations:
             present = views_at(watch, store.arena, lease.extents, writable=False)
         found = iter(present)
         views = [None if entry is None else next(found) for entry in lease.entries]
-        if verify:
-            checksums = [checksum for checksum, view in zip(lease.checksums, views, strict=True) if view is not None]
-            hashes = yield from hash_blocks(present)
-            wrong = [c not in (NO_CHECKSUM, found) for c, found in zip(checksums, hashes, strict=True)]
-            if any(wrong):
-                watch.release([view for view in views if view is not None], views)  # the error keeps this frame
-                watch.done()
-                there = [key for key, view in zip(keys, views, strict=True) if view is not None]
-                self._report(list(compress(there, wrong)), len(keys))
+        try:
+            if verify:
+                hashes = yield from hash_blocks(present)
+                there = [(k, c) for k, c, view in zip(keys, lease.checksums, views, strict=True) if view is not None]
+                bad = [k for (k, c), found in zip(there, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
+                self._report(bad, len(keys))
+        except BaseException:
+            watch.withdraw(present)
+            raise
         return Leased(views, watch)
 
     def reserve(self, keys: list[str], sizes: Sequence[int]) -> Exchange[ReservedRoom]:

@@ -138,16 +138,25 @@ class Watch:
                 if count > _ALONE + listed[id(view)]:
                     weakref.finalize(view, _forget, self._whole).atexit = False
                     handed[:] = [_RELEASED if item is view else item for item in handed]
-        for view in views:
-            try:  # noqa: SIM105  # 64 context managers would cost as much as all the rest
-                view.release()
-            except BufferError:  # somebody has an export of it: that is in use
-                pass
+        _release(views)
+
+    def withdraw(self, views: Sequence[memoryview]) -> None:
+        """Release views that nobody was given, and watch no more: when an error keeps the frames that made them."""
+        _release(views)
+        self.done()
 
     @property
     def alive(self) -> bool:
         """Whether anything is that cannot be a mere variable with a view that was released."""
         return self._exported() is not None
+
+
+def _release(views: Sequence[memoryview]) -> None:
+    for view in views:
+        try:  # noqa: SIM105  # 64 context managers would cost as much as all the rest
+            view.release()
+        except BufferError:  # somebody has an export of it: that is in use
+            pass
 
 
 def _forget(_: object) -> None:

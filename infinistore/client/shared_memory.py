@@ -326,8 +326,7 @@ class SharedMemoryOperations(RemoteOperations):
             except BaseException:
                 if self._connection.state is State.REPLYING:
                     owed.messages.append(Release(0))  # the reply will be read by nobody
-                watch.release([view for view in views if view is not None], views)  # the error keeps this frame
-                watch.done()
+                watch.withdraw([view for view in views if view is not None])
                 raise
             owed.leased_bytes = self._own_reads.footprint(list(map(len, filter(None, views))))
             self.pins.leased_bytes += owed.leased_bytes

@@ -214,6 +214,18 @@ def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
     assert statistics(opened).leases == 0
 
 
+def test_a_lease_that_failed_pins_nothing_while_its_error_is_kept(opened: Opened, torch: Any) -> None:
+    opened.store.put_many(BLOCKS)
+    opened.core.settle()
+    entry = opened.core._index.get("b")
+    assert entry is not None
+    opened.core.pool.view(entry[:3])[7] ^= 1
+    with pytest.raises(ChecksumMismatch) as kept, opened.store.lease(["a", "missing", "b"], verify=True):
+        pass
+    assert statistics(opened).leases == 0
+    assert kept.value.__traceback__ is not None  # whose frames have the variables of the call
+
+
 def test_what_one_client_pins_is_bounded_and_that_is_said(opened: Opened) -> None:
     blocks = {f"key {index}": bytes([index]) * MIB for index in range(3)}
     opened.store.put_many(blocks)
