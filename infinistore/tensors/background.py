@@ -113,7 +113,6 @@ class Background(Generic[_Job]):
             )
         self._check_fork()
         with self._lock:
-            self._check_open()
             may_wait_s = timeout_s if wait else 0
             if not self._has_room(job) and not self._wait(lambda: self._closed or self._has_room(job), may_wait_s):
                 if not wait:

@@ -133,7 +133,7 @@ def bytes_of_storage(tensor: "torch.Tensor") -> "torch.Tensor":
 
 def _check(tensor: Any, blocks: Blocks, block_bytes: int) -> TensorBlocks:
     checked = _check_tensor(tensor)
-    (size,) = _whole_numbers("block_size_bytes", [block_bytes])
+    size = _whole_number("block_size_bytes", block_bytes)
     if size < 1:
         raise ValueError(f"block_size_bytes must be above 0, not {size}")
     keys, offsets = _columns(blocks)
@@ -219,14 +219,17 @@ def _columns(blocks: Blocks) -> tuple[list[str], list[int]]:
         keys, offsets = zip(*pairs, strict=True)
     except (TypeError, ValueError):
         raise TypeError("give blocks as pairs (key, offset in bytes)") from None
-    return list(keys), _whole_numbers("an offset", offsets)
-
-
-def _whole_numbers(what: str, values: Sequence[Any]) -> list[int]:
     try:
-        return list(map(operator.index, values))
-    except TypeError as error:
-        raise TypeError(f"{what} is a whole number of bytes: {error}") from None
+        return list(keys), list(map(operator.index, offsets))
+    except TypeError:
+        return list(keys), [_whole_number("an offset", offset) for offset in offsets]  # which raises, and says why
+
+
+def _whole_number(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number of bytes, not {type(value).__name__}") from None
 
 
 def _starts(tensor: "torch.Tensor", offsets: list[int], size: int) -> list[int] | None:
