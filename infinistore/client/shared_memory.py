@@ -117,6 +117,7 @@ class SharedMemoryOperations(RemoteOperations):
         if replace and self._own_reads.wants_tables:
             yield from self._ask_tables()
         room = yield from self._room_at_hand(sizes)
+        self.holding = room is not None
         # Puts come in rows, of batches that are alike: this one asks for the room of the next.
         then = Reserve(sizes, spare=True) if total in _SPARE_BYTES and sizes == self._last_sizes else None
         self._last_sizes = sizes
@@ -127,6 +128,7 @@ class SharedMemoryOperations(RemoteOperations):
             then = None
         else:
             room = room or expect(ReserveReply, (yield from self._ask(Reserve(sizes))))
+            self.holding = True
             yield from self._open_room(room, len(lengths))
             hashes = yield from self._copy_in(batch, room, lengths)
         commit = Commit(room.reservation, Keys(batch.keys), hashes, replace)
@@ -153,6 +155,7 @@ class SharedMemoryOperations(RemoteOperations):
         if room is None:
             reply = expect(PrepareReply, (yield from self._connection.reply_to(request)))
             room = ReserveReply(reply.reservation, reply.places)
+            self.holding = True
             yield from self._open_room(room, len(lengths))
             hashes = yield from self._copy_in(batch, room, lengths)
         else:
@@ -170,7 +173,6 @@ class SharedMemoryOperations(RemoteOperations):
 
     def _open_room(self, room: ReserveReply, blocks: int) -> Exchange[None]:
         """Get ready to write to room that the server has taken."""
-        self.holding = True
         if not room.reservation or len(room.places) != blocks:
             raise ProtocolError(f"{len(room.places)} places for {blocks} blocks, by the number {room.reservation}")
         if not self._knows_arenas(room.places):
@@ -371,10 +373,7 @@ class SharedMemoryOperations(RemoteOperations):
             owed = Owed([Abort(reply.reservation)])
             watch = self.pins.watch(owed)
             self.pins.reserved = True
-            if len(reply.places) != len(sizes):
-                raise ProtocolError(f"{len(reply.places)} places for {len(sizes)} blocks")
-            if not self._knows_arenas(reply.places):
-                yield from self._ask_arenas()
+            yield from self._open_room(reply, len(sizes))
             memory = self.pool.views(reply.places, sizes, writable=True, watch=watch)
             return ReservedRoom(keys, memory, watch, reply.reservation, owed)
 

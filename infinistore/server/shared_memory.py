@@ -158,18 +158,15 @@ class SharedMemory:
             raise LimitExceeded(f"{MOST_OPEN} leases are open on this connection; release them first")
 
     async def _reserve(self, reserve: Reserve, received: Received) -> None:
-        number = await self._take_room(reserve.sizes, received, spare=reserve.spare)
-        if not number:
-            await self._conversation.reply(ReserveReply(0, numbers()))
-            return
-        reservation = self._reservations[number]
-        await self._conversation.reply(ReserveReply(number, numbers(places_of(reservation.extents))))
-        reservation.entries()  # for the commit, while the client copies
-        if self._own_reads is None:  # else it commits by itself
-            self._await_copying(sum(reserve.sizes))
+        room = await self._take_room(reserve.sizes, received, spare=reserve.spare)
+        await self._conversation.reply(room)
+        if room.reservation:
+            self._reservations[room.reservation].entries()  # for the commit, while the client copies
+            if self._own_reads is None:  # else it commits by itself
+                self._await_copying(sum(reserve.sizes))
 
-    async def _take_room(self, sizes: Numbers, received: Received, *, spare: bool = False) -> int:
-        """Open a reservation and return its number; 0 for a spare one that is not granted."""
+    async def _take_room(self, sizes: Numbers, received: Received, *, spare: bool = False) -> ReserveReply:
+        """Open a reservation; its number is 0 for a spare one that is not granted."""
         if len(self._reservations) >= MOST_OPEN:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
         lengths = sizes.tolist()  # everything that looks at a list takes half the time that an array takes
@@ -179,10 +176,10 @@ class SharedMemory:
             else await self._conversation.reserve(lengths, received.deadline_us)
         )
         if reservation is None:
-            return 0
+            return ReserveReply(0, numbers())
         number = next(self._ids)
         self._reservations[number] = reservation
-        return number
+        return ReserveReply(number, numbers(places_of(reservation.extents)))
 
     async def _prepare(self, prepare: Prepare, received: Received) -> None:
         """Name the blocks of a batch that the client is writing, and will make visible by itself."""
@@ -198,13 +195,12 @@ class SharedMemory:
                 raise ProtocolError("a connection prepares one batch at a time: it has one commit word")
             del self._reservations[self._prepared]
             self._prepared = 0
-        number = prepare.reservation
-        places = numbers()
+        room = ReserveReply(prepare.reservation, numbers())
         if prepare.sizes:
-            if number:
-                raise ProtocolError(f"a Prepare of reservation {number} asks for room, too")
-            number = await self._take_room(prepare.sizes, received)
-            places = numbers(places_of(self._reservations[number].extents))
+            if prepare.reservation:
+                raise ProtocolError(f"a Prepare of reservation {prepare.reservation} asks for room, too")
+            room = await self._take_room(prepare.sizes, received)
+        number = room.reservation
         reservation = self.open_reservation(number)
         checksums = len(prepare.keys) if prepare.checksums else 0
         written = partial(self._own_reads.commit_word.checksums_of, number, checksums)
@@ -217,7 +213,7 @@ class SharedMemory:
         if accepted:
             self._prepared = number
             self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
-        await self._conversation.reply(PrepareReply(accepted, number, places, self._removals if accepted else 0))
+        await self._conversation.reply(PrepareReply(accepted, number, room.places, self._removals if accepted else 0))
         if not prepare.checksums:
             reservation.entries()  # for the commit, while the client copies
 
