@@ -228,8 +228,8 @@ class EmbeddedOperations:
         try:
             if verify:
                 hashes = yield from hash_blocks(present)
-                there = [(k, c) for k, c, view in zip(keys, lease.checksums, views, strict=True) if view is not None]
-                bad = [k for (k, c), found in zip(there, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
+                there = compress(zip(keys, lease.checksums, strict=True), lease.entries)
+                bad = [key for (key, c), found in zip(there, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
                 self._report(bad, len(keys))
         except BaseException:
             watch.withdraw(present)
