@@ -1,26 +1,29 @@
 """The settings of a server, and how they are put together.
 
-`ServerConfig` is the one place where a setting is named, explained, defaulted and bounded. Flags, environment
-variables, YAML keys and the table in `docs/configuration.md` all derive from it. Precedence: command line, then
-`INFINISTORE_*` variables, then the YAML file, then the default. A configuration that cannot be used does not exist:
-building one raises `ConfigError`, which names the setting, where its value came from, and what would do.
+`ServerConfig` is the one place where a setting is named, explained, defaulted and
+bounded. Flags, environment variables, YAML keys and the table in
+`docs/configuration.md` all derive from it. Precedence: command line, then
+`INFINISTORE_*` variables, then the YAML file, then the default. A configuration that
+cannot be used does not exist: building one raises `ConfigError`, which names the
+setting, where its value came from, and what would do.
 
-Opening sockets and devices is left to those who use the settings; the layers are read by `config_sources.py`.
+Opening sockets and devices is left to those who use the settings; the layers are read
+by `config_sources.py`.
 """
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
+from infinistore import cluster_settings
+from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback, socket_place
 from infinistore.config_sources import load
-from infinistore.errors import ConfigError
+from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.settings import (
     VARIABLE_PREFIX,
-    Kind,
     RefusedSetting,
     Setting,
     choice,
@@ -35,56 +38,34 @@ from infinistore.settings import (
     switch,
     text,
 )
+from infinistore.shard_settings import MOST_SHARDS, SMALLEST_POOL_BYTES, conflicts_of_shards
 from infinistore.sizes import GIB, KIB, MIB, format_size
 
 __all__ = [
-    "DEFAULT_SERVICE_PORT",
     "ServerConfig",
-    "default_socket_path",
-    "is_loopback",
     "load_server_config",
     "misspelt_variables",
-    "read_token",
     "server_settings",
 ]
 
-DEFAULT_SERVICE_PORT: Final = 22345
 _LARGEST_POOL_BYTES: Final = 1 << 50
-_MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, less its final zero
-_MAX_TOKEN_BYTES: Final = 4096
 _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
 # Not settings of a server: clients read the first two, `load_server_config` the last.
 _OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", VARIABLE_PREFIX + "TOKEN", _CONFIG_VARIABLE)
 
-_NETWORK, _MEMORY, _EVICTION = "Network", "Memory", "Eviction"
+_NETWORK, _SHARDS, _MEMORY, _DISK, _EVICTION = "Network", "Shards", "Memory", "Disk", "Eviction"
 _RDMA, _LIMITS, _SECURITY, _LOGGING = "RDMA", "Limits", "Security", "Logging"
 
 
 def _default_pool_bytes() -> int:
     """16 GiB, but at most half of the memory available, in whole MiB."""
-    from infinistore.core.memory import available_memory  # late: only a server needs it
+    from infinistore.machine_memory import available_memory  # late: only a server needs it
 
     available_bytes = available_memory().available_bytes
     return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))
 
 
-def _socket() -> Kind:
-    def parse(raw: Any) -> str:
-        if raw is False or str(raw).strip().lower() in ("off", "no", "off"):
-            return "off"  # YAML reads a bare `off` as false
-        if not isinstance(raw, str | Path) or not str(raw).strip():
-            raise ValueError("must be a path, auto or off")
-        word = str(raw).strip()
-        return "auto" if word.lower() == "auto" else str(Path(word).expanduser())
-
-    def check(value: str) -> None:
-        if len(os.fsencode(value)) > _MAX_SOCKET_PATH_BYTES:
-            raise ValueError(f"is too long for a Unix socket; at most {_MAX_SOCKET_PATH_BYTES} bytes")
-
-    return Kind("PATH|auto|off", parse, check)
-
-
-_POOL_SIZE: Final = size(64 * KIB, _LARGEST_POOL_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
+_POOL_SIZE: Final = size(SMALLEST_POOL_BYTES, _LARGEST_POOL_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
 _VALUE_SIZE: Final = size(1, _LARGEST_POOL_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
 
 
@@ -92,109 +73,164 @@ _VALUE_SIZE: Final = size(1, _LARGEST_POOL_BYTES, bare_unit_bytes=MIB, bare_unit
 class ServerConfig:
     """Everything that can be set about a server. Sizes are in bytes, times in seconds.
 
-    Raises ConfigError for a value that cannot be used, or for values that do not go together.
+    Raises ConfigError for a value that cannot be used, or for values that do not go
+    together.
     """
 
     host: str = declare(
         "host",
         text("HOST"),
         "127.0.0.1",
-        "Address to listen on. Beyond loopback it needs --token-file or --insecure",
+        "Address to listen on. Beyond loopback it requires --token-file or --insecure",
         group=_NETWORK,
     )
     service_port: int = declare(
         "service_port",
         integer(0, 65535, "PORT"),
         str(DEFAULT_SERVICE_PORT),
-        "Port for data; 0 picks a free one",
+        "Port for clients; 0 selects a free port",
         group=_NETWORK,
     )
     manage_host: str = declare(
         "manage_host",
         text("HOST"),
         "127.0.0.1",
-        "Address for management. Beyond loopback it needs --token-file or --insecure",
+        "Address of the management API. Beyond loopback it requires --token-file or --insecure",
         group=_NETWORK,
     )
     manage_port: int | None = declare(
         "manage_port",
         integer_or_off(0, 65535, "PORT"),
         "18080",
-        "Port for management (HTTP): metrics, health, purge, evict; 0 picks a free one",
+        "Port of the management API (HTTP): metrics, health, purge, evict; 0 selects a free port",
         group=_NETWORK,
     )
     unix_socket: str = declare(
         "unix_socket",
-        _socket(),
+        socket_place(),
         "auto",
-        "Unix socket for clients on this machine, which they need for shared memory. auto puts it in a folder that "
-        "only this user can enter: $XDG_RUNTIME_DIR/infinistore/PORT.sock, or /tmp/infinistore-UID/PORT.sock",
+        "Unix socket for clients on this machine, required for shared memory. auto creates it in a folder that only "
+        "this user can enter: $XDG_RUNTIME_DIR/infinistore/PORT.sock, or /tmp/infinistore-UID/PORT.sock",
+        group=_NETWORK,
+    )
+    unix_socket_access: str = declare(
+        "unix_socket_access",
+        choice("user", "group", "all"),
+        "user",
+        "Who may open the Unix socket: only the user of the server, also its group, or all users who can enter the "
+        "folder. group and all require --unix-socket PATH",
         group=_NETWORK,
     )
     shm_writes: str = declare(
         "shm_writes",
         choice("on", "off"),
         "on",
-        "Whether clients on this machine write to the pool by themselves; off makes them send what they put",
+        "Whether clients on this machine may write to the pool; with off they send their puts",
         group=_NETWORK,
     )
     drain_timeout_s: float = declare(
         "drain_timeout",
         number(0, 86400, "SECONDS", "seconds"),
         "10",
-        "How long a server that was told to stop waits for requests under way",
+        "How long a server that is told to stop waits for running requests",
         group=_NETWORK,
     )
-    spin_us: int = declare(
+    spin_us: int | None = declare(
         "spin_time",
         integer(0, 10_000, "MICROSECONDS"),
-        "400",
-        "How long to wait awake for a client that is quick, before sleeping; 0 never does",
+        None,
+        "How long to spin for the next request of a fast client before sleeping; 0 disables spinning",
         group=_NETWORK,
+        default_text="400; with --shards 0, unless there are two cores for each",
+    )
+    shards: int = declare(
+        "shards",
+        integer(1, MOST_SHARDS, "N"),
+        "1",
+        "Number of processes that share the work. Each has a part of the pool and a part of each disk. They "
+        "listen on PORT, PORT+1 and so on; a client finds all of them through any",
+        group=_SHARDS,
+    )
+    pin_cores: bool = declare(
+        "pin_cores",
+        switch(),
+        "on",
+        "Keep each shard on a core of its own, if there are two cores for each",
+        group=_SHARDS,
     )
     prealloc_bytes: int = declare(
         "prealloc_size",
         _POOL_SIZE,
         _default_pool_bytes,
-        "Memory taken at the start, in GB or with a unit (512MiB, 2GiB, 0.5)",
+        "Memory allocated at startup, in GB or with a unit (512MiB, 2GiB, 0.5)",
         group=_MEMORY,
-        default_text="16, or half of the memory available if that is less",
+        default_text="16, or half of the available memory if that is less",
     )
     minimal_allocate_bytes: int = declare(
         "minimal_allocate_size",
         size(64, GIB, bare_unit_bytes=KIB, bare_unit="KB", multiple_of_bytes=64),
         "64",
-        "Smallest piece of the pool, in KB or with a unit; every value takes a whole number of pieces",
+        "Allocation unit of the pool, in KB or with a unit; every value takes a whole number of units",
         group=_MEMORY,
     )
     auto_increase: bool = declare(
         "auto_increase",
         switch(),
         "off",
-        "Take more memory when the pool is full, up to --max-pool-size",
+        "Grow the pool when it is full, up to --max-pool-size",
         group=_MEMORY,
     )
     max_pool_bytes: int | None = declare(
         "max_pool_size",
         _POOL_SIZE,
         None,
-        "Most memory that --auto-increase may reach, in GB or with a unit",
+        "Largest pool that --auto-increase may reach, in GB or with a unit",
         group=_MEMORY,
-        default_text="as much as the machine has available",
+        default_text="the available memory of the machine",
     )
-    allocator: str = declare("allocator", text(), "bitmap", "How room in the pool is given out", group=_MEMORY)
+    allocator: str = declare("allocator", text(), "bitmap", "Strategy that places blocks in the pool", group=_MEMORY)
     huge_pages: bool = declare(
         "huge_pages",
         switch(),
         "off",
-        "Back the pool with huge pages, which the machine must have reserved",
+        "Back the pool with huge pages, which must be reserved on the machine",
         group=_MEMORY,
     )
+    disks: tuple[DiskPlace, ...] = declare(
+        "disk",
+        disk_places(),
+        tuple,
+        "Folder for blocks that memory has no room for, and how much it may take, in GB or with a unit. May be given "
+        "several times, once for each disk; elsewhere with commas between them",
+        group=_DISK,
+        default_text="no disk",
+    )
+    disk_admission: str = declare(
+        "disk_admission",
+        choice(*ADMISSIONS),
+        "lazy",
+        "When a block is written to disk: lazy once a quarter of the pool has been put after it, eager at once, "
+        "second-use when it was read once",
+        group=_DISK,
+    )
+    disk_wait_s: float = declare(
+        "disk_wait",
+        number(0, 86400, "SECONDS", "seconds", above=True),
+        "5",
+        "How long a read waits for blocks on disk; then they count as missing",
+        group=_DISK,
+    )
+    cluster: str | None = cluster_settings.cluster()
+    node_id: str | None = cluster_settings.node_id()
+    advertise: str | None = cluster_settings.advertise()
+    node_weight: int = cluster_settings.node_weight()
+    node_zone: str | None = cluster_settings.node_zone()
+    node_warm_up_s: float = cluster_settings.node_warm_up()
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),
         "off",
-        "Evict every --evict-interval seconds, not only when a put needs room",
+        "Evict every --evict-interval seconds, not only when a put needs space",
         group=_EVICTION,
     )
     evict_interval_s: float = declare(
@@ -208,14 +244,14 @@ class ServerConfig:
         "evict_min_threshold",
         number(0, 1, "FRACTION"),
         "0.6",
-        "Periodic eviction stops when this part of the pool is in use",
+        "Periodic eviction stops when this fraction of the pool is in use",
         group=_EVICTION,
     )
     evict_max_threshold: float = declare(
         "evict_max_threshold",
         number(0, 1, "FRACTION"),
         "0.8",
-        "Periodic eviction starts when more than this part of the pool is in use",
+        "Periodic eviction starts when more than this fraction of the pool is in use",
         group=_EVICTION,
     )
     dev_name: str | None = declare(
@@ -224,16 +260,16 @@ class ServerConfig:
         None,
         "RDMA device, such as mlx5_0",
         group=_RDMA,
-        default_text="the first that works; none is needed",
+        default_text="the first that works, if any",
     )
     ib_port: int = declare("ib_port", integer(1, 255), "1", "Port of the RDMA device", group=_RDMA)
     link_type: str | None = declare(
         "link_type",
         choice("IB", "Ethernet"),
         None,
-        "Link of the RDMA device: InfiniBand, or Ethernet for RoCE",
+        "Link type of the RDMA device: InfiniBand, or Ethernet for RoCE",
         group=_RDMA,
-        default_text="what the device says",
+        default_text="as reported by the device",
     )
     hint_gid_index: int = declare(
         "hint_gid_index",
@@ -246,21 +282,21 @@ class ServerConfig:
         "require_rdma",
         switch(),
         "off",
-        "Do not start without RDMA, instead of serving TCP and shared memory alone",
+        "Refuse to start without RDMA, instead of serving only TCP and shared memory",
         group=_RDMA,
     )
     rdma_timeout_s: float = declare(
         "rdma_timeout",
         number(0.01, 60, "SECONDS", "seconds"),
         "0.25",
-        "How long a silent RDMA peer counts as alive; some devices take four times as long",
+        "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
         group=_RDMA,
     )
     token_file: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
         "token_file",
         path(),
         None,
-        "File whose first line is the token that every client must show",
+        "File whose first line is the token that every client must present",
         group=_SECURITY,
         default_text="no token",
     )
@@ -268,41 +304,45 @@ class ServerConfig:
         "insecure",
         switch(),
         "off",
-        "Let anybody who reaches the port read and write, beyond loopback too",
+        "Let anyone who reaches the port read and write, also beyond loopback",
         group=_SECURITY,
     )
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
         "1024",
-        "Most connections at a time; one more is refused",
+        "Maximum number of concurrent connections; further ones are refused",
         group=_LIMITS,
     )
     max_value_bytes: int = declare(
-        "max_value_size", _VALUE_SIZE, "1GiB", "Longest value, in MB or with a unit", group=_LIMITS
+        "max_value_size", _VALUE_SIZE, "1GiB", "Maximum length of a value, in MB or with a unit", group=_LIMITS
     )
     max_batch_bytes: int = declare(
         "max_batch_size",
         _VALUE_SIZE,
         "1GiB",
-        "Most bytes in one request, in MB or with a unit; clients split more",
+        "Maximum payload of one request, in MB or with a unit; clients split larger batches",
         group=_LIMITS,
     )
     max_batch_keys: int = declare(
-        "max_batch_keys", integer(1, 1_000_000), "8192", "Most keys in one request; clients split more", group=_LIMITS
+        "max_batch_keys",
+        integer(1, 1_000_000),
+        "8192",
+        "Maximum number of keys in one request; clients split larger batches",
+        group=_LIMITS,
     )
     max_key_bytes: int = declare(
         "max_key_size",
         size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
         "1024",
-        "Longest key, in bytes of UTF-8",
+        "Maximum length of a key, in bytes of UTF-8",
         group=_LIMITS,
     )
     log_level: str = declare(
         "log_level",
         choice("error", "warning", "info", "debug"),
         "info",
-        "How much to log; debug also shows tracebacks",
+        "Log level; debug also shows tracebacks",
         group=_LOGGING,
     )
 
@@ -311,10 +351,12 @@ class ServerConfig:
             raise RefusedSetting(names, problem)
 
     def socket_path(self, service_port: int) -> Path | None:
-        """Where the Unix socket of a server on this port is; None if it is off. Its folder may not exist yet."""
+        """Where the Unix socket of a server on this port is; None if it is off. Its
+        folder may not exist yet.
+        """
         if self.unix_socket == "off":
             return None
-        return default_socket_path(service_port) if self.unix_socket == "auto" else Path(self.unix_socket)
+        return default_socket_path(service_port) if self.unix_socket == "auto" else Path(self.unix_socket).absolute()
 
 
 def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
@@ -335,8 +377,18 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     ):
         problem = "other machines could delete everything; add --token-file FILE, or --insecure to allow that"
         found.append((("manage_host",), problem))
+    if config.unix_socket == "auto" and config.unix_socket_access != "user":
+        found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
     if config.service_port == config.manage_port != 0:
         found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
+    found += cluster_settings.conflicts_of_cluster(config)
+    found += conflicts_of_shards(
+        config.shards,
+        ports=(config.service_port, config.manage_port or 0),
+        pool_bytes=config.prealloc_bytes,
+        least_bytes=max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes),
+        disks=config.disks,
+    )
     for small, large, relation in _ORDER:
         low, high = getattr(config, small.attribute), getattr(config, large.attribute)
         if high is not None and (low > high or (low == high and relation == "smaller than")):
@@ -360,66 +412,37 @@ _ORDER: Final = (
 )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server on `host`. A name other than localhost counts as beyond."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def default_socket_path(service_port: int) -> Path:
-    """Where the Unix socket of this user's server on `service_port` is, unless it was put elsewhere.
-
-    The folder must be this user's with mode 0700; who makes or opens the socket checks that.
-    """
-    runtime_folder = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime_folder, "infinistore") if runtime_folder else Path(f"/tmp/infinistore-{os.getuid()}")
-    return folder / f"{service_port}.sock"
-
-
-def read_token(token_file: Path) -> str:
-    """Return the token: the first line of the file, without white space at its ends.
-
-    Raises ConfigError if the file cannot be read or has no token.
-    """
-    try:
-        with token_file.open(encoding="utf-8") as file:
-            token = file.readline(_MAX_TOKEN_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read the token file {token_file}: {reason}") from error
-    if not token:
-        raise ConfigError(f"the token file {token_file} is empty; write the token on its first line")
-    return token
-
-
 def load_server_config(
     command_line: Mapping[str, object] | None = None,
     *,
     file: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """Put a configuration together: `command_line`, then `environment`, then `file`, then the defaults.
+    """Put a configuration together: `command_line`, then `environment`, then `file`,
+    then the defaults.
 
-    `command_line` maps keys of settings to what was written (None: not given). `file` is a YAML file; without one,
-    INFINISTORE_CONFIG may name it. `environment` is that of this process unless given; an empty variable counts as
-    not set.
+    `command_line` maps keys of settings to what was written (None: not given). `file`
+    is a YAML file; without one, INFINISTORE_CONFIG may name it. `environment` is that
+    of this process unless given; an empty variable counts as not set.
 
-    Raises ConfigError in one line that names the setting, where its value came from, and what would do.
+    Raises ConfigError in one line that names the setting, where its value came from,
+    and what would do.
     """
     environment = os.environ if environment is None else environment
     return load(ServerConfig, command_line or {}, environment, file or environment.get(_CONFIG_VARIABLE) or None)
 
 
 def misspelt_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return a warning for each INFINISTORE_* variable that is not known but looks like one that is.
+    """Return a warning for each INFINISTORE_* variable that is not known but looks like
+    one that is.
 
-    Not an error: Kubernetes sets variables of its own for a service that is called infinistore.
+    Not an error: Kubernetes sets variables of its own for a service that is called
+    infinistore.
     """
     environment = os.environ if environment is None else environment
     known = [setting.variable for setting in server_settings()] + list(_OTHER_VARIABLES)
     unknown = [name for name in sorted(environment) if name.startswith(VARIABLE_PREFIX) and name not in known]
-    # The prefix makes any two look alike: INFINISTORE_SERVICE_HOST, which Kubernetes sets, is 0.917 like ..._PORT.
+    # The prefix makes any two look alike: INFINISTORE_SERVICE_HOST, which Kubernetes
+    # sets, is 0.917 like ..._PORT.
     likely = [(name, near(name, known, cutoff=0.92)) for name in unknown]
     return [f"the variable {name} means nothing here{hint}" for name, hint in likely if hint]

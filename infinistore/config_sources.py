@@ -1,7 +1,9 @@
-"""Puts a configuration together from the places a setting can come from, and says which of them was wrong.
+"""Puts a configuration together from the places a setting can come from, and says which
+of them was wrong.
 
-It works for any attrs class whose fields are made by `settings.declare`. The order is: command line, then environment
-variables, then a YAML file, then the default. What the settings are is left to the class.
+It works for any attrs class whose fields are made by `settings.declare`. The order is:
+command line, then environment variables, then a YAML file, then the default. What the
+settings are is left to the class.
 """
 
 import os
@@ -25,9 +27,11 @@ def load(
     environment: Mapping[str, str],
     file: str | Path | None,
 ) -> Config:
-    """Return the configuration; see `load_server_config`, which is where the arguments are explained.
+    """Return the configuration; see `load_server_config`, which is where the arguments
+    are explained.
 
-    Raises ConfigError in one line that names the setting, where its value came from, and what would do.
+    Raises ConfigError in one line that names the setting, where its value came from,
+    and what would do.
     """
     settings = settings_of(config_class)
     raw: dict[str, object] = {}
@@ -48,6 +52,8 @@ def load(
 def _as_written(setting: Setting, given: object) -> str:
     if setting.is_switch and isinstance(given, bool):
         return setting.flag if given else setting.negative_flag
+    if setting.kind.several and isinstance(given, list | tuple):
+        return " ".join(f"{setting.flag} {one}" for one in given)
     return f"{setting.flag} {given}"
 
 
@@ -86,7 +92,9 @@ def _structure(config_class: type[Config], raw: dict[str, object], origins: dict
 
 
 def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:
-    """Return the mapping in the file, without the keys that have no value; every key is the key of a setting."""
+    """Return the mapping in the file, without the keys that have no value; every key is
+    the key of a setting.
+    """
     import yaml
 
     try:

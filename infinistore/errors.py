@@ -1,14 +1,19 @@
 """Every error that InfiniStore raises, in one tree.
 
-All of them descend from `InfiniStoreException`. Each class that can travel over the wire has a numeric
-`code`; `error_from_code` turns a code and a message back into the class, so that a client raises what the server
-meant. Codes are part of the protocol (`docs/protocol.md`): they are never re-used and never change.
+All errors are subclasses of `InfiniStoreException`. Each class that can travel over the
+wire has a numeric `code`. `error_from_code` converts a code and a message back into the
+class, so that a client raises the server's error. Codes are part of the protocol
+(`docs/protocol.md`): they never change and are never reused.
 
-Misuse of the API that needs no store to detect (an empty key, a key twice in one put, a read-only buffer to
-read into) is a plain `ValueError` or `TypeError`, raised before anything is sent.
+Misuse of the API that is detectable without a store (an empty key, a duplicate key in
+one put, a read-only buffer to read into) raises a plain `ValueError` or `TypeError`
+before anything is sent.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
+
+import infinistore.namesake  # noqa: F401 - first of all, for every other module imports this one
 
 __all__ = [
     "AuthenticationFailed",
@@ -17,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DeviceMemoryUnreachable",
+    "DiskFailed",
     "InfiniStoreException",
     "InfiniStoreKeyNotFound",
     "InvalidRequest",
@@ -24,6 +30,7 @@ __all__ = [
     "LeaseStillInUse",
     "LimitExceeded",
     "OutOfMemory",
+    "PartialPut",
     "ProtocolError",
     "StoreUnavailable",
     "TransferFailed",
@@ -35,16 +42,16 @@ __all__ = [
 
 
 class InfiniStoreException(Exception):
-    """The root of every error that InfiniStore raises.
+    """The base class of every error that InfiniStore raises.
 
-    On its own it means a failure inside the server that has no better name.
+    An instance of this class itself is an internal error of the server.
     """
 
     code: ClassVar[int] = 1
 
 
 class KeyNotFound(InfiniStoreException, KeyError):
-    """The key is not in the store: never written, deleted, or evicted."""
+    """The key does not exist: it was never put, or was deleted or evicted."""
 
     code: ClassVar[int] = 2
 
@@ -53,29 +60,32 @@ class KeyNotFound(InfiniStoreException, KeyError):
 
 
 InfiniStoreKeyNotFound = KeyNotFound
-"""The name that the original InfiniStore has for it."""
+"""The name of `KeyNotFound` in the original InfiniStore."""
 
 
 class OutOfMemory(InfiniStoreException):
-    """The pool has no room for the batch, even after evicting what may be evicted. Nothing was changed for it."""
+    """The pool has no space for the batch, even after eviction. Nothing was stored."""
 
     code: ClassVar[int] = 3
 
 
 class ValueTooLarge(InfiniStoreException):
-    """One value is larger than the store accepts: its limit, or its whole pool."""
+    """A value is larger than the store's limit, or than its whole pool."""
 
     code: ClassVar[int] = 4
 
 
 class LimitExceeded(InfiniStoreException):
-    """A bound was reached: connections, bytes pinned by one client, keys in a batch. The message names it."""
+    """A limit was reached: connections, bytes pinned by one client, keys in a batch.
+
+    The message names the limit.
+    """
 
     code: ClassVar[int] = 5
 
 
 class BufferTooSmall(InfiniStoreException):
-    """A stored value is longer than the buffer it was to be read into. No byte was written to any buffer."""
+    """A stored value is longer than its buffer. No byte was written to any buffer."""
 
     code: ClassVar[int] = 6
 
@@ -83,86 +93,133 @@ class BufferTooSmall(InfiniStoreException):
 class StoreUnavailable(InfiniStoreException):
     """The store cannot be reached, or the connection was lost.
 
-    A put that ends so may have been committed: it is not known.
+    A put that raises it may have been committed. The message says whether the outcome
+    is unknown.
     """
 
     code: ClassVar[int] = 7
+    outcome_is_unknown: bool = False
+    """Whether the request may have been carried out, or may be later."""
 
 
 class DeadlineExceeded(InfiniStoreException):
-    """The call did not finish in the time it was given. A put that ends so may have been committed."""
+    """The call did not finish before its deadline.
+
+    A put that raises it may have been committed.
+    """
 
     code: ClassVar[int] = 8
+    outcome_is_unknown: bool = False
+    """Whether the request may have been carried out, or may be later."""
 
 
 class ProtocolError(InfiniStoreException):
-    """The peer said something that the protocol does not allow. The connection is closed."""
+    """The peer violated the protocol. The connection is closed."""
 
     code: ClassVar[int] = 9
 
 
 class VersionMismatch(ProtocolError):
-    """The peer speaks another version of the protocol."""
+    """The peer speaks an incompatible version of the protocol, or lacks a
+    capability.
+    """
 
     code: ClassVar[int] = 10
 
 
 class InvalidRequest(ProtocolError):
-    """A well-formed message asks for something that no request may ask for: an empty key, a key twice in a put."""
+    """A well-formed message with invalid contents, such as a duplicate key."""
 
     code: ClassVar[int] = 11
 
 
 class ChecksumMismatch(InfiniStoreException):
-    """The bytes that arrived are not the bytes that were written, by their xxh3 checksum."""
+    """The bytes are not those that were written, by their xxh3 checksum."""
 
     code: ClassVar[int] = 12
 
 
 class AuthenticationFailed(InfiniStoreException):
-    """The server wants a token, and the one given is missing or wrong."""
+    """The server requires a token, and the client's token is missing or wrong."""
 
     code: ClassVar[int] = 13
 
 
 class UnknownReservation(InfiniStoreException):
-    """The reservation named is not open: never made, or already committed or aborted."""
+    """The reservation is not open: it never existed, or was committed or aborted."""
 
     code: ClassVar[int] = 14
 
 
 class ConfigError(InfiniStoreException, ValueError):
-    """A setting (flag, environment variable, file or URL) that cannot be used. The message says which, and what would
-    do."""
+    """An invalid setting: a flag, environment variable, file or URL.
+
+    The message names the setting and a remedy.
+    """
 
     code: ClassVar[int] = 15
 
 
-class TransferFailed(StoreUnavailable):
-    """The bytes could not be moved by RDMA: the peer does not answer, or its memory is not what it said.
+class PartialPut(StoreUnavailable):
+    """Some nodes of a cluster could not be reached; the others have stored their part.
 
-    Nothing was stored, and what a get should have filled is undefined. The clients try another path by themselves, and
-    raise this only where the URL allows none.
+    Each key of the put is in one of three lists.
+    """
+
+    code: ClassVar[int] = 18
+
+    def __init__(
+        self,
+        message: str = "",
+        stored: Sequence[str] = (),
+        failed: Sequence[str] = (),
+        unknown: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.stored = list(stored)
+        """Keys that are stored, or were skipped because they were there."""
+        self.failed = list(failed)
+        """Keys that were not stored."""
+        self.unknown = list(unknown)
+        """Keys that may have been stored, or may be later."""
+        self.outcome_is_unknown = bool(unknown)
+
+
+class TransferFailed(StoreUnavailable):
+    """An RDMA transfer failed: no answer, or the peer's memory is not as it said.
+
+    Nothing was stored, and the buffers of a get are undefined. Clients fall back to
+    another transport, and raise this error only if the URL allows RDMA alone.
     """
 
     code: ClassVar[int] = 16
 
 
 class DeviceMemoryUnreachable(InfiniStoreException, ValueError):
-    """Memory of a GPU was to be moved as it is, or registered for that, and it cannot be: it is not registered, the
-    system does not let it be, or there is no RDMA to move it by.
+    """RDMA cannot move GPU memory.
 
-    The message says which, and what would help. Nothing was stored (of a batch over the limits: nothing of that part);
-    what a get should have filled is undefined.
+    It is not registered, the system does not allow its registration, or there is no
+    RDMA. The message gives the reason and a remedy. Nothing was stored (of a batch that
+    is sent in parts: nothing of that part), and the buffers of a get are undefined.
     """
 
     code: ClassVar[int] = 17
 
 
-class LeaseStillInUse(ResourceWarning):
-    """A `lease` or `reserve` block was left while views, arrays or tensors of its memory were still alive.
+class DiskFailed(InfiniStoreException):
+    """The disks of the store are off because of an internal error.
 
-    Leased memory stays pinned until they die. Reserved memory is committed all the same: nobody may write there now.
+    It is not known what of this call became durable. The store serves on from memory.
+    """
+
+    code: ClassVar[int] = 19
+
+
+class LeaseStillInUse(ResourceWarning):
+    """Arrays or tensors outlived the `with` statement of their lease or reservation.
+
+    Leased memory stays pinned until they are gone. Reserved memory has been committed:
+    do not write to it any more.
     """
 
 
@@ -174,7 +231,7 @@ _BY_CODE = {cls.code: cls for cls in _subclasses(InfiniStoreException)}
 
 
 def error_from_code(code: int, message: str) -> InfiniStoreException:
-    """Return the error that `code` stands for; an unknown code gives the root class, which names the code."""
+    """Return the error for a code; the base class for an unknown code."""
     cls = _BY_CODE.get(code)
     if cls is None:
         return InfiniStoreException(f"{message} (unknown error code {code})")

@@ -1,8 +1,9 @@
-"""What a key may be, checked in one place for the clients, the protocol and the core; and how a batch of keys travels.
+"""The rules for keys, in one place for clients, protocol and core; batches on the wire.
 
-A key is text: at least one character, none of them NUL, at most `MAX_KEY_BYTES` bytes of UTF-8. A batch is one text on
-the wire, its keys joined by NUL, so that joining, splitting and checking a thousand keys are a few calls that run in C,
-at both ends of every request.
+A key is text: at least one character, no NUL, at most `MAX_KEY_BYTES` bytes of UTF-8. A
+batch is a single text on the wire, with its keys joined by NUL. Joining, splitting and
+checking a thousand keys thus takes a few calls that run in C, at both ends of every
+request.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +24,10 @@ _SEPARATOR = "\0"
 
 
 class CheckedKeys(list[str]):
-    """Keys that a store takes, and the one text that they travel as: checking them has made it. Never changed.
+    """Valid keys and their joined text, a by-product of the check. Immutable.
 
     Raises:
-        TypeError, ValueError: one of them is none; named is the first.
+        TypeError, ValueError: a key is invalid; the message names the first one.
     """
 
     __slots__ = ("joined",)
@@ -37,17 +38,18 @@ class CheckedKeys(list[str]):
             text = "".join(self)
         except TypeError:
             text = _SEPARATOR
-        if text.isascii() and _SEPARATOR not in text and all(self):  # nearly always; else it is said what is wrong
+        if text.isascii() and _SEPARATOR not in text and all(self):  # the usual case
             self.joined = text if len(self) == 1 else _SEPARATOR.join(self)
-            if _has_short_keys(self.joined, MAX_KEY_BYTES):
+            if len(self.joined) <= MAX_KEY_BYTES or _has_short_keys(self.joined, MAX_KEY_BYTES):
                 return
         self.joined = check_keys(self)
 
 
 def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> str:
-    """Raise `TypeError` or `ValueError`, naming the first offender, unless every key is one that a store takes.
+    """Return the keys as one text.
 
-    Return them as one text.
+    Raises:
+        TypeError, ValueError: a key is invalid; the message names the first one.
     """
     try:
         text = "".join(keys)
@@ -63,12 +65,16 @@ def check_keys(keys: Sequence[str], max_key_bytes: int = MAX_KEY_BYTES) -> str:
 
 
 def join_keys(keys: Sequence[str]) -> str:
-    """Return checked keys as one text."""
+    """Return valid keys as one text."""
     return keys.joined if isinstance(keys, CheckedKeys) else _SEPARATOR.join(keys)
 
 
 def split_keys(joined: str) -> list[str]:
-    """Return the keys of a text that `join_keys` made; `ValueError` if one of them is none, or there are too many."""
+    """Return the keys of a text from `join_keys`.
+
+    Raises:
+        ValueError: a key is invalid, or there are too many.
+    """
     if not joined:
         return []
     keys = joined.split(_SEPARATOR, MAX_JOINED_KEYS)
@@ -79,7 +85,7 @@ def split_keys(joined: str) -> list[str]:
 
 
 def check_distinct(keys: Sequence[str]) -> None:
-    """Raise `ValueError` if a key stands twice in a put: which of the two values should win?"""
+    """Raise `ValueError` for a duplicate key in a put: which value should win?"""
     if len(set(keys)) == len(keys):
         return
     seen: set[str] = set()
@@ -90,7 +96,7 @@ def check_distinct(keys: Sequence[str]) -> None:
 
 
 def _check_lengths(joined: str, keys: Sequence[str], max_key_bytes: int) -> None:
-    """Check that no key is empty or too long, and all is text; `joined` is all of them with separators."""
+    """Check that no key is empty, too long or not text; `joined` is the joined text."""
     if not all(keys):
         raise ValueError(f"key {list(keys).index('')} is empty; a key has at least one character")
     if joined.isascii() and _has_short_keys(joined, max_key_bytes):
@@ -108,7 +114,7 @@ def _check_lengths(joined: str, keys: Sequence[str], max_key_bytes: int) -> None
 
 
 def _has_short_keys(joined: str, max_length: int) -> bool:
-    """Whether no key has more than `max_length` characters: hops from separator to separator, as far as it can."""
+    """Whether no key has more than `max_length` characters."""
     start = 0
     while len(joined) - start > max_length:
         separator = joined.rfind(_SEPARATOR, start, start + max_length + 1)

@@ -1,16 +1,18 @@
-"""What a setting is: one description from which flags, variables, file keys and documentation derive.
+"""What a setting is: one description from which flags, variables, file keys and
+documentation derive.
 
-A `Kind` reads one sort of value from text and refuses what cannot be used; a `Setting` adds the name, the default and
-the sentence that explains it, and travels in the metadata of an attrs field. `infinistore/config.py` holds the settings
-themselves. Nothing here knows where a value came from: that is said by who reads them.
+A `Kind` reads one sort of value from text and refuses what cannot be used; a `Setting`
+adds the name, the default and the sentence that explains it, and travels in the
+metadata of an attrs field. `infinistore/config.py` holds the settings themselves.
+Nothing here knows where a value came from: that is said by who reads them.
 """
 
 import difflib
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 import attrs
 
@@ -18,6 +20,8 @@ from infinistore.errors import ConfigError
 from infinistore.sizes import format_size, parse_size
 
 __all__ = [
+    "FALSE_WORDS",
+    "TRUE_WORDS",
     "VARIABLE_PREFIX",
     "Kind",
     "RefusedSetting",
@@ -34,27 +38,31 @@ __all__ = [
     "size",
     "switch",
     "text",
+    "url_options",
 ]
 
 
 VARIABLE_PREFIX: Final = "INFINISTORE_"
 _METADATA_KEY: Final = "infinistore.setting"
-_TRUE: Final = ("1", "true", "yes", "on")
-_FALSE: Final = ("0", "false", "no", "off")
+TRUE_WORDS: Final = ("1", "true", "yes", "on")
+FALSE_WORDS: Final = ("0", "false", "no", "off")
 
 
 @attrs.frozen
 class Kind:
     """One sort of value.
 
-    `parse` turns what a person wrote (text, or what YAML made of it) into the value; `check` refuses a value out of
-    range. Both raise ValueError with half a sentence that follows the value: "must be between 1 and 65535".
+    `parse` turns what a person wrote (text, or what YAML made of it) into the value;
+    `check` refuses a value out of range. Both raise ValueError with half a sentence
+    that follows the value: "must be between 1 and 65535".
     """
 
     metavar: str
     parse: Callable[[Any], Any]
     check: Callable[[Any], None] = lambda value: None
     choices: tuple[str, ...] = ()
+    several: bool = False
+    """Whether its flag may be given several times: `parse` takes a list, too."""
 
 
 @attrs.frozen
@@ -62,7 +70,9 @@ class Setting:
     """One setting of a configuration class."""
 
     key: str
-    """The name in a YAML file: lower case with underscores. Flag and variable derive from it."""
+    """The name in a YAML file: lower case with underscores. Flag and variable derive
+    from it.
+    """
     kind: Kind
     group: str
     """The heading under which help and documentation list it."""
@@ -90,14 +100,17 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off, so that its flag takes no value and has a `--no-` twin."""
+        """Whether it is on or off, so that its flag takes no value and has a `--no-`
+        twin.
+        """
         return not self.kind.metavar
 
 
 class RefusedSetting(ConfigError):
     """A value that cannot be used, or values that do not go together.
 
-    `keys` are the settings concerned, the one to blame first; `problem` follows its name in the message.
+    `keys` are the settings concerned, the one to blame first; `problem` follows its
+    name in the message.
     """
 
     def __init__(self, keys: tuple[str, ...], problem: str) -> None:
@@ -107,12 +120,20 @@ class RefusedSetting(ConfigError):
 
 
 def declare(
-    key: str, kind: Kind, default: str | Callable[[], Any] | None, help_text: str, *, group: str, default_text: str = ""
+    key: str,
+    kind: Kind,
+    default: str | Callable[[], Any] | None,
+    help_text: str,
+    *,
+    group: str,
+    default_text: str = "",
+    secret: bool = False,
 ) -> Any:
     """Return the attrs field of one setting.
 
-    `default` is text in the setting's own spelling, a function that works the default out, or None; the last two need a
-    `default_text` for people.
+    `default` is text in the setting's own spelling, a function that works the default
+    out, or None; the last two need a `default_text` for people. A `secret` value is
+    neither shown by `repr` nor in a message.
     """
     setting = Setting(key, kind, group, help_text, default_text or str(default))
     metadata = {_METADATA_KEY: setting}
@@ -123,12 +144,12 @@ def declare(
         try:
             kind.check(value)
         except ValueError as error:
-            raise RefusedSetting((key,), f"{value!r} {error}") from None
+            raise RefusedSetting((key,), f"the value {error}" if secret else f"{value!r} {error}") from None
 
     if callable(default):
-        return attrs.field(factory=default, validator=validate, metadata=metadata)
+        return attrs.field(factory=default, validator=validate, metadata=metadata, repr=not secret)
     value = None if default is None else kind.parse(default)
-    return attrs.field(default=value, validator=validate, metadata=metadata)
+    return attrs.field(default=value, validator=validate, metadata=metadata, repr=not secret)
 
 
 def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
@@ -138,7 +159,9 @@ def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
 
 
 def markdown_table(settings: Iterable[Setting]) -> str:
-    """Return the settings as tables in Markdown, one under each heading. `docs/configuration.md` holds them."""
+    """Return the settings as tables in Markdown, one under each heading.
+    `docs/configuration.md` holds them.
+    """
     lines: list[str] = []
     for heading, group in itertools.groupby(settings, key=lambda setting: setting.group):
         lines += [f"### {heading}", "", "| Flag | Variable | Key in the file | Default | What it does |"]
@@ -152,7 +175,8 @@ def markdown_table(settings: Iterable[Setting]) -> str:
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an empty string if none is near.
+    """Return "; did you mean X or Y?" for the known names nearest to `name`, or an
+    empty string if none is near.
 
     `cutoff` is how much alike they must be: 1 is the same.
     """
@@ -160,6 +184,20 @@ def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     likeness = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
     found = [other for other, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
     return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def url_options(url: str) -> dict[str, str]:
+    """Return the options that follow the question mark of a URL, as texts.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    query = url.partition("?")[2].partition("#")[0]
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        raise ConfigError(f"the options in {url!r} cannot be read; write ?option=value&option=value") from None
+    return dict(pairs)
 
 
 def text(metavar: str = "NAME") -> Kind:
@@ -194,27 +232,30 @@ def switch() -> Kind:
 
     def parse(raw: Any) -> bool:
         word = str(raw).strip().lower()
-        if word in _TRUE:
+        if word in TRUE_WORDS:
             return True
-        if word in _FALSE:
+        if word in FALSE_WORDS:
             return False
         raise ValueError("must be true or false")
 
     return Kind("", parse)
 
 
-def integer(low: int, high: int, metavar: str = "N") -> Kind:
-    """A whole number from `low` to `high`, both included."""
+def integer(low: int, high: int | None, metavar: str = "N") -> Kind:
+    """A whole number from `low` to `high`, both included; or from `low` on."""
+    words = (
+        f"must be a whole number, {low} or more" if high is None else f"must be a whole number between {low} and {high}"
+    )
 
     def parse(raw: Any) -> int:
         try:
             return int(raw) if isinstance(raw, str) or type(raw) is int else _refuse()
         except ValueError:
-            raise ValueError(f"must be a whole number between {low} and {high}") from None
+            raise ValueError(words) from None
 
     def check(value: int) -> None:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"must be a whole number between {low} and {high}")
+        if type(value) is not int or value < low or (high is not None and value > high):
+            raise ValueError(words)
 
     return Kind(metavar, parse, check)
 
@@ -224,7 +265,8 @@ def integer_or_off(low: int, high: int, metavar: str = "N") -> Kind:
     inner = integer(low, high, metavar)
 
     def parse(raw: Any) -> int | None:
-        if raw is False or str(raw).strip().lower() == "off":  # YAML reads a bare `off` as false
+        word = str(raw).strip().lower()
+        if word in FALSE_WORDS and word != "0":  # YAML reads a bare `off` as false
             return None
         try:
             number: int = inner.parse(raw)
@@ -239,9 +281,13 @@ def integer_or_off(low: int, high: int, metavar: str = "N") -> Kind:
     return Kind(f"{metavar}|off", parse, check)
 
 
-def number(low: float, high: float, metavar: str, unit: str = "") -> Kind:
-    """A number from `low` to `high`, both included; `unit` is a word for the message, such as "seconds"."""
-    words = f"must be a number{' of ' + unit if unit else ''} between {low:g} and {high:g}"
+def number(low: float, high: float, metavar: str, unit: str = "", *, above: bool = False) -> Kind:
+    """A number from `low` to `high`, both included; with `above`, not `low`.
+
+    `unit` is a word for the message, such as "seconds".
+    """
+    limits = f"above {low:g}, at most {high:g}" if above else f"between {low:g} and {high:g}"
+    words = f"must be a number{' of ' + unit if unit else ''} {limits}"
 
     def parse(raw: Any) -> float:
         try:
@@ -250,7 +296,9 @@ def number(low: float, high: float, metavar: str, unit: str = "") -> Kind:
             raise ValueError(words) from None
 
     def check(value: float) -> None:
-        if not math.isfinite(value) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(words)
+        if above and value == low:
             raise ValueError(words)
 
     return Kind(metavar, parse, check)
@@ -275,7 +323,9 @@ def size(low_bytes: int, high_bytes: int, *, bare_unit_bytes: int, bare_unit: st
 
 
 def path(metavar: str = "FILE") -> Kind:
-    """A path; `~` is the home folder. Whether it is there is found when it is opened."""
+    """A path; `~` is the home folder. Whether it is there is found when it is
+    opened.
+    """
 
     def parse(raw: Any) -> Path:
         if not isinstance(raw, str | Path) or not str(raw).strip():

@@ -1,15 +1,14 @@
-"""Sizes in bytes, as people write them: `512MiB`, `2GiB`, `0.5`.
+"""Sizes in bytes in human-readable form: `512MiB`, `2GiB`, `0.5`.
 
-Every unit is a power of 1024, with or without the `i`: `2G`, `2GB` and `2GiB` are the same. The original InfiniStore
-counted its GB so, and so does memory itself. The arithmetic is exact: what `format_size` writes, `parse_size` reads
-back to the byte.
+Every unit is a power of 1024, with or without the `i`: `2G`, `2GB` and `2GiB` are the
+same, as in the original InfiniStore. The arithmetic is exact: `parse_size` reads back
+what `format_size` writes, to the byte.
 """
 
 import re
-from fractions import Fraction
 from typing import Final
 
-__all__ = ["GIB", "KIB", "MIB", "TIB", "describe_size", "format_size", "parse_size"]
+__all__ = ["GIB", "KIB", "MIB", "TIB", "describe_size", "format_size", "in_units", "parse_size"]
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -24,13 +23,17 @@ _PATTERN: Final = re.compile(
 
 
 def parse_size(text: str | float, bare_unit_bytes: int = 1) -> int:
-    """Return the number of bytes that `text` stands for.
+    """Return the number of bytes of `text`.
 
-    A number without a unit counts in `bare_unit_bytes` (1 means bytes). A result that is not a whole number of bytes is
-    rounded down.
+    A number without a unit counts in `bare_unit_bytes` (1 means bytes). The result is
+    rounded down to whole bytes.
 
-    Raises ValueError, with a message that says what would do, for anything else: a negative number, an unknown unit.
+    Raises:
+        ValueError: a negative number, an unknown unit, or not a size. The message gives
+            a remedy.
     """
+    from fractions import Fraction
+
     match = _PATTERN.fullmatch(str(text)) if not isinstance(text, bool) else None
     if match is None:
         raise ValueError("is not a size; write a number with a unit, such as 512MiB or 2GiB")
@@ -42,7 +45,7 @@ def parse_size(text: str | float, bare_unit_bytes: int = 1) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return the shortest exact spelling in whole units: `512MiB`, `1536KiB`, `1000B`."""
+    """Return the shortest exact form: `512MiB`, `1536KiB`, `1000B`."""
     for unit_bytes, name in _NAMES:
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{name}"
@@ -50,7 +53,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def describe_size(size_bytes: int) -> str:
-    """Return the size for a person to read, rounded to about three digits: `15.9 GiB`, `64 KiB`, `17 B`."""
+    """Return the size rounded to about three digits: `15.9 GiB`, `64 KiB`, `17 B`."""
     for unit_bytes, name in _NAMES:
         if size_bytes >= unit_bytes:
             number = size_bytes / unit_bytes
@@ -58,3 +61,14 @@ def describe_size(size_bytes: int) -> str:
             text = f"{number:.{digits}f}"
             return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {name}"
     return f"{size_bytes} B"
+
+
+def in_units(size_bytes: int) -> str:
+    """Return the size as `describe_size`, with the bytes if it is rounded. For errors.
+
+    `64 GiB`, `17 bytes`, `1 MiB (1,048,577 bytes)`: different sizes never look equal.
+    """
+    if size_bytes < KIB:
+        return f"{size_bytes} bytes"
+    text = describe_size(size_bytes)
+    return text if parse_size(text) == size_bytes else f"{text} ({size_bytes:,} bytes)"

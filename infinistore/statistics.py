@@ -1,38 +1,148 @@
-"""What `stats()` returns, and how it crosses the wire.
+"""The statistics of a store, as records of numbers.
 
-The same frozen objects are read by everybody: the client, the command line, and whatever else shows numbers.
+The core, the allocators and the transports write them. The client, the command line,
+the monitor and the management API read them. `infinistore.protocol.statistics_tree`
+encodes them for the wire.
 """
 
-import math
-from typing import Any, NamedTuple
-
 import attrs
-from cattrs import Converter
-from cattrs.errors import BaseValidationError
-
-from infinistore.core.statistics import StoreStatistics
-from infinistore.errors import ProtocolError
-from infinistore.protocol.messages import Tree
-from infinistore.transports.spin import SpinStatistics
 
 __all__ = [
     "LATENCY_BOUNDS_S",
+    "AllocatorStatistics",
     "ArenaStatistics",
     "ClientStatistics",
+    "ClusterStatistics",
+    "DiskStatistics",
+    "DiskTierStatistics",
+    "EvictionStatistics",
+    "ListedNode",
+    "MembershipStatistics",
+    "NodeStatistics",
     "OperationStatistics",
     "PrefixStatistics",
     "ServerDetails",
     "ServerStatistics",
-    "StatisticsTree",
+    "SpinStatistics",
     "Stats",
-    "statistics_from_tree",
-    "statistics_to_tree",
+    "StoreStatistics",
 ]
+
+
+@attrs.frozen(kw_only=True)
+class AllocatorStatistics:
+    """The state of an allocator at one moment. All sizes in bytes."""
+
+    name: str
+    """The strategy's name."""
+    unit_bytes: int
+    """Every offset is a multiple of this."""
+    arenas: int
+    """Number of arenas."""
+    capacity_bytes: int
+    """Usable space: the lengths of the arenas, without unusable rests at their ends."""
+    used_bytes: int
+    """The sum of the footprints of all allocated extents."""
+    extents: int
+    """Number of allocated extents."""
+    largest_free_extent_bytes: int
+    """The size of the largest block that can be placed now.
+
+    It is exact: a block of this size is placed, a block with one more byte is refused.
+    """
+
+    @property
+    def free_bytes(self) -> int:
+        """Free space. A block of this size fits only if it is contiguous."""
+        return self.capacity_bytes - self.used_bytes
+
+
+@attrs.frozen
+class EvictionStatistics:
+    """Number of blocks evicted since the start, by cause."""
+
+    on_demand: int
+    """To make space for a put."""
+    fragmentation: int
+    """Because the free space was fragmented."""
+    periodic: int
+    """By the server's timer."""
+    manual: int
+    """On request of a person or a program."""
+
+
+@attrs.frozen
+class StoreStatistics:
+    """A snapshot of one store.
+
+    Sizes are in bytes and, unless stated otherwise, footprints. Fields from
+    `capacity_bytes` to `arenas` are current values, fields from `hits` on are counters
+    since the start.
+    """
+
+    capacity_bytes: int
+    """The usable space of all arenas."""
+    growable_bytes: int
+    """How much the pool can still grow."""
+    used_bytes: int
+    """Space of blocks with a key, reservations, and pinned blocks without a key."""
+    reserved_bytes: int
+    """Space of unfinished writes."""
+    pinned_bytes: int
+    """Space of blocks that are leased, held, or read without a request.
+
+    Each block counts once. Pinned blocks cannot be evicted.
+    """
+    held_bytes: int
+    """The part of `pinned_bytes` that holds pin; each block counts once."""
+    condemned_bytes: int
+    """The part of `pinned_bytes` whose key was deleted or replaced.
+
+    It is freed with its last pin.
+    """
+    quarantined_bytes: int
+    """Space reserved or leased by lost clients that could still write.
+
+    A block that two of them lease counts twice.
+    """
+    keys: int
+    clients: int
+    quarantined_clients: int
+    reservations: int
+    leases: int
+    """Leases, and batches that clients read without a request."""
+    holds: int
+    arenas: int
+    hits: int
+    """Keys found by a lease, or by a read without a request."""
+    misses: int
+    """Keys not found by a lease."""
+    puts: int
+    """Committed blocks, without skipped ones."""
+    put_bytes: int
+    """The total length of these blocks."""
+    hit_bytes: int
+    """The total length of the found blocks."""
+    deleted: int
+    """Deleted or purged keys."""
+    checksum_drops: int
+    """Blocks dropped because their bytes did not match their checksum."""
+    evicted: EvictionStatistics
+    allocator: AllocatorStatistics
+
+
+@attrs.frozen
+class SpinStatistics:
+    """How often the server spun, how often that succeeded, and the total time in s."""
+
+    spins: int
+    hits: int
+    burned_s: float
 
 
 @attrs.frozen
 class ServerStatistics:
-    """What a server has done since it started. Bytes are payload only."""
+    """The activity of a server since its start. Bytes are payload only."""
 
     instance: str
     version: str
@@ -40,17 +150,24 @@ class ServerStatistics:
     connections_open: int
     connections_total: int
     connections_refused: int
+    strangers_open: int = attrs.field(default=0, kw_only=True)
+    """Connections that have not completed their hello, not in `connections_open`.
+
+    0 if the server's release does not report it.
+    """
+    strangers_dropped: int = attrs.field(default=0, kw_only=True)
+    """How many of these were closed for others; 0 if it is not reported."""
     requests: int
     errors: int
     received_bytes: int
     sent_bytes: int
     spin: SpinStatistics
-    """What waiting awake for quick clients took, and how often it paid."""
+    """Spinning for fast clients: its cost and success."""
 
 
 @attrs.frozen
 class OperationStatistics:
-    """One kind of request over one transport, with one outcome ("ok", or the name of an error)."""
+    """Requests of one kind, transport and outcome ("ok", or an error's name)."""
 
     kind: str
     transport: str
@@ -59,13 +176,19 @@ class OperationStatistics:
     payload_bytes: int
     latency_sum_s: float
     latency_counts: list[int]
-    """How many took at most as long as the bounds in `LATENCY_BOUNDS_S`, each counted once, and last those that took
-    longer. From the request's head to its reply having left."""
+    """A histogram with the bounds of `LATENCY_BOUNDS_S` and a last bucket above them.
+
+    Each request counts in one bucket. A latency is the time from the arrival of a
+    request's head until its reply was sent.
+    """
 
 
 @attrs.frozen
 class ClientStatistics:
-    """One connection that is open. Bytes are payload only; `pinned_bytes` are leased and reserved."""
+    """One open connection.
+
+    Bytes are payload only; `pinned_bytes` is leased and reserved space.
+    """
 
     name: str
     transport: str
@@ -79,7 +202,7 @@ class ClientStatistics:
 
 @attrs.frozen
 class ArenaStatistics:
-    """One arena: how full each of its parts is, first to last, all of the same length; 0.0 to 1.0."""
+    """One arena. `fill` is the usage of parts of equal length, in order; 0.0 to 1.0."""
 
     index: int
     length_bytes: int
@@ -89,16 +212,23 @@ class ArenaStatistics:
 
 @attrs.frozen
 class PrefixStatistics:
-    """Keys that begin alike, up to the separator: estimated from a sample."""
+    """Keys with the same prefix, up to the separator.
+
+    In a large store, an estimate from a random sample.
+    """
 
     prefix: str
     keys: int
     payload_bytes: int
+    keys_error: int = 0
+    """Two standard errors: 19 of 20 estimates are this close. 0: exact."""
+    payload_error_bytes: int = 0
+    """The same for `payload_bytes`."""
 
 
 @attrs.frozen
 class ServerDetails:
-    """What only an operator wants to see, and what costs more to gather."""
+    """Details for operators, which cost more to gather."""
 
     operations: list[OperationStatistics]
     clients: list[ClientStatistics]
@@ -107,9 +237,9 @@ class ServerDetails:
     state: str
     """"serving" or "draining"."""
     max_connections: int | None = None
-    """How many connections the server takes; None: not told."""
+    """The server's limit of connections; None if not reported."""
     max_pinned_bytes: int | None = None
-    """How much one connection may lease and reserve together; None: not told."""
+    """The limit of one connection's leases and reservations; None if not reported."""
 
 
 LATENCY_BOUNDS_S = (
@@ -118,54 +248,163 @@ LATENCY_BOUNDS_S = (
 """The upper bounds of the latency histograms, in seconds."""
 
 
+@attrs.frozen(kw_only=True)
+class DiskStatistics:
+    """One disk. Counts are since the start, sizes in bytes."""
+
+    path: str
+    """Its folder."""
+    state: str
+    """"recovering" until its index is there, then "healthy", "read-only" or "off"."""
+    alarm: str
+    """Why it is read-only or off, and what to do; empty if it is not."""
+    direct: bool
+    """Whether it is read and written past the page cache (O_DIRECT)."""
+    capacity_bytes: int
+    """What it may take. It shrinks when the file system is full."""
+    used_bytes: int
+    """What of this holds blocks, those included that were replaced since."""
+    keys: int
+    index_bytes: int
+    """The memory that its index takes."""
+    read_blocks: int
+    """Blocks read into the pool, and verified."""
+    read_bytes: int
+    written_blocks: int
+    """Blocks made durable."""
+    written_bytes: int
+    device_written_bytes: int
+    """All that was written, with padding, tables and snapshots: what wears the disk."""
+    queued_reads: int
+    """Reads that have not begun, in pieces of a few MiB."""
+    queued_writes: int
+    hung_jobs: int
+    """Reads and writes that are late."""
+    damaged_blocks: int
+    """Blocks that did not have their checksum."""
+    read_errors: int
+    write_errors: int
+
+
+@attrs.frozen(kw_only=True)
+class DiskTierStatistics:
+    """The disks of a store. Counts are since the start, sizes in bytes."""
+
+    disks: list[DiskStatistics]
+    queued_bytes: int
+    """What waits to be written now."""
+    ageing_bytes: int
+    """What was put and is too young to be written."""
+    pinned_bytes: int
+    """What is pinned in the pool because it is being written."""
+    skipped_blocks: int
+    """Blocks that were not written because too much waited."""
+    evicted_blocks: int
+    """Blocks that were evicted or replaced before they were written."""
+    failed_blocks: int
+    """Blocks that no disk took."""
+    promoted_blocks: int
+    """Blocks read into the pool."""
+    promoted_bytes: int
+    late_blocks: int
+    """Blocks that were not read because nobody waited for them any more."""
+    no_room_blocks: int
+    """Blocks that were not read because the pool had no room."""
+    prefetch_bytes: int
+    """What is still to be read ahead."""
+    prefetch_skipped_blocks: int
+    """Blocks not read ahead because that would have taken too much of the pool."""
+    reinserted_blocks: int
+    """Blocks written again because their segment was overwritten."""
+    held_bytes: int
+    """What holds keep on disk."""
+    unsafe_keys: int
+    """Deleted keys that a disk which cannot be written may bring back."""
+
+
+@attrs.frozen
+class ListedNode:
+    """A node of a cluster, as a server sees it."""
+
+    id: str
+    address: str
+    instance: str
+    generation: int
+    weight: int
+    state: str
+    """ "joining", "serving" or "draining"."""
+    zone: str
+    host: str
+
+
+@attrs.frozen
+class MembershipStatistics:
+    """What a server knows of its cluster, and whether the cluster knows it."""
+
+    cluster: str
+    """The URL, without options."""
+    node: str
+    """The id of the server itself."""
+    registration: str
+    """ "registering", "registered", "lost" or "left"; "listed" where servers do not
+    register.
+    """
+    registrations: int
+    """How often it has registered."""
+    problem: str
+    """What keeps it from being registered; empty if nothing does."""
+    view_age_s: float
+    """For how long nothing has confirmed its view; -1 if it has none."""
+    epoch: int
+    """Which view it is; -1 if it has none."""
+    copies: int
+    purged_revision: int
+    nodes: list[ListedNode]
+
+
 @attrs.frozen
 class Stats:
-    """What a client knows: which path its bytes take and why, its store, and the server, if there is one."""
+    """Transport and reason, the store, and the server if there is one."""
 
     transport: str
     transport_reason: str
     store: StoreStatistics
     server: ServerStatistics | None = None
     details: ServerDetails | None = None
-    """Only if they were asked for, and only of a server."""
+    """Only on request, and only from a server."""
+    disk: DiskTierStatistics | None = None
+    """None if the store has no disks."""
+    cluster: "ClusterStatistics | None" = None
+    """Only from a cluster, whose nodes' statistics the other records add up."""
 
 
-class StatisticsTree(NamedTuple):
-    """What a server sends."""
+@attrs.frozen(kw_only=True)
+class NodeStatistics:
+    """One node of a cluster, as this client sees it."""
 
-    server: ServerStatistics
-    store: StoreStatistics
-    details: ServerDetails | None
-
-
-def _structure_float(value: Any, _: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no measure of anything")
-    return number
-
-
-_converter = Converter()
-_converter.register_structure_hook(float, _structure_float)
+    id: str
+    address: str
+    state: str
+    """"joining", "serving" or "draining"."""
+    problem: str
+    """Why it does not answer; empty if it does."""
+    stats: Stats | None
+    """None if it does not answer."""
 
 
-def statistics_to_tree(server: ServerStatistics, store: StoreStatistics, details: ServerDetails | None = None) -> Tree:
-    """Turn statistics into nested maps and lists of plain values."""
-    parts = {"server": server, "store": store} | ({} if details is None else {"details": details})
-    return Tree({name: _converter.unstructure(part) for name, part in parts.items()})
+@attrs.frozen(kw_only=True)
+class ClusterStatistics:
+    """A cluster, as this client sees it. Counts are since the store was opened."""
 
-
-def statistics_from_tree(tree: Tree) -> StatisticsTree:
-    """Turn nested maps and lists back into statistics.
-
-    Raises:
-        ProtocolError: they are none.
-    """
-    try:
-        return StatisticsTree(
-            _converter.structure(tree["server"], ServerStatistics),
-            _converter.structure(tree["store"], StoreStatistics),
-            _converter.structure(tree["details"], ServerDetails) if "details" in tree else None,
-        )
-    except (LookupError, TypeError, ValueError, ArithmeticError, BaseValidationError) as error:
-        raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None
+    epoch: int
+    """Of the view."""
+    view_age_s: float
+    """For how long nothing has confirmed the view; 0 if it cannot change."""
+    copies: int
+    lost_reads: int
+    """Keys that counted as missing because their node did not answer."""
+    lost_copies: int
+    """Keys that puts stored on fewer nodes than they should have."""
+    warmed_blocks: int
+    """Blocks copied to nodes that had joined."""
+    nodes: list[NodeStatistics]

@@ -1,0 +1,82 @@
+"""Where a server is reached: hosts and ports as they are written, which hosts are this
+machine alone, and where its Unix socket is.
+
+Opening sockets is left to others.
+"""
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from infinistore.settings import FALSE_WORDS, TRUE_WORDS, Kind, path
+
+__all__ = ["DEFAULT_SERVICE_PORT", "default_socket_path", "host_and_port", "is_loopback", "socket_place", "with_port"]
+
+DEFAULT_SERVICE_PORT: Final = 22345
+_MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, less its final zero
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`. A name other than
+    localhost counts as beyond.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_and_port(written: str, default_port: int) -> tuple[str, int]:
+    """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets.
+
+    Raises:
+        ValueError: it is neither. The message is half a sentence that follows it.
+    """
+    try:
+        parts = urlsplit(f"//{written}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"must be HOST:PORT: {error}") from None
+    if not host or parts.netloc != written or parts.username is not None or port == 0:
+        raise ValueError("must be HOST:PORT, such as 10.0.0.7:22345")
+    return host, default_port if port is None else port
+
+
+def with_port(host: str, port: int) -> str:
+    """Write HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_socket_path(service_port: int) -> Path:
+    """Where the Unix socket of this user's server on `service_port` is, unless it was
+    put elsewhere.
+
+    The folder must be this user's with mode 0700; who makes or opens the socket checks
+    that.
+    """
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime_folder, "infinistore") if runtime_folder else Path(f"/tmp/infinistore-{os.getuid()}")
+    return folder / f"{service_port}.sock"
+
+
+def socket_place() -> Kind:
+    """Where the Unix socket of a server is: a path, auto, or off."""
+
+    def parse(raw: Any) -> str:
+        word = str(raw).strip().lower()
+        if word in FALSE_WORDS:  # YAML reads a bare `off` as false
+            return "off"
+        if word in TRUE_WORDS or word == "auto":
+            return "auto"
+        try:
+            return str(path().parse(raw.strip() if isinstance(raw, str) else raw))
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto, or off") from None
+
+    def check(value: str) -> None:
+        if len(os.fsencode(value)) > _MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"is too long for a Unix socket; at most {_MAX_SOCKET_PATH_BYTES} bytes")
+
+    return Kind("PATH|auto|off", parse, check)

@@ -1,0 +1,83 @@
+"""The settings of a server that is a node of a cluster, and what does not go together
+with them.
+"""
+
+from typing import Any, Final, Protocol
+
+from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
+from infinistore.settings import Kind, declare, integer, number, text
+
+__all__ = ["advertise", "cluster", "conflicts_of_cluster", "node_id", "node_warm_up", "node_weight", "node_zone"]
+
+_CLUSTER: Final = "Cluster"
+_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
+
+
+def cluster() -> Any:
+    """Where to register: the URL of a cluster."""
+    help_text = "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER"
+    return declare("cluster", text("URL"), None, help_text, group=_CLUSTER, default_text="no cluster")
+
+
+def node_id() -> Any:
+    """The name of the node."""
+    help_text = "Name of this server in its cluster. Another server must not have it"
+    return declare("node_id", text("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
+
+
+def advertise() -> Any:
+    """Where others reach the node."""
+
+    def check(value: str) -> None:
+        host_and_port(value, DEFAULT_SERVICE_PORT)
+
+    return declare(
+        "advertise",
+        Kind("HOST:PORT", text().parse, check),
+        None,
+        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients",
+        group=_CLUSTER,
+        default_text="--host and --service-port",
+    )
+
+
+def node_weight() -> Any:
+    """The share of the node."""
+    help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none"
+    return declare("node_weight", integer(0, 10_000), "100", help_text, group=_CLUSTER)
+
+
+def node_zone() -> Any:
+    """Where the node stands."""
+    help_text = "Name of the zone or rack, for the clients of the cluster"
+    return declare("node_zone", text(), None, help_text, group=_CLUSTER, default_text="none")
+
+
+def node_warm_up() -> Any:
+    """How long the weight grows."""
+    help_text = "How long the weight of a server that joins others grows, in five steps"
+    return declare("node_warm_up", number(0, 86400, "SECONDS", "seconds"), "30", help_text, group=_CLUSTER)
+
+
+class _Settings(Protocol):
+    @property
+    def cluster(self) -> str | None: ...
+    @property
+    def advertise(self) -> str | None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def shards(self) -> int: ...
+
+
+def conflicts_of_cluster(config: _Settings) -> list[tuple[tuple[str, ...], str]]:
+    """Return what does not go together, as (keys of settings, problem)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    if config.cluster is None:
+        return found
+    if config.shards > 1:
+        found.append((("cluster", "shards"), "is for one server; start one without --shards for each node"))
+    if config.cluster.startswith("infinistore+etcd:") and config.host in _EVERYWHERE and config.advertise is None:
+        problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
+        found.append((("cluster", "host"), problem))
+    return found

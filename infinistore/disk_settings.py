@@ -1,0 +1,105 @@
+"""The disks of a store as they are written: `PATH:SIZE`, one or several.
+
+A server and an embedded store take the same values. Whether a disk can be used is found
+when it is opened; that numpy is there, which disks need, is found here.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from infinistore.errors import ConfigError
+from infinistore.settings import Kind, path
+from infinistore.sizes import GIB, MIB, format_size, parse_size
+
+__all__ = ["ADMISSIONS", "SMALLEST_DISK_BYTES", "DiskPlace", "check_numpy", "disk_places"]
+
+ADMISSIONS: Final = ("lazy", "eager", "second-use")
+"""When a block is written to disk: once a quarter of the pool has been put after it, at
+once, or when it was read once."""
+SMALLEST_DISK_BYTES: Final = 64 * MIB
+"""How much a disk must be allowed to take."""
+_LARGEST_BYTES: Final = 1 << 50
+
+
+@attrs.frozen
+class DiskPlace:
+    """A folder for blocks, and how many bytes of its disk they may take."""
+
+    folder: Path
+    size_bytes: int
+
+    def __str__(self) -> str:
+        """As it is written: `/mnt/nvme0:1TiB`."""
+        return f"{self.folder}:{format_size(self.size_bytes)}"
+
+
+def disk_places() -> Kind:
+    """Disks as `PATH:SIZE`; several as a list, or as text with commas between them. The
+    value is a tuple of `DiskPlace`.
+    """
+
+    def parse(raw: Any) -> tuple[DiskPlace, ...]:
+        if isinstance(raw, str):
+            raw = raw.split(",")
+        if not isinstance(raw, Sequence):
+            raise ValueError(_FORM)
+        return tuple(one if isinstance(one, DiskPlace) else _parse_one(one) for one in raw)
+
+    return Kind("PATH:SIZE", parse, _check, several=True)
+
+
+_FORM: Final = "must be PATH:SIZE, such as /mnt/nvme0:1TiB"
+
+
+def _parse_one(raw: Any) -> DiskPlace:
+    folder, colon, size = str(raw).rpartition(":")
+    if not isinstance(raw, str) or not colon or not folder.strip():
+        raise ValueError(_FORM)
+    try:
+        size_bytes = parse_size(size, GIB)
+    except ValueError as error:
+        raise ValueError(f"{_FORM}: {size!r} {error}") from None
+    return DiskPlace(path("PATH").parse(folder.strip()), size_bytes)
+
+
+def check_numpy() -> None:
+    """Raise `ConfigError` if numpy is missing."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        raise ConfigError(_NO_NUMPY) from None
+
+
+_NO_NUMPY: Final = "disks need numpy, which is not installed here: pip install numpy"
+
+
+def _check(value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(one, DiskPlace) for one in value):
+        raise ValueError(_FORM)
+    for one in value:
+        if not SMALLEST_DISK_BYTES <= one.size_bytes <= _LARGEST_BYTES:
+            raise ValueError(
+                f"has a size of {format_size(one.size_bytes)}; "
+                f"it must be between {format_size(SMALLEST_DISK_BYTES)} and {format_size(_LARGEST_BYTES)}"
+            )
+    if value:
+        try:
+            check_numpy()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    twice = _twice(os.path.realpath(one.folder) for one in value)
+    if twice:
+        raise ValueError(f"names {twice} twice; give each disk once")
+
+
+def _twice(folders: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for folder in folders:
+        if folder in seen:
+            return folder
+        seen.add(folder)
+    return ""

@@ -1,0 +1,45 @@
+"""Reads token files, for servers and clients.
+
+A file that other users of the machine can read is accepted with a warning in the log.
+OpenSSH refuses such keys. But Kubernetes and Docker mount secrets that every user in
+the container can read, and refusing to start there would protect no one.
+"""
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from infinistore.errors import ConfigError
+
+__all__ = ["MAX_TOKEN_BYTES", "read_token"]
+
+_log = logging.getLogger("infinistore")
+MAX_TOKEN_BYTES: Final = 1024
+
+
+def read_token(token_file: str | Path, *, setting: str = "token_file", what: str = "token") -> str:
+    """Return the token: the first line of the file, stripped. `~` is the home folder.
+    Errors name the setting, and what the file holds.
+
+    Raises:
+        ConfigError: the file is unreadable or empty, or its token is too long.
+    """
+    try:
+        with Path(token_file).expanduser().open(encoding="utf-8") as file:
+            others_may = os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH)
+            token = file.readline(4 * MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        if isinstance(error, RuntimeError):
+            reason = "its home folder is not known"
+        raise ConfigError(f"{setting}: cannot read the {what} file {token_file}: {reason}") from None
+    if not token:
+        raise ConfigError(f"{setting}: the {what} file {token_file} is empty; write the {what} on its first line")
+    if len(token.encode()) > MAX_TOKEN_BYTES:
+        raise ConfigError(f"{setting}: the {what} in {token_file} is longer than {MAX_TOKEN_BYTES} bytes")
+    if others_may:
+        remedy = f"chmod o-rw {token_file}"
+        _log.warning("the token file is open to other users", extra={"file": str(token_file), "remedy": remedy})
+    return token
