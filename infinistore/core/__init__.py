@@ -1,13 +1,16 @@
-"""The store itself: memory, index, pins and eviction. No sockets, no tasks, no clock of its own."""
+"""The store itself: memory, index, pins and eviction. No sockets, no tasks, no clock of
+its own."""
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.index import NO_CHECKSUM, Entry
+from infinistore.core.entry import NO_CHECKSUM, Entry
+from infinistore.core.growth import Growth
+from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pool import Pool
-from infinistore.core.room import EvictionCause
-from infinistore.core.statistics import EvictionStatistics, StoreStatistics
+from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
+from infinistore.statistics import EvictionStatistics, StoreStatistics
 
 __all__ = [
     "NO_CHECKSUM",
@@ -17,6 +20,8 @@ __all__ = [
     "Entry",
     "EvictionCause",
     "EvictionStatistics",
+    "Growth",
+    "Journal",
     "Lease",
     "Pool",
     "Reservation",

@@ -1,18 +1,23 @@
-"""One span of shared memory: where the bytes of blocks are.
+"""An arena: one span of shared memory, where the bytes of blocks are.
 
-An arena is an anonymous file in memory (memfd_create(2)), mapped once, page-aligned. Other processes can map the same
-bytes by its descriptor. It is made in one step, with its memory taken and, if asked, touched, so that no put pays for
-the first touch of a page, and it never changes its size: the file is sealed against shrinking and growing, so a reader
-elsewhere can never be killed for reading past its end.
+An arena is an anonymous file in memory (memfd_create(2)), page-aligned and mapped once.
+Other processes can map the same bytes by its descriptor. It is created in one step: its
+memory is allocated and, if asked for, touched, so that no put pays for the first touch
+of a page. Its size never changes. The file is sealed against shrinking and growing, so
+that a reader in another process is never killed for reading past its end.
 
-The memory of a long one that is touched at once is in huge pages (2 MiB on x86-64) as far as the kernel has them at
-hand, whatever its settings for them are (MADV_COLLAPSE, Linux 6.1). So another process has all of it mapped in a
-moment, instead of page by page as it copies, and copies spend less time on looking up addresses.
+A long arena that is touched on creation uses huge pages (2 MiB on x86-64), as far as
+the kernel has them available, whatever its settings are (MADV_COLLAPSE, Linux 6.1).
+Another process then maps all of it at once instead of page by page, and copies need
+fewer address translations.
 
-Promises: `memory` stays valid as long as anyone holds a view of it, also after `close`. A forked child does not see
-the mapping (MADV_DONTFORK), so a fork never doubles the memory nor copies a page on write.
-Leaves to others: where blocks are inside it (the allocator), the last seals and the file's mode before the descriptor
-is handed out, and not to touch a view in a forked child: the memory is not there.
+Promises: `memory` stays valid as long as a view of it exists, also after `close`. A
+forked child does not see the mapping (MADV_DONTFORK), so a fork neither doubles the
+memory nor copies a page on write.
+
+Leaves to others: where blocks are inside it (the allocator); the last seals and the
+file's mode before the descriptor is handed out; and not to touch a view in a forked
+child, where the memory does not exist.
 """
 
 import ctypes
@@ -26,10 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
-from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.errors import OutOfMemory
+from infinistore.machine_memory import available_memory, free_huge_pages
+from infinistore.sizes import in_units
 
-__all__ = ["Arena", "Mapping", "create_arena"]
+__all__ = ["Arena", "Mapping", "check_memory", "create_arena"]
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 _MADV_POPULATE_READ = 22
@@ -38,9 +44,11 @@ _MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE_FROM_BYTES = 64 << 20  # a short arena gains little
 _STRETCH_BYTES = 32 * 1024 * 1024
 _STEP_BYTES = 64 << 20  # so that threads share the work evenly
-_MEMORY_MARGIN_BYTES = 64 << 20  # left for everything else when an arena is made
+MEMORY_MARGIN_BYTES = 64 << 20
+"""What making an arena leaves of the memory for everything else."""
 
-# The C library's own calls, because mmap.madvise holds the interpreter's lock and mmap.mmap keeps a second descriptor.
+# The C library's own calls, because mmap.madvise holds the interpreter's lock and
+# mmap.mmap keeps a second descriptor.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -52,10 +60,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Arena:
-    """A span of `length` bytes of shared memory, number `index` of its pool (0, 1, 2, ... in order).
+    """A span of `length` bytes of shared memory, number `index` of its pool.
 
-    `fd` is the memfd's descriptor (closed on exec), `address` where it is mapped in this process, `memory` a writable
-    view of all of it (format "B") and `read_only` one that cannot be written. Make one with `create_arena`.
+    `fd` is the memfd's descriptor (closed on exec), `address` where it is mapped in
+    this process, `memory` a writable view of all of it (format "B") and `read_only` one
+    that cannot be written. Make one with `create_arena`.
     """
 
     def __init__(self, index: int, fd: int, address: int, length: int, huge_pages: bool) -> None:
@@ -65,7 +74,8 @@ class Arena:
         self.length = length
         self.huge_pages = huge_pages
         mapping = (ctypes.c_ubyte * length).from_address(address)
-        # Every view, slice and array made from `memory` keeps `mapping` alive; with the last of them it is unmapped.
+        # Every view, slice and array made from `memory` keeps `mapping` alive; with the
+        # last of them it is unmapped.
         self._unmap = weakref.finalize(mapping, _unmap, address, length, os.getpid())
         self._unmap.atexit = False  # at exit views may still be alive, and the kernel unmaps anyway
         self.memory = memoryview(mapping).cast("B")
@@ -75,10 +85,11 @@ class Arena:
         return f"<Arena {self.index}: {self.length} bytes, {'closed' if self.fd < 0 else f'fd {self.fd}'}>"
 
     def share(self, *, writable: bool) -> int:
-        """Return the descriptor, made fit to be handed to another process; it stays the arena's to close.
+        """Return the descriptor for another process; the arena still closes it.
 
-        The file cannot be resized or sealed any more, nor opened again by way of /proc by another user. Without
-        `writable`, nobody can make a writable mapping from now on; this process keeps the one it has.
+        From now on the file can be neither resized nor sealed, and another user cannot
+        open it through /proc. Without `writable`, nobody can make a writable mapping
+        any more; this process keeps its own.
         """
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         wanted = seals if writable else seals | _F_SEAL_FUTURE_WRITE
@@ -90,8 +101,8 @@ class Arena:
     def close(self) -> None:
         """Close the descriptor and let go of the memory; idempotent.
 
-        Views that others still hold stay valid: the memory is unmapped when the last of them is gone. Until then, it
-        is in use, and the bytes are not given back to the machine.
+        Views that still exist stay valid. The memory is unmapped, and given back to
+        the machine, with the last of them.
         """
         if self.fd >= 0:
             os.close(self.fd)
@@ -99,9 +110,10 @@ class Arena:
         self.memory = self.read_only = memoryview(b"")
 
     def abandon(self) -> None:
-        """Close the descriptor and never unmap: for a forked child, where the mapping does not exist.
+        """Close the descriptor and never unmap: for a forked child.
 
-        Unmapping there would hit whatever the child has mapped at the same address since.
+        The mapping does not exist there. Unmapping would hit whatever the child has
+        mapped at the same address since.
         """
         self._unmap.detach()
         self.close()
@@ -113,19 +125,21 @@ def create_arena(
     """Make an arena of `length_bytes`, rounded up to whole pages (see `Arena.length`).
 
     The system calls it infinistore-`name`-`index`, in /proc/PID/maps for example.
-    `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an administrator fills beforehand.
-    `prefault_threads` > 0 touches every page now, with so many threads; 0 leaves that to the first writers, who then
-    run several times slower. Blocking (up to a second per GiB): call it in a thread; the interpreter's lock is free
-    meanwhile. ValueError for a length that is not positive; OutOfMemory, before any memory is taken, when the machine
-    or the control group has not that much, and afterwards when the kernel refuses all the same.
+    `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an
+    administrator fills beforehand. `prefault_threads` > 0 touches every page now, with
+    so many threads; with 0 the first writers do it, several times slower.
+
+    It blocks, up to a second per GiB, without the interpreter's lock: call it in a
+    thread. ValueError: the length is not positive. OutOfMemory: the machine or the
+    control group has less memory, and none was allocated; or the kernel refused it.
     """
     if length_bytes <= 0:
-        raise ValueError(f"an arena needs a positive length, not {length_bytes} bytes")
+        raise ValueError(f"an arena needs a positive length, not {in_units(length_bytes)}")
     if prefault_threads < 0:
         raise ValueError(f"prefault_threads must be 0 or more, not {prefault_threads}")
     page_bytes = free_huge_pages()[1] if huge_pages else mmap.PAGESIZE
     length = -(-length_bytes // page_bytes) * page_bytes
-    _check_room(length, huge_pages)
+    check_memory(length, huge_pages)
     fd = os.memfd_create(
         f"infinistore-{name}-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     )
@@ -150,20 +164,22 @@ def create_arena(
     return arena
 
 
-def _check_room(length: int, huge_pages: bool) -> None:
+def check_memory(length: int, huge_pages: bool) -> None:
+    """Raise `OutOfMemory` if the machine does not have so many bytes for arenas now."""
     if huge_pages:
         pages, page_bytes = free_huge_pages()
         if pages * page_bytes < length:
             raise OutOfMemory(
-                f"an arena of {length} bytes needs {length // page_bytes} free huge pages of {page_bytes} bytes, and"
-                f" there are {pages}; raise vm.nr_hugepages, use a smaller pool, or turn huge pages off"
+                f"an arena of {in_units(length)} needs {length // page_bytes} free huge pages of"
+                f" {in_units(page_bytes)}, and there are {pages}; raise vm.nr_hugepages, use a smaller pool, or turn"
+                " huge pages off"
             )
         return
     limit = available_memory()
-    if limit.available_bytes < length + _MEMORY_MARGIN_BYTES:
+    if limit.available_bytes < length + MEMORY_MARGIN_BYTES:
         raise OutOfMemory(
-            f"an arena of {length} bytes does not fit: {limit.available_bytes} bytes are available ({limit.source});"
-            " use a smaller pool, or free or add memory"
+            f"an arena of {in_units(length)} does not fit: {in_units(limit.available_bytes)} are available"
+            f" ({limit.source}); use a smaller pool, or free or add memory"
         )
 
 
@@ -175,14 +191,15 @@ def _set_length(fd: int, length: int) -> None:
         if error.errno != errno.EFBIG:
             raise
         raise OutOfMemory(
-            f"an arena of {length} bytes is above the limit on the size of files, and an arena is one; raise it"
-            " (ulimit -f), or use a smaller pool"
+            f"an arena of {in_units(length)} is above the limit on the size of files, and an arena is one;"
+            " raise it (ulimit -f), or use a smaller pool"
         ) from error
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def _take_huge_pages(arena: Arena, threads: int) -> None:
-    """Take as much of the memory as the kernel has in huge pages at hand; what is left is for `_take_memory`."""
+    """Take as much of the memory as the kernel has in huge pages at hand; what is left
+    is for `_take_memory`."""
     page_bytes = _huge_page_bytes(arena.length)
     if page_bytes:
         _in_steps(arena.length - arena.length % page_bytes, threads, partial(_collapse, arena, page_bytes))
@@ -217,23 +234,25 @@ def _take_memory(fd: int, length: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise OutOfMemory(
-            f"the kernel refused {length} bytes of shared memory ({error.strerror}); use a smaller pool, or free or"
-            " add memory"
+            f"the kernel refused {in_units(length)} of shared memory ({error.strerror}); use a smaller pool, or free"
+            " or add memory"
         ) from error
 
 
 class Mapping:
-    """Another process's arena, mapped from its descriptor, which may be closed afterwards.
+    """Another process's arena, mapped from a descriptor, which may then be closed.
 
-    `memory` is its bytes (format "B"). The mapping lives as long as anybody holds a view of it; a forked child does not
-    have it. OutOfMemory when there is no address space; PermissionError when the arena may not be written.
+    `memory` is its bytes (format "B"). The mapping lives as long as anybody holds a
+    view of it; a forked child does not have it. OutOfMemory when there is no address
+    space; PermissionError when the arena may not be written.
     """
 
     def __init__(self, fd: int, length: int, *, writable: bool) -> None:
         self.length = length
         self.writable = writable
         self.present_bytes = 0
-        """How much of it is known to be present, from the beginning. Who populates it says so."""
+        """How much of it is known to be present, from the beginning. Who populates it
+        says so."""
         self._address = _map(fd, length, writable=writable)
         self._bytes = (ctypes.c_ubyte * length).from_address(self._address)
         weakref.finalize(self._bytes, _unmap, self._address, length, os.getpid()).atexit = False
@@ -248,7 +267,8 @@ class Mapping:
             self.populate(first, min(end, self.length) - first)
 
     def populate(self, start: int, length: int) -> None:
-        """Make pages present before they are used; 0.5 s per GiB of small ones. Does nothing before Linux 5.14."""
+        """Make pages present before they are used; 0.5 s per GiB of small ones. Does
+        nothing before Linux 5.14."""
         advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         _libc.madvise(self._address + start, length, advice)
 
@@ -258,7 +278,8 @@ def _map(fd: int, length: int, *, writable: bool = True) -> int:
     page_bytes = _huge_page_bytes(length)
     if not page_bytes or os.fstat(fd).st_blksize > mmap.PAGESIZE:  # of hugetlbfs, the kernel finds the right place
         return _mmap(None, length, access, mmap.MAP_SHARED, fd)
-    # A huge page is mapped as one only where its address is a multiple of its length, which not every kernel sees to.
+    # A huge page is mapped as one only where its address is a multiple of its length,
+    # which not every kernel sees to.
     room_bytes = length + page_bytes
     room = _mmap(None, room_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // page_bytes) * page_bytes
@@ -280,10 +301,10 @@ def _mmap(address: int | None, length: int, access: int, flags: int, fd: int) ->
     if found is None or found == _MAP_FAILED:
         code = ctypes.get_errno()
         if code in (errno.EPERM, errno.EACCES):
-            raise PermissionError(code, f"mapping {length} bytes: {os.strerror(code)}")
+            raise PermissionError(code, f"mapping {in_units(length)}: {os.strerror(code)}")
         raise OutOfMemory(
-            f"mapping {length} bytes failed: {os.strerror(code)}; use a smaller pool, or raise the limit on address"
-            " space (ulimit -v)"
+            f"mapping {in_units(length)} failed: {os.strerror(code)}; use a smaller pool, or raise the limit on"
+            " address space (ulimit -v)"
         )
     return int(found)
 
@@ -314,7 +335,8 @@ def _populate(arena: Arena, start: int, length: int) -> None:
     code = ctypes.get_errno()
     if code in (errno.ENOMEM, errno.EFAULT):
         raise OutOfMemory(f"the kernel has no page for byte {start} of arena {arena.index}: {os.strerror(code)}")
-    # A kernel before 5.14 says EINVAL: write one byte per page instead. The arena is new, so every byte is zero.
+    # A kernel before 5.14 says EINVAL: write one byte per page instead. The arena is
+    # new, so every byte is zero.
     page_bytes = mmap.PAGESIZE
     pages = length // page_bytes
     arena.memory[start : start + length : page_bytes] = bytes(pages)

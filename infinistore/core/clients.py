@@ -1,64 +1,82 @@
 """Who uses the store, and what they hold: clients, reservations and leases.
 
-These are records that `StoreCore` makes and changes; nobody else constructs or writes them. A reservation is an
-unfinished write and has nothing to read; a lease is a read pin and has nothing to write.
+These are records. Only the store creates and changes them. A reservation is an
+unfinished write, a lease a read pin.
 
-The properties that cost time (views) are made when first asked for: who moves bytes by offsets never pays for them.
+Expensive properties (views) are computed when they are read. Code that moves bytes by
+offsets never pays for them.
 """
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
+from operator import add, itemgetter
 from typing import Literal, TypeAlias
 
 from infinistore.allocators.base import Extent
-from infinistore.core.index import NO_CHECKSUM, Entry
+from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of
 from infinistore.core.pool import Pool
 
-__all__ = ["Client", "Lease", "OwnRead", "Reservation"]
+__all__ = ["Client", "Hazard", "Lease", "Reservation", "entry_at", "leased_in_quarantine", "read_of"]
 
-OwnRead: TypeAlias = tuple[int, int, int, int, int]
-"""A block that a client reads by itself: its entry, and a number that all blocks of one read have in common."""
-_EXTENT = itemgetter(0, 1, 2)
-_CHECKSUM = itemgetter(3)
+Hazard: TypeAlias = tuple[int, int, int, int, int]
+"""A pin that a client has set in shared memory: an entry, and a number that all blocks
+of one read have in common."""
+
+read_of: Callable[[Hazard], int] = itemgetter(4)
+entry_at: Callable[[Hazard], Entry] = itemgetter(slice(4))
 
 
 class Client:
-    """One user of the store: everything that it has reserved or leased ends with it.
+    """One user of the store. Its reservations and leases end with it.
 
-    `state` goes from "open" to "closed", by way of "quarantined" when its connection was lost and it may still write.
+    `state` goes from "open" to "closed", by way of "quarantined" if its connection was
+    lost and it may still write.
     """
 
     __slots__ = (
+        "count_unread",
+        "counted",
+        "hazard_pins",
+        "hazards",
         "leased_bytes",
         "leases",
-        "look",
         "name",
-        "own_pins",
-        "reading",
+        "read_hazards",
         "reservations",
         "reserved_bytes",
         "state",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, counted: bool = True) -> None:
         self.name = name
         """For messages only; need not be unique."""
+        self.counted = counted
+        """Whether the statistics count it, its reads and its writes. Not so for a part
+        of the store itself."""
         self.state: Literal["open", "quarantined", "closed"] = "open"
-        self.reservations: set[Reservation] = set()
-        self.leases: set[Lease] = set()
+        self.reservations: dict[Reservation, None] = {}  # a set, in the order in which they came
+        self.leases: dict[Lease, None] = {}
         self.reserved_bytes = 0
         """The footprints of its open reservations."""
         self.leased_bytes = 0
-        """The footprints of its leases, and of what it reads by itself; a block leased twice counts twice."""
-        self.look: Callable[[], list[OwnRead]] | None = None
-        """Tells what it reads by itself just now, if it may do that."""
-        self.reading: list[OwnRead] = []
-        """What `look` told last."""
-        self.own_pins: list[Entry] = []
-        """Those of these blocks that can be there."""
+        """The footprints of its leases and of what its hazards pin; a block leased
+        twice counts twice."""
+        self.read_hazards: Callable[[], list[Hazard]] | None = None
+        """Returns the hazards that it has set now; None if it may not set any."""
+        self.count_unread: Callable[[], int] = int
+        """Returns about how many hazards `read_hazards` would read; 0 if it would
+        return the same as the last time."""
+        self.hazards: list[Hazard] = []
+        """What `read_hazards` returned last."""
+        self.hazard_pins: list[Entry] = []
+        """The entries of those hazards that pin a block."""
 
     def __repr__(self) -> str:
         return f"<Client {self.name!r}: {self.state}, {self.reserved_bytes} reserved, {self.leased_bytes} leased>"
+
+    def check_open(self) -> None:
+        """Raise ValueError if its connection has ended, or was lost."""
+        if self.state != "open":
+            raise ValueError(f"client {self.name!r} is {self.state}")
 
     @property
     def pinned_bytes(self) -> int:
@@ -67,13 +85,13 @@ class Client:
 
 
 class Reservation:
-    """Room for one batch that is being written. Nobody else can see it, and no eviction takes it.
+    """Space for one batch that is being written, invisible and safe from eviction.
 
-    `extents` has one (arena, offset, length in bytes) per block, in the order of the sizes asked for. `state` is
-    "open", "committed" or "aborted".
+    `extents` has one (arena, offset, length in bytes) per block, in the order of the
+    sizes. `state` is "open", "committed" or "aborted".
     """
 
-    __slots__ = ("_entries", "_pool", "client", "extents", "footprint_bytes", "replaced", "skipped", "state")
+    __slots__ = ("_entries", "_pool", "client", "extents", "footprint_bytes", "skipped", "state")
 
     def __init__(self, pool: Pool, client: Client, extents: list[Extent], footprint_bytes: int) -> None:
         self._pool = pool
@@ -83,19 +101,24 @@ class Reservation:
         self.state: Literal["open", "committed", "aborted"] = "open"
         self.skipped: list[int] = []
         """After commit: what it returned."""
-        self.replaced: list[Entry] = []
-        """After commit: blocks that lost their keys to it, and whose room has not been given back yet."""
         self._entries: list[Entry] = []
 
     def entries(self, checksums: Sequence[int] | None = None) -> list[Entry]:
-        """One entry per block. Without checksums they are made once: to ask for them before a commit makes that
-        quicker."""
+        """Return one entry per block.
+
+        Without checksums they are made once. Calling this before the commit makes the
+        commit faster.
+        """
         if checksums is not None:
-            places = zip(self.extents, checksums, strict=True)
-            return [(arena, offset, length, checksum) for (arena, offset, length), checksum in places]
+            return self._joined(checksums)
         if not self._entries:
-            self._entries = [(arena, offset, length, NO_CHECKSUM) for arena, offset, length in self.extents]
+            self._entries = self._joined([NO_CHECKSUM] * len(self.extents))
         return self._entries
+
+    def _joined(self, checksums: Sequence[int]) -> list[Entry]:
+        if len(checksums) != len(self.extents):
+            raise ValueError(f"{len(self.extents)} blocks need as many checksums, not {len(checksums)}")
+        return list(map(add, self.extents, zip(checksums, strict=False)))  # a third of what a loop takes
 
     @property
     def views(self) -> list[memoryview]:
@@ -104,12 +127,12 @@ class Reservation:
 
     @property
     def merged_views(self) -> list[memoryview]:
-        """The same bytes in the same order, with neighbours that touch made one view: often a single one."""
+        """The same bytes in the same order, with adjacent blocks joined."""
         return self._pool.merged_views(self.extents, writable=True)
 
 
 class Lease:
-    """A read pin on a batch: until it is released, the bytes of its blocks stay where and what they are.
+    """A read pin on a batch. Until it is released, its blocks neither move nor change.
 
     `entries` has one entry per key, in order, None for a missing one.
     """
@@ -138,7 +161,7 @@ class Lease:
 
     @property
     def views(self) -> list[memoryview | None]:
-        """One read-only view per key, None for a missing one. They must not be used after release."""
+        """One read-only view per key, None for a missing one; invalid after release."""
         views = self._pool.views(self.extents, writable=False)
         if len(views) == len(self.entries):
             return list(views)
@@ -147,17 +170,28 @@ class Lease:
 
     @property
     def merged_views(self) -> list[memoryview]:
-        """The bytes of the blocks that are there, in order, read-only, with neighbours that touch made one view."""
+        """The bytes of the existing blocks, adjacent ones joined; read-only."""
         return self._pool.merged_views(self.pinned, writable=False)
 
     @property
     def extents(self) -> list[Extent]:
         """The extents of the blocks that are there, in key order."""
-        return list(map(_EXTENT, self.pinned))
+        return list(map(extent_of, self.pinned))
 
     @property
     def checksums(self) -> list[int]:
-        """One xxh3-64 checksum per key; NO_CHECKSUM for a missing one, and for one whose writer made none."""
+        """One xxh3-64 per key; NO_CHECKSUM for a missing key, or if there is none."""
         if len(self.pinned) == len(self.entries):
-            return list(map(_CHECKSUM, self.pinned))
-        return [NO_CHECKSUM if entry is None else entry[3] for entry in self.entries]
+            return list(map(checksum_of, self.pinned))
+        return [NO_CHECKSUM if entry is None else checksum_of(entry) for entry in self.entries]
+
+
+def leased_in_quarantine(clients: Iterable[Client]) -> set[Entry]:
+    """Return the blocks that clients lease which were lost and may still write."""
+    return {
+        entry
+        for client in clients
+        if client.state == "quarantined"
+        for entries in (client.hazard_pins, *(lease.pinned for lease in client.leases))
+        for entry in entries
+    }

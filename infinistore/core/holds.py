@@ -1,34 +1,38 @@
-"""Holds: pins that outlive their connection, and end by themselves.
+"""Holds: pins that outlive their connection, and expire.
 
-A scheduler matches a prefix in one process, and another process reads it a moment later. In between, a hold keeps the
-matched blocks from being evicted. It ends when it is released, by anyone who knows its id, or when its time is over.
+A scheduler matches a prefix in one process, and another process reads it a moment
+later. In between, a hold keeps the matched blocks from being evicted. It ends when it
+is released, by anyone who knows its id, or when its time is over.
 """
 
 import heapq
 import random
 from collections.abc import Callable
 
-from infinistore.core.index import Entry
+from infinistore.core.entry import Entry
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
-from infinistore.core.room import Room
+from infinistore.core.retired import Retired
 from infinistore.errors import LimitExceeded
+from infinistore.sizes import in_units
 
 __all__ = ["Holds"]
 
 
 class Holds:
-    """Open holds, by id. Ids are random, so that one is not guessed from another; 0 is never one.
+    """The open holds of a store, by id. Their ids come from `random`: 64 bits, so that
+    nobody guesses one if that is the system's generator.
 
-    `pins` are those of everybody together; a block whose last pin ends goes back to the `room`.
+    `pins` are those of all readers together. Blocks whose last pin ends go back to
+    `retired`.
     """
 
     def __init__(
         self,
         pool: Pool,
         pins: PinTable,
-        room: Room,
+        retired: Retired,
         limits: CoreLimits,
         *,
         clock: Callable[[], float],
@@ -37,7 +41,7 @@ class Holds:
         self._pool = pool
         self._pins = pins
         self._own = PinTable(pool.footprint)  # by holds alone
-        self._room = room
+        self._retired = retired
         self._limits = limits
         self._clock = clock
         self._random = random
@@ -53,7 +57,7 @@ class Holds:
         return self._own.bytes
 
     def check_time(self, hold_s: float) -> None:
-        """Raise `ValueError` or `LimitExceeded` unless a hold may last so many seconds."""
+        """Raise ValueError or LimitExceeded unless a hold may last `hold_s` seconds."""
         if not hold_s > 0:
             raise ValueError(f"hold_s must be more than 0 seconds, not {hold_s}")
         most_s = self._limits.max_hold_s
@@ -61,7 +65,7 @@ class Holds:
             raise LimitExceeded(f"hold_s={hold_s:g} is above the limit max_hold_s={most_s:g} seconds")
 
     def add(self, entries: list[Entry], hold_s: float) -> int:
-        """Pin blocks for `hold_s` seconds, and return the id of that hold, 1 to 2**63 - 1.
+        """Pin blocks for `hold_s` seconds; return the id of the hold, 1 to 2**64 - 1.
 
         LimitExceeded: all holds together would pin too much.
         """
@@ -70,15 +74,15 @@ class Holds:
         if held_bytes > bound_bytes:
             ratio = self._limits.max_held_ratio
             raise LimitExceeded(
-                f"all holds together would pin {held_bytes} bytes, and max_held_ratio={ratio:g} allows {bound_bytes};"
-                " release holds sooner, hold a shorter prefix, or match without a hold"
+                f"all holds together would pin {in_units(held_bytes)}, and max_held_ratio={ratio:g} allows"
+                f" {in_units(bound_bytes)}; release holds sooner, hold a shorter prefix, or match without a hold"
             )
         footprint_bytes = self._pins.footprint(entries)
         self._pins.add(entries, footprint_bytes)
         self._own.add(entries, footprint_bytes)
         hold_id = 0
         while not hold_id or hold_id in self._entries:
-            hold_id = self._random.getrandbits(63)
+            hold_id = self._random.getrandbits(64)
         self._entries[hold_id] = entries
         if len(self._ends) > 2 * len(self._entries) + 64:  # mostly released early: forget those
             self._ends = [(end, hold) for end, hold in self._ends if hold in self._entries]
@@ -93,12 +97,15 @@ class Holds:
             return False
         footprint_bytes = self._pins.footprint(entries)
         self._own.remove(entries, footprint_bytes)
-        self._room.unpin(entries, footprint_bytes)
+        self._retired.unpin(entries, footprint_bytes)
         return True
 
     def expire(self) -> float | None:
-        """End the holds whose time is over. Return when the next one ends, on the clock; None if there is none."""
-        if not self._entries:  # nearly always
+        """End the holds whose time is over.
+
+        Returns when the next one ends, on the clock; None if there is none.
+        """
+        if not self._entries:  # the usual case
             return None
         now = self._clock()
         while self._ends and (self._ends[0][0] <= now or self._ends[0][1] not in self._entries):

@@ -1,34 +1,31 @@
 """Which keys are there, where their blocks are, and which were used most recently.
 
-One `collections.OrderedDict` is both index and recency order: its first key is the coldest, its last the warmest. Its
-list of nodes keeps "take the coldest" O(1) for ever; a plain dict walked from the front slows down after many
-deletions, because it steps over every hole.
+One `collections.OrderedDict` is both index and recency order: its first key is the
+coldest, its last the warmest. Its list of nodes keeps "take the coldest" O(1) for ever;
+a plain dict walked from the front slows down after many deletions, because it steps
+over every hole.
 
-The price: when the table behind it is rebuilt, one call waits for that, some 0.2 s with a million keys, once in several
-hundred thousand insertions (as for any dict; a plain one takes half as long).
+The cost: once in several hundred thousand insertions the hash table is rebuilt, and one
+call waits for it, about 0.2 s with a million keys. That is so for any dict; a plain one
+takes half as long.
 
-An entry is an exact tuple of integers, because the garbage collector stops looking at those after the first time; a
-million objects of a class would be walked by every full collection. For the same reason there is no method per block
-here: a batch is one call, whose loop runs in C.
+There is no method per block here: a batch is one call, whose loop runs in C.
 
-Promises: a batch is touched from last to first, so that the head of a prefix outlives its tail.
-Leaves to others: pins, room and limits (the store).
+Promises: a batch is touched from last to first, so that the head of a prefix outlives
+its tail. Leaves to others: pins, space and limits (the store).
 """
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
 from itertools import repeat, takewhile
-from typing import Any, TypeAlias
+from random import Random
+from typing import Any
 
-__all__ = ["NO_CHECKSUM", "Entry", "Index", "first_keys", "leading_within"]
+from infinistore.core.entry import Entry, length_of
+from infinistore.core.key_sample import KeySample
 
-Entry: TypeAlias = tuple[int, int, int, int]
-"""A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64 checksum or NO_CHECKSUM)."""
-
-NO_CHECKSUM = 0
-"""Stands for the checksum of a block whose writer made none. (One in 2**64 blocks has this as its checksum; nobody
-checks those.)"""
+__all__ = ["Index", "first_keys", "leading_within"]
 
 
 class Index:
@@ -36,8 +33,7 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self.pop_item: Callable[[bool], tuple[str, Entry]] = self._entries.popitem
-        """pop_item(False) -> (key, entry): takes out the coldest key; pop_item(True) the warmest. KeyError if none."""
+        self._sample = KeySample(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -46,9 +42,9 @@ class Index:
         """Iterate over the keys, coldest first."""
         return iter(self._entries)
 
-    def __reversed__(self) -> Iterator[str]:
-        """Iterate over the keys, warmest first."""
-        return reversed(self._entries)
+    def entries(self) -> ValuesView[Entry]:
+        """Return the entries, to iterate over, coldest first."""
+        return self._entries.values()
 
     def get(self, key: str) -> Entry | None:
         """Return the entry of a key, or None. Does not touch."""
@@ -67,7 +63,10 @@ class Index:
         return list(takewhile(self._entries.__contains__, keys))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Make the keys the warmest, the first of them the warmest of all. KeyError if one is missing."""
+        """Make keys the most recent ones, the first key the most recent of all.
+
+        KeyError if one is missing.
+        """
         _run(map(self._entries.move_to_end, reversed(keys)))
 
     def disjoint(self, keys: Iterable[str]) -> bool:
@@ -75,16 +74,31 @@ class Index:
         return self._entries.keys().isdisjoint(keys)
 
     def insert(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
-        """Add keys that are not there, as the warmest, the first of them the warmest of all."""
+        """Add missing keys as the most recent, the first key the most recent of all.
+
+        Keys that exist get the new entries and keep their place in the order.
+        """
         _run(map(self._entries.__setitem__, reversed(keys), reversed(entries)))
+        sample = self._sample
+        sample.left -= len(keys)
+        if sample.left < 0:
+            sample.note(keys, entries)
 
-    def remove_many(self, keys: Iterable[str]) -> list[Entry]:
-        """Take keys out, and return the entries of those that were there."""
-        return list(filter(None, map(self._entries.pop, keys, repeat(None))))
+    def sample(self, limit: int) -> list[str]:
+        """Return up to `limit` keys: all of them, or a fair random sample.
 
-    def put_warmest(self, key: str, entry: Entry) -> None:
-        """Put back a key that was taken out, as the warmest."""
-        self._entries[key] = entry
+        Walks over 8 times the limit at most. A store that was once far larger may
+        return fewer.
+        """
+        count = len(self._entries)
+        keys = self._sample.keys() if count > 8 * limit else list(self._entries)
+        return keys if len(keys) <= limit else Random(count).sample(keys, limit)
+
+    def remove(self, keys: Iterable[str]) -> int:
+        """Take keys out, as many of them as are there; return how many."""
+        before = len(self._entries)
+        _run(map(self._entries.pop, keys, repeat(None)))
+        return before - len(self._entries)
 
 
 def _run(iterator: Iterable[Any]) -> None:
@@ -93,7 +107,7 @@ def _run(iterator: Iterable[Any]) -> None:
 
 
 def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
-    """Return the first `limit` keys that begin with `prefix` and come after `after`, in code point order."""
+    """Return the first `limit` keys with a prefix, after `after`, by code point."""
     found: Iterable[str] = filter(after.__lt__, keys) if after else keys
     if prefix:
         found = (key for key in found if key.startswith(prefix))
@@ -101,11 +115,14 @@ def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list
 
 
 def leading_within(entries: Sequence[Entry | None], max_bytes: int) -> int:
-    """Return how many leading entries have at most `max_bytes` together, at least one (of a batch that has any)."""
+    """Return how many leading entries have at most `max_bytes` together.
+
+    At least one, if there are any.
+    """
     total = 0
     for position, entry in enumerate(entries):
         if entry is not None:
-            total += entry[2]
+            total += length_of(entry)
             if total > max_bytes and position:
                 return position
     return len(entries)

@@ -1,6 +1,7 @@
-"""What a store refuses: bounds on what one client may hold. What a key may be is in `infinistore.keys`.
+"""The limits of a store, above all on what one client may pin.
 
-Every bound is a setting, has a unit in its name, and is named by the error that it raises.
+Every limit is a setting, has a unit in its name, and is named by its error. The rules
+for keys are in `infinistore.keys`.
 """
 
 import attrs
@@ -8,13 +9,17 @@ from attrs.validators import ge, gt, instance_of, le, optional
 
 from infinistore.errors import LimitExceeded
 from infinistore.keys import MAX_KEY_BYTES
+from infinistore.sizes import in_units
 
 __all__ = ["CoreLimits", "Watermarks"]
 
 
 @attrs.frozen
 class Watermarks:
-    """When eviction starts and where it stops, as parts of the capacity: 0 < low <= high <= 1."""
+    """When eviction starts and stops, as fractions of the capacity.
+
+    0 < low <= high <= 1.
+    """
 
     low: float = attrs.field(default=0.8, converter=float, validator=[gt(0.0), le(1.0)])
     high: float = attrs.field(default=0.95, converter=float, validator=[gt(0.0), le(1.0)])
@@ -26,7 +31,7 @@ class Watermarks:
 
 @attrs.frozen
 class CoreLimits:
-    """The bounds of a `StoreCore`. Bytes are counted by footprint: what a block takes of the pool."""
+    """The limits of a `StoreCore`. Bytes are footprints: what blocks take of a pool."""
 
     max_key_bytes: int = attrs.field(default=MAX_KEY_BYTES, validator=[instance_of(int), ge(1), le(MAX_KEY_BYTES)])
     """The longest key, in bytes of UTF-8. What calls `check_keys` passes it on."""
@@ -35,12 +40,13 @@ class CoreLimits:
     max_batch_keys: int = attrs.field(default=8192, validator=[instance_of(int), ge(1)])
     """The most keys in one call. Bounds how long a call takes: about 0.5 us per key."""
     max_pinned_ratio: float = attrs.field(default=0.5, converter=float, validator=[gt(0.0), le(1.0)])
-    """The part of the capacity that one client may hold, leased and reserved together. A client that holds nothing may
-    always have one batch, however large."""
+    """The part of the capacity that one client may hold, leased and reserved together.
+    A client that holds nothing may always have one batch, however large."""
     max_hold_s: float = attrs.field(default=60.0, converter=float, validator=gt(0.0))
     """The longest time that `hold_prefix` pins, in seconds."""
     max_held_ratio: float = attrs.field(default=0.25, converter=float, validator=[ge(0.0), le(1.0)])
-    """The part of the capacity that all holds together may pin, each block counted once."""
+    """The part of the capacity that all holds together may pin, each block counted
+    once."""
 
     def check_batch(self, count: int) -> None:
         """Raise LimitExceeded if a call names more than `max_batch_keys` keys."""
@@ -49,14 +55,15 @@ class CoreLimits:
                 f"{count} keys in one batch are more than max_batch_keys={self.max_batch_keys}; split the batch"
             )
 
-    def check_share(self, name: str, held_bytes: int, wanted_bytes: int, capacity_bytes: int) -> None:
-        """Raise LimitExceeded if client `name`, which holds `held_bytes`, may not have `wanted_bytes` more.
+    def check_share(self, name: str, pinned_bytes: int, wanted_bytes: int, capacity_bytes: int) -> None:
+        """Raise LimitExceeded if client `name` may not pin `wanted_bytes` more.
 
-        A client that holds nothing may have any one batch, and any client a batch that takes nothing.
+        It has pinned `pinned_bytes`. A client without pins may have any one batch, and
+        any client a batch that takes nothing.
         """
-        if held_bytes and wanted_bytes and held_bytes + wanted_bytes > self.max_pinned_ratio * capacity_bytes:
+        if pinned_bytes and wanted_bytes and pinned_bytes + wanted_bytes > self.max_pinned_ratio * capacity_bytes:
             raise LimitExceeded(
-                f"client {name!r} holds {held_bytes} bytes leased or reserved and asks for {wanted_bytes} more, and"
-                f" max_pinned_ratio={self.max_pinned_ratio:g} of {capacity_bytes} bytes bounds both together; release"
-                " leases or finish writes first"
+                f"client {name!r} holds {in_units(pinned_bytes)} leased or reserved and asks for"
+                f" {in_units(wanted_bytes)} more, and max_pinned_ratio={self.max_pinned_ratio:g} of"
+                f" {in_units(capacity_bytes)} bounds both together; release leases or finish writes first"
             )

@@ -1,42 +1,50 @@
 """How often each block is pinned, and how many bytes that is.
 
-A pin says: somebody reads here; do not move, free or re-use these bytes. Several readers may pin one block, so pins
-are counted. `bytes` counts each pinned block once, by footprint.
+A pin says: somebody reads here; do not move, free or re-use these bytes. Several
+readers may pin one block, so pins are counted. `bytes` counts each pinned block once,
+by footprint.
 
 Leaves to others: what happens to a block whose last pin ended (the store).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from operator import itemgetter
 
-from infinistore.core.index import Entry
+from infinistore.core.entry import Entry, length_of
 
 __all__ = ["PinTable"]
 
-_LENGTH = itemgetter(2)
-
 
 class PinTable:
-    """Entries to pin counts. `footprint(size_bytes)` says what a block of a size takes of the pool."""
+    """The number of pins of each entry.
+
+    `footprint(size_bytes)` returns what a block of that size takes of the pool.
+    """
 
     __slots__ = ("_footprint", "bytes", "counts")
 
     def __init__(self, footprint: Callable[[int], int]) -> None:
         self._footprint = footprint
         self.counts: dict[Entry, int] = {}
-        """Entry to number of pins, at least 1. Read it; change it only through `add` and `remove`."""
+        """Entry to number of pins, at least 1. Read it; change it only through `add`
+        and `remove`."""
         self.bytes = 0
         """The footprints of all pinned blocks, each counted once."""
 
     def footprint(self, entries: Iterable[Entry]) -> int:
-        """Return what the entries take of the pool, in bytes; one named twice counts twice."""
-        return sum(map(self._footprint, map(_LENGTH, entries)))
+        """Return what entries take of the pool, in bytes; duplicates count twice."""
+        lengths = list(map(length_of, entries))
+        if lengths and lengths.count(lengths[0]) == len(lengths):  # the usual case
+            return self._footprint(lengths[0]) * len(lengths)
+        return sum(map(self._footprint, lengths))
 
     def add(self, entries: Sequence[Entry], footprint_bytes: int) -> None:
-        """Pin each entry once more; one named twice gets two pins. `footprint_bytes` is `footprint(entries)`."""
+        """Pin each entry once more; duplicates get two pins.
+
+        `footprint_bytes` is `footprint(entries)`.
+        """
         counts = self.counts
-        # Nearly always no block is pinned yet: then it is done at C speed.
+        # Usually no block is pinned yet; then this runs at C speed.
         first = dict.fromkeys(entries, 1)
         if len(first) == len(entries) and (not counts or counts.keys().isdisjoint(first)):
             counts.update(first)
@@ -61,7 +69,8 @@ class PinTable:
         `footprint_bytes` is `footprint(entries)`, as for `add`.
         """
         counts = self.counts
-        # Nearly always each block is pinned once. Taking all pins out at C speed finds that out and is done.
+        # Usually each block is pinned once. Taking all pins out at C speed finds
+        # that out and is done.
         taken = list(map(counts.pop, entries, repeat(0)))
         if taken.count(1) == len(taken):
             self.bytes -= footprint_bytes

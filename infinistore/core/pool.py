@@ -1,45 +1,45 @@
 """Arenas and an allocator: where blocks live, as memory.
 
-The allocator decides which extent (arena, offset, length) a block gets; the pool turns extents into views of the
-arenas' bytes and counts what is taken.
+The allocator decides which extent (arena, offset, length) a block gets. The pool turns
+extents into views of the arenas' bytes and counts what is allocated.
 
-Promises: `used_bytes` is the sum of the footprints of all extents handed out, and what `allocate` refused changed
-nothing. Leaves to others: who may use an extent and for how long (the store), and making arenas (the server).
+Promises: `used_bytes` is the sum of the footprints of all extents handed out, and what
+`allocate` refused changed nothing. Leaves to others: who may use an extent and for how
+long (the store), and making arenas (the server).
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import add, itemgetter
+from operator import add
 
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.core.arena import Arena
-from infinistore.core.index import Entry
+from infinistore.core.entry import Entry, arena_of, length_of, offset_of
 
 __all__ = ["Pool"]
 
-_ARENA = itemgetter(0)
-_OFFSET = itemgetter(1)
-_LENGTH = itemgetter(2)
-
 
 class Pool:
-    """The memory of one store: zero or more arenas, and the allocator that places blocks in them."""
+    """The memory of one store: arenas, and the allocator that places blocks there."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
         self.arenas: list[Arena] = []
         self.capacity_bytes = 0
-        """What blocks can take at most: the arenas' lengths, less what the allocator cannot use at their ends."""
+        """What blocks can take at most: the arenas' lengths, less what the allocator
+        cannot use at their ends."""
         self.largest_arena_bytes = 0
-        """The usable length of the longest arena. No block can be larger, because none spans two arenas."""
+        """The usable length of the longest arena. No block can be larger, because none
+        spans two arenas."""
         self.used_bytes = 0
         """The sum of the footprints of the extents that are taken."""
         self.footprint = lru_cache(maxsize=4096)(allocator.footprint)
-        """footprint(size_bytes) -> bytes of pool that a block of that size takes. Cached: stores see few sizes."""
+        """footprint(size_bytes) -> bytes of pool that a block of that size takes.
+        Cached: stores see few sizes."""
 
     def add_arena(self, arena: Arena) -> None:
-        """Use `arena` from now on, until `close`. ValueError if its index is not the next one."""
+        """Use `arena` until `close`. ValueError if its index is not the next one."""
         if arena.index != len(self.arenas):
             raise ValueError(f"the next arena of this pool must have index {len(self.arenas)}, not {arena.index}")
         self.allocator.add_arena(arena.index, arena.length)
@@ -51,21 +51,24 @@ class Pool:
 
     def footprints(self, sizes: Sequence[int]) -> int:
         """Return how many bytes of pool blocks of these sizes take together."""
-        if sizes and sizes.count(sizes[0]) == len(sizes):  # nearly always, and five times faster
+        if sizes and sizes.count(sizes[0]) == len(sizes):  # the usual case, and five times faster
             return self.footprint(sizes[0]) * len(sizes)
         return sum(map(self.footprint, sizes))
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Take one extent per size (bytes, positive), in order; None, and nothing taken, if they do not all fit."""
+        """Allocate one extent per size (bytes, positive), in order.
+
+        None, and nothing allocated, if they do not all fit.
+        """
         extents = self.allocator.allocate(sizes)
         if extents is not None:
             self.used_bytes += self.footprints(sizes)
         return extents
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Give extents back. ValueError, and nothing changed, for one that is not taken."""
+        """Free extents. ValueError, and no change, if one is not allocated."""
         self.allocator.free(extents)
-        self.used_bytes -= self.footprints(list(map(_LENGTH, extents)))
+        self.used_bytes -= self.footprints(list(map(length_of, extents)))
 
     def view(self, extent: Extent) -> memoryview:
         """Return the bytes of one extent, writable."""
@@ -78,17 +81,17 @@ class Pool:
         return [memory[arena][offset : offset + length] for arena, offset, length in extents]
 
     def merged_views(self, extents: Sequence[Extent] | Sequence[Entry], *, writable: bool = True) -> list[memoryview]:
-        """Return the bytes of the extents, in order, with neighbours that touch made one view.
+        """Return the bytes of the extents, in order, with adjacent extents joined.
 
-        Two extents touch when the second begins exactly where the first ends, in the same arena. Joined, the views
-        hold the same bytes as the single ones.
+        Two extents are adjacent if the second starts where the first ends, in the same
+        arena.
         """
         if not extents:
             return []
         memory = self._memory(writable)
-        arenas = list(map(_ARENA, extents))
-        offsets = list(map(_OFFSET, extents))
-        ends = list(map(add, offsets, map(_LENGTH, extents)))
+        arenas = list(map(arena_of, extents))
+        offsets = list(map(offset_of, extents))
+        ends = list(map(add, offsets, map(length_of, extents)))
         if offsets[1:] == ends[:-1] and arenas.count(arenas[0]) == len(arenas):
             return [memory[arenas[0]][offsets[0] : ends[-1]]]
         firsts = [
@@ -103,7 +106,7 @@ class Pool:
         return self.allocator.statistics()
 
     def close(self) -> None:
-        """Close every arena; idempotent. Views that others hold stay valid (see `Arena.close`)."""
+        """Close every arena; idempotent. Views stay valid (see `Arena.close`)."""
         for arena in self.arenas:
             arena.close()
 

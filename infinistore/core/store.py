@@ -1,60 +1,61 @@
-"""StoreCore: the store itself, without sockets, tasks, threads or a clock of its own.
+"""StoreCore: the store, without sockets, tasks, threads or a clock of its own.
 
-Every call is synchronous, takes a whole batch, and either does all of it or raises and changes nothing (but see
-`reserve` on eviction). Same calls, same clock, same random numbers: same answers. So a plain model can check it.
+Every call is synchronous, takes a whole batch, and either does all of it or raises and
+changes nothing (but see `reserve` on eviction). The same calls, clock and random
+numbers give the same answers, so a plain model can check them.
 
 What it promises:
 
-- A reservation is seen by nobody until `commit`, which makes its whole batch visible at once. The last commit of a key
-  wins.
-- A lease pins. Eviction, deletion and replacement never move, free or re-use leased bytes; a block that loses its key
-  while it is pinned gives its room back with the last pin.
-- A batch touches its keys from last to first, so the head of a prefix outlives its tail. commit, lease and the matches
-  touch; `exists` does not.
-- Eviction is least recently used first. One `reserve` never evicts more than its batch needs plus a fixed number.
+- A reservation is invisible until `commit`, which makes its whole batch visible at
+  once. The last commit of a key wins.
+- A lease pins. Eviction, deletion and replacement never move, free or reuse leased
+  bytes. A block that loses its key while it is pinned gives its space back with the
+  last pin.
+- A batch touches its keys from last to first, so the head of a prefix outlives its
+  tail. commit, lease and the matches touch; `exists` does not.
+- Eviction is least recently used first. One `reserve` never evicts more than its batch
+  needs plus a fixed number.
 - Everything is bounded by `CoreLimits`.
 
-What it leaves to others: to call from one thread at a time; to check keys where they enter (`check_keys`); to move
-bytes; to promise, by calling `close_client`, that nobody touches the client's room any more; and to make arenas.
+What it leaves to others: to call from one thread at a time; to check keys where they
+enter (`check_keys`); to move bytes; to promise, by calling `close_client`, that nobody
+touches the client's space any more; and to make arenas.
 
-Growth is I/O, so it is not done here. While `growable_bytes` is positive and a reservation had to evict, or was
-refused, `growth_wanted` is set and `on_growth_wanted` is called once. The server then makes an arena and calls
-`add_arena`, which clears it (or `stop_growth`, when it cannot). Meanwhile, what does not fit is OutOfMemory.
+This module puts the parts together: writes (`writes`), reads (`reads`), removals
+(`removals`), eviction (`space`), growth (`growth`), holds (`holds`), and the pins that
+clients set without a request (`hazard_pins`).
 """
 
 import random as random_module
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
-from operator import itemgetter
-from typing import Literal
 
-import xxhash
-
-from infinistore.allocators.base import Extent
+from infinistore.buggify import Buggify
 from infinistore.core.arena import Arena
-from infinistore.core.clients import Client, Lease, OwnRead, Reservation
+from infinistore.core.buggified import parts
+from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
+from infinistore.core.entry import Entry, length_of
+from infinistore.core.growth import Growth
+from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.holds import Holds
-from infinistore.core.index import NO_CHECKSUM, Entry, Index, first_keys, leading_within
+from infinistore.core.index import Index, first_keys
+from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
-from infinistore.core.own_pins import OwnPins
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
-from infinistore.core.prepared import Prepared, Written
-from infinistore.core.room import EvictionCause, Room
-from infinistore.core.statistics import EvictionStatistics, StoreStatistics
-from infinistore.errors import UnknownReservation
+from infinistore.core.prepared import Written
+from infinistore.core.space import EvictionCause
+from infinistore.statistics import EvictionStatistics, StoreStatistics
 
 __all__ = ["StoreCore"]
 
-_LENGTH = itemgetter(2)
-
 
 class StoreCore:
-    """A key-value store over a pool of memory. Keys are str, values are bytes in the pool.
+    """A key-value store over a pool of memory. Keys are str, values bytes in the pool.
 
-    `clock` returns seconds on a monotonic clock. `random` makes the ids of holds; without one they come from the
-    operating system. `growable_bytes` is how much the pool may still grow.
+    `clock` returns seconds on a monotonic clock. `random` creates the ids of holds; the
+    default is the operating system's generator. `growth` states how much the pool may
+    grow; the default is not at all. `journal` is told what is committed and removed.
+    `buggify` is for simulations.
     """
 
     def __init__(
@@ -65,121 +66,161 @@ class StoreCore:
         limits: CoreLimits | None = None,
         watermarks: Watermarks | None = None,
         random: random_module.Random | None = None,
-        growable_bytes: int = 0,
-        on_growth_wanted: Callable[[], object] | None = None,
+        growth: Growth | None = None,
+        journal: Journal | None = None,
+        buggify: Buggify | None = None,
     ) -> None:
         self.pool = pool
         self.limits = limits or CoreLimits()
-        self._index = Index()
-        self._pins = PinTable(pool.footprint)  # by leases and holds
-        self._clients: set[Client] = set()
-        self._prepared = Prepared()
-        self._room = Room(pool, self._index, self._pins, watermarks or Watermarks())
-        self._holds = Holds(
-            pool, self._pins, self._room, self.limits, clock=clock, random=random or random_module.SystemRandom()
+        self.growth = growth or Growth()
+        self.journal = journal
+        self.clients: set[Client] = set()  # only `open_client` and `close_client` change it
+        self._pins = pins = PinTable(pool.footprint)  # by leases, holds and hazards
+        make = parts(buggify)
+        self._retired = retired = make.retired(pool, pins)
+        self._removals = removals = make.removals(pool, retired, journal)
+        self._space = space = make.space(
+            pool, pins, retired, removals, watermarks=watermarks or Watermarks(), growth=self.growth
         )
-        self._own_pins = OwnPins(pool, self._pins, self._room)
-        self._room.look_at_pins = self._own_pins.look
-        self._room.growable_bytes = growable_bytes
-        self._room.on_growth_wanted = on_growth_wanted
-        self._counters: Counter[str] = Counter()
+        self._holds = holds = Holds(
+            pool, pins, retired, self.limits, clock=clock, random=random or random_module.SystemRandom()
+        )
+        self._hazard_pins = hazard_pins = HazardPins(pins, retired)
+        retired.scan_hazards, retired.unread_hazards = hazard_pins.scan, hazard_pins.unread
+        writes = make.writes(
+            pool,
+            self.limits,
+            space=space,
+            removals=removals,
+            retired=retired,
+            holds=holds,
+            hazard_pins=hazard_pins,
+            journal=journal,
+        )
+        self._committed, self._writes = writes.committed, writes
+        self._reads = make.reads(
+            pool,
+            self.limits,
+            self._committed,
+            pins=pins,
+            retired=retired,
+            holds=holds,
+            hazard_pins=hazard_pins,
+            journal=journal,
+        )
+
+    @property
+    def index(self) -> Index:
+        """The index, after everything written so far has been committed.
+
+        An operation takes it once, before anything else: between two reads others may
+        have written, and what the first read found may be gone. Most operations call
+        `up_to_date` directly, which saves a call.
+        """
+        return self._committed.up_to_date()
 
     # Clients
 
-    def open_client(self, name: str) -> Client:
-        """Return a new client, which holds nothing. `name` is for messages."""
-        client = Client(name)
-        self._clients.add(client)
+    def open_client(self, name: str, *, counted: bool = True) -> Client:
+        """Return a new client without pins or reservations. `name` is for messages;
+        see `Client` for `counted`."""
+        client = Client(name, counted=counted)
+        self.clients.add(client)
         return client
 
     def close_client(self, client: Client) -> None:
-        """Abort the client's reservations, release its leases, and forget it; idempotent.
+        """Abort the client's reservations, release its leases, forget it; idempotent.
 
-        The caller promises that nobody writes or reads in its room any more.
+        The caller promises that nobody reads or writes the client's space any more.
         """
         if client.state == "closed":
             return
-        self.settle()
-        self._own_pins.remove(client)
+        self.commit_written()
+        self._hazard_pins.remove(client)
         client.state = "closed"
         for reservation in list(client.reservations):
-            self._abort(reservation)
+            self._writes.abort(reservation)
         for lease in list(client.leases):
-            self._release(lease)
-        self._clients.remove(client)
+            self._reads.release(lease)
+        self.clients.remove(client)
 
     def quarantine(self, client: Client) -> None:
-        """Keep all that the client holds until `close_client`: its connection is lost, but it may still write.
+        """Keep all that the client has pinned until `close_client`: it may still write.
 
-        From now on its `abort` and `release` do nothing, and everything else raises ValueError.
+        From now on `abort` and `release` do nothing for it, and every other call raises
+        ValueError.
         """
         if client.state == "open":
             client.state = "quarantined"
 
-    def let_read(self, client: Client, look: Callable[[], list[OwnRead]]) -> None:
-        """Let a client pin blocks by itself, too: those that `look` tells of, whenever it is asked.
+    def accept_hazards(
+        self, client: Client, read_hazards: Callable[[], list[Hazard]], count_unread: Callable[[], int] = lambda: 1
+    ) -> None:
+        """Let a client pin blocks without a request, by the hazards it sets.
 
-        It is asked before room is used again, after `on_removal` was told of the removal, and for the statistics. It
-        may tell of blocks that are not there, and never were. It may also call `note_use`.
+        `read_hazards` returns them, and may call `note_use`. It is called before space
+        is reused (and after `on_removal`), and for the statistics; less often if there
+        are many: `count_unread` returns about how many it would read, 0 if the same as
+        the last time. Hazards for blocks that do not exist have no effect.
         """
-        self._check_open(client)
-        self._own_pins.add(client, look)
+        client.check_open()
+        self.expect_hazards()
+        self._hazard_pins.add(client, read_hazards, count_unread)
+
+    def expect_hazards(self) -> None:
+        """Prepare for `accept_hazards`: instant if empty, else 0.1 us per block."""
+        if self._retired.stored is None:
+            self._retired.expect_hazards(self.index.entries())
 
     def catch_up(self) -> None:
-        """Bring up to date what clients have done by themselves: commit what they have written, and pin what they read.
+        """Commit what clients have written, and pin what they read, without a request.
 
-        Whoever looks at more than this object tells, at traffic for example, calls it first.
+        Call it before reading anything else that this changes, such as traffic.
         """
-        self.settle()
-        self._own_pins.look()
+        self.commit_written()
+        self._retired.reclaim()
+
+    def scan_hazards(self, client: Client) -> None:
+        """As `catch_up`, but scan the hazards of this client only."""
+        self.commit_written()
+        self._hazard_pins.scan_client(client)
 
     @property
     def max_pinned_bytes(self) -> int:
-        """How much one client may hold, leased and reserved together: see `CoreLimits.max_pinned_ratio`."""
+        """How much one client may lease and reserve together, in bytes."""
         return int(self.limits.max_pinned_ratio * self.pool.capacity_bytes)
 
     @property
     def on_removal(self) -> Callable[[Sequence[Entry]], object] | None:
-        """Called with blocks that lose their keys, before their room is used again."""
-        return self._room.on_removal
+        """Called with blocks that lose their keys, before their space is reused."""
+        return self._removals.on_removal
 
     @on_removal.setter
     def on_removal(self, value: Callable[[Sequence[Entry]], object] | None) -> None:
-        self._room.on_removal = value
+        self._removals.on_removal = value
 
     # Writing
 
     def reserve(self, client: Client, sizes: Sequence[int]) -> Reservation:
-        """Take room for one batch: a block per size (bytes, positive), in order.
+        """Reserve space for one batch: a block per size (bytes, positive), in order.
 
-        Evicts when the pool would be fuller than the high watermark. A batch that cannot fit beside what is leased,
-        held and reserved evicts nothing. One that has room, but not in large enough pieces, evicts a bounded amount
-        and may be refused all the same; that is the only refusal that changes anything.
+        Evicts if the pool would be fuller than the high watermark. A batch that cannot
+        fit beside what is leased, held and reserved evicts nothing. If free space is
+        too fragmented, a bounded amount is evicted and the batch may still be refused;
+        only this refusal changes anything.
 
-        ValueTooLarge: a value larger than the limit, or than the pool could ever place. LimitExceeded: too many keys
-        in the batch, or too much held by this client. OutOfMemory: no room now.
+        ValueTooLarge: a value is larger than the limit, or than the pool could ever
+        place. LimitExceeded: too many keys in the batch, or too much pinned by this
+        client. OutOfMemory: no space now.
         """
-        self._check_open(client)
-        self.catch_up()
-        self.expire_holds()
-        self.limits.check_batch(len(sizes))
-        self._room.check_sizes(sizes, self.limits.max_value_bytes)
-        footprint_bytes = self.pool.footprints(sizes)
-        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
-        return self._open_reservation(client, self._room.reserve(sizes, footprint_bytes), footprint_bytes)
+        return self._writes.reserve(client, sizes)
 
     def reserve_spare(self, client: Client, sizes: Sequence[int]) -> Reservation | None:
-        """As `reserve`, for a batch that may come: None if there is not plenty of room. Evicts nothing.
+        """Reserve space for a batch that may come; None unless there is plenty.
 
-        Raises what `reserve` does, but not OutOfMemory.
+        Evicts nothing. Raises what `reserve` does, except OutOfMemory.
         """
-        self._check_open(client)
-        self.limits.check_batch(len(sizes))
-        self._room.check_sizes(sizes, self.limits.max_value_bytes)
-        footprint_bytes = self.pool.footprints(sizes)
-        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
-        extents = self._room.reserve_spare(sizes, footprint_bytes)
-        return None if extents is None else self._open_reservation(client, extents, footprint_bytes)
+        return self._writes.reserve_spare(client, sizes)
 
     def commit(
         self,
@@ -190,424 +231,220 @@ class StoreCore:
         replace: bool = True,
         free: bool = True,
     ) -> list[int]:
-        """Name the blocks of a reservation, one key each, and make them all visible at once.
+        """Name the blocks of a reservation, one key each, and make all of them visible.
 
-        `checksums` are the xxh3-64 of each block, or None when the writer made none. A key that exists is replaced;
-        with `replace=False` it is left as it is (but touched), and the room of its new block is given back. Returns
-        the positions of the keys that were skipped so; the same again when the reservation is already committed.
+        `checksums` are the xxh3-64 of the blocks; None if the writer made none. A key
+        that exists is replaced. With `replace=False` it is kept and touched, and the
+        space of its new block is freed. Returns the positions of the keys that were
+        kept; the same again if the reservation is already committed.
 
-        With `free=False` it leaves the room of the blocks that were replaced to the caller, who calls `free_replaced`
-        as soon as the answer is on its way: giving it back takes a third of the time.
+        With `free=False` the caller calls `free_replaced` after it has sent the answer:
+        freeing the replaced blocks takes a third of the time.
 
-        ValueError, and the reservation stays open: not one key (and checksum) per block, a key twice.
-        UnknownReservation: it was aborted.
+        ValueError, and the reservation stays open: not one key (and checksum) per
+        block, or a key twice. UnknownReservation: it was aborted.
         """
-        self.settle()
-        if reservation.state == "committed":
-            return reservation.skipped
-        self._check_names(reservation, keys, None if checksums is None else len(checksums))
-        self._commit(reservation, keys, checksums, replace=replace)
+        skipped = self._writes.commit(reservation, keys, checksums, replace=replace)
         if free:
-            self.free_replaced(reservation)
-        return reservation.skipped
+            self._retired.tidy()
+        return skipped
+
+    def free_replaced(self) -> None:
+        """Free the blocks that commits with `free=False` replaced; idempotent."""
+        self._retired.tidy()
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
-        """Name the blocks of a reservation that is still being written; keys that exist will be replaced.
+        """Name the blocks of a reservation before they are written.
 
-        They become visible, as by `commit`, when `written` returns their checksums, or an empty list if their writer
-        made none; until then it returns None. It is asked before anything is looked up. From now on, nobody should
-        rely on where blocks with these keys were: `is_being_written`. False, and nothing is done, if that is so of one
-        of the keys already.
+        They become visible, as by `commit` with `replace=True`, when `written` returns
+        their checksums (an empty list if there are none) instead of None. It is called
+        before every access to the index. Until then the place of a block with one of
+        these keys may change at any moment: see `is_being_written`. Returns False, and
+        changes nothing, if one of the keys is being written already.
 
         Errors are those of `commit`; UnknownReservation also if it was committed.
         """
-        self.settle()
-        self._check_names(reservation, keys, None)
-        if self._prepared.names_any(keys):
-            return False
-        self._room.tell_removal(list(filter(None, self._index.get_many(keys))))
-        self._prepared.add(reservation, keys, written)
-        return True
+        return self._writes.prepare(reservation, keys, written)
 
     def is_being_written(self, keys: Sequence[str]) -> bool:
         """Whether a block with one of these keys may become visible at any moment."""
-        return self._prepared.names_any(keys)
+        return self._writes.is_being_written(keys)
 
-    def settle(self) -> None:
-        """Commit what was prepared and has been written by now."""
-        for reservation, keys, checksums in self._prepared.take_written():
-            self._commit(reservation, keys, checksums or None, replace=True)
-            self.free_replaced(reservation)
-
-    def _check_names(self, reservation: Reservation, keys: Sequence[str], checksums: int | None) -> None:
-        """Check that keys, and so many checksums if there are any, fit a reservation that is open."""
-        if reservation.state != "open":
-            raise UnknownReservation(
-                f"this reservation was {reservation.state}; reserve again and write the blocks again"
-            )
-        self._check_open(reservation.client)
-        blocks = len(reservation.extents)
-        if len(keys) != blocks or checksums not in (None, blocks):
-            given = f"{len(keys)} keys" if checksums is None else f"{len(keys)} keys and {checksums} checksums"
-            raise ValueError(f"a reservation of {blocks} blocks needs as many keys (and checksums), not {given}")
-        if len(set(keys)) != blocks:
-            raise ValueError(f"a key may be in a put only once, and this one is there twice: {_duplicate(keys)!r:.80}")
-        if reservation in self._prepared:
-            raise ValueError("this reservation was prepared: its blocks have names already")
-
-    def _commit(
-        self, reservation: Reservation, keys: Sequence[str], checksums: Sequence[int] | None, *, replace: bool
-    ) -> None:
-        entries = reservation.entries(checksums)
-        self._close_reservation(reservation, "committed")
-        if replace:
-            reservation.replaced = self._index.remove_many(keys)
-            self._room.tell_removal(reservation.replaced)
-            self._index.insert(keys, entries)
-        elif self._index.disjoint(keys):
-            self._index.insert(keys, entries)
-        else:
-            entries = self._insert_missing(reservation, keys, entries)
-        self._counters["puts"] += len(entries)
-        self._counters["put_bytes"] += sum(map(_LENGTH, entries))
-
-    def free_replaced(self, reservation: Reservation) -> None:
-        """Give back the room of the blocks that a commit with `free=False` replaced; idempotent."""
-        if reservation.replaced:
-            replaced, reservation.replaced = reservation.replaced, []
-            self._room.drop(replaced)
+    def commit_written(self) -> None:
+        """Commit the prepared reservations that have been written by now."""
+        self._committed.up_to_date()
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the room of a reservation back; idempotent, and nothing for one that is committed."""
-        self.settle()
+        """Free the space of a reservation; idempotent. No effect if it is committed."""
+        self.commit_written()
         if reservation.client.state == "open":
-            self._abort(reservation)
+            self._writes.abort(reservation)
 
     # Reading
 
     def lease(self, client: Client, keys: Sequence[str], *, max_bytes: int | None = None, touch: bool = True) -> Lease:
-        """Pin the blocks of these keys where they are, and touch them. A missing key pins nothing. `touch` is as in
+        """Pin the blocks of these keys and touch them. Missing keys pin nothing.
+
+        With `max_bytes`, only as many leading keys as have that many bytes together,
+        but at least one. The others are neither looked up nor counted. `touch` is as in
         `match_prefix`.
 
-        With `max_bytes`, only as many leading keys as have that many bytes together, but at least one; the others are
-        neither looked up nor counted.
-
-        A key may be named more than once; it then counts as often against the client's share. LimitExceeded, and
-        nothing pinned or touched: too many keys, or too much held by this client.
+        A key may occur several times; each counts against the client's share.
+        LimitExceeded, and nothing pinned or touched: too many keys, or too much pinned
+        by this client.
         """
-        self.settle()
-        self._check_open(client)
-        self.limits.check_batch(len(keys))
-        entries = self._index.get_many(keys)
-        found, pinned = _present(keys, entries)
-        lengths = list(map(_LENGTH, pinned))
-        if max_bytes is not None and sum(lengths) > max_bytes:
-            fitting = leading_within(entries, max_bytes)
-            keys, entries = keys[:fitting], entries[:fitting]
-            found, pinned = _present(keys, entries)
-            lengths = list(map(_LENGTH, pinned))
-        footprint_bytes = self.pool.footprints(lengths)
-        self._own_pins.look_at(client)
-        self.limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self.pool.capacity_bytes)
-        self._pins.add(pinned, footprint_bytes)
-        if touch:
-            self._index.touch(found)
-        all_lengths = lengths if len(lengths) == len(keys) else [0 if entry is None else entry[2] for entry in entries]
-        lease = Lease(self.pool, client, entries, pinned, lengths=all_lengths, footprint_bytes=footprint_bytes)
-        client.leased_bytes += footprint_bytes
-        client.leases.add(lease)
-        self._counters["hits"] += len(pinned)
-        self._counters["misses"] += len(keys) - len(pinned)
-        self._counters["hit_bytes"] += sum(lengths)
-        return lease
+        return self._reads.lease(client, keys, max_bytes, touch=touch)
 
     def release(self, lease: Lease) -> None:
         """End a lease; idempotent. Its views must not be used any more."""
         if lease.client.state == "open":
-            self._release(lease)
+            self._reads.release(lease)
 
     def note_use(self, keys: Sequence[str], *, read: bool) -> int:
-        """Touch keys that a client used by itself, and with `read` count their blocks as read; return those bytes.
+        """Touch keys that a client used without a request; return the bytes it read.
 
-        Those that are gone are passed over. LimitExceeded: too many keys.
+        With `read` their blocks count as read. Missing keys are ignored. LimitExceeded:
+        too many keys.
         """
-        self.limits.check_batch(len(keys))
-        found, used = _present(keys, self._index.get_many(keys))
-        self._index.touch(found)
-        if not read:
-            return 0
-        read_bytes: int = sum(map(_LENGTH, used))
-        self._counters["hits"] += len(used)
-        self._counters["hit_bytes"] += read_bytes
-        return read_bytes
+        return self._reads.note_use(keys, read=read)
 
     def exists(self, keys: Sequence[str]) -> bytes:
-        """Return one byte per key: 1 if it is there, 0 if not. Touches nothing. LimitExceeded: too many keys."""
-        self.settle()
+        """Return one byte per key: 1 if it exists. LimitExceeded: too many."""
+        index = self._committed.up_to_date()
         self.limits.check_batch(len(keys))
-        return self._index.contains_many(keys)
+        return index.contains_many(keys)
 
     def match_prefix(self, keys: Sequence[str], *, touch: bool = True) -> int:
-        """Return how many of the leading keys are there, up to the first that is not, and touch those.
+        """Count the leading keys that exist, up to the first that does not; touch them.
 
-        With `touch=False` it leaves that to the caller, who calls `touch` as soon as the answer is on its way: moving a
-        thousand keys to the warm end takes as long as finding them. LimitExceeded: too many keys.
+        With `touch=False` the caller calls `touch` after it has sent the answer:
+        touching takes as long as the search. LimitExceeded: too many keys.
         """
-        self.settle()
-        self.limits.check_batch(len(keys))
-        found = self._index.leading(keys)
-        if touch:
-            self._index.touch(found)
-        return len(found)
+        return self._reads.match_prefix(keys, touch=touch)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Make the keys the warmest, the first of them the warmest of all; those that are gone are passed over."""
-        try:
-            self._index.touch(keys)
-        except KeyError:
-            self._index.touch([key for key in keys if self._index.get(key) is not None])
+        """Make keys the most recent ones, the first key the most recent of all.
+
+        Missing keys are ignored.
+        """
+        self._committed.touch(keys)
 
     def hold_prefix(self, client: Client, keys: Sequence[str], hold_s: float) -> tuple[int, int]:
-        """Match a prefix, and pin what was counted for `hold_s` seconds. Returns (count, hold id).
+        """Match a prefix and pin it for `hold_s` seconds; return (count, hold id).
 
-        The hold does not end with the client: `release_hold` ends it from anywhere, and its time does. Id 0 with
-        count 0: nothing matched, and there is no hold. ValueError: `hold_s` is not positive. LimitExceeded, and
-        nothing pinned or touched: too many keys, `hold_s` above the limit, or more than all holds together may pin.
+        The hold outlives the client: it ends after its time, or with `release_hold`. If
+        nothing matches, there is no hold and its id is 0. ValueError: `hold_s` is not
+        positive. LimitExceeded, and nothing pinned or touched: too many keys, `hold_s`
+        above the limit, or more than all holds together may pin.
         """
-        self._check_open(client)
-        self.limits.check_batch(len(keys))
-        self._holds.check_time(hold_s)
-        self.settle()
-        self.expire_holds()
-        found = self._index.leading(keys)
-        if not found:
-            return 0, 0
-        entries: list[Entry] = self._index.get_many(found)  # type: ignore[assignment]
-        hold_id = self._holds.add(entries, hold_s)
-        self._index.touch(found)
-        return len(found), hold_id
+        return self._reads.hold_prefix(client, keys, hold_s)
 
     def release_hold(self, hold_id: int) -> bool:
-        """End a hold. False if there is none with this id: never made, released, or over."""
+        """End a hold; False if there is none with this id, or no longer."""
         self.expire_holds()
         return self._holds.release(hold_id)
 
     def expire_holds(self) -> float | None:
-        """End the holds whose time is over. Returns when the next one ends, on the clock; None if there is none."""
+        """End the holds whose time is over; return when the next ends, or None."""
         return self._holds.expire()
 
     # Removing
 
     def delete(self, keys: Sequence[str]) -> int:
         """Remove keys, and return how many were there. LimitExceeded: too many keys."""
-        self.settle()
+        index = self._committed.up_to_date()
         self.limits.check_batch(len(keys))
-        entries = self._index.remove_many(keys)
-        self._room.remove(entries)
-        self._counters["deleted"] += len(entries)
-        return len(entries)
+        return self._removals.delete(index, keys)
 
     def purge(self, max_keys: int | None = None) -> int:
-        """Remove every key, or the coldest `max_keys` of them; return how many. About 1 us each."""
-        self.settle()
-        count = len(self._index) if max_keys is None else min(max_keys, len(self._index))
-        entries = [self._index.pop_item(False)[1] for _ in range(count)]
-        self._room.remove(entries)
-        self._counters["deleted"] += count
-        return count
+        """Remove all keys, or the coldest `max_keys`; return how many. 1 us per key."""
+        return self._removals.purge(self._committed.up_to_date(), max_keys)
 
     def evict(self, low: float, high: float, cause: EvictionCause = "manual", *, max_blocks: int | None = None) -> int:
-        """If more than `high` of the capacity is used, evict until at most `low` of it is. Returns blocks evicted.
+        """Evict down to `low` of the capacity if more than `high` is used.
 
-        `max_blocks` bounds how many blocks this call looks at, about 1 us each, so that a caller can do it in slices
-        (the slices after the first with `high` equal to `low`). ValueError unless 0 <= low <= high <= 1.
+        Returns the number of blocks evicted. `max_blocks` bounds how many this call
+        examines, about 1 us each, so that a caller can work in slices (after the first
+        one, with `high` equal to `low`). ValueError unless 0 <= low <= high <= 1.
         """
         if not 0 <= low <= high <= 1:
             raise ValueError(f"watermarks must be 0 <= low <= high <= 1, not low={low} and high={high}")
-        self.catch_up()  # which may give room back
+        index = self._committed.up_to_date()
+        self._retired.reclaim()  # which may free space
         capacity = self.pool.capacity_bytes
         if self.pool.used_bytes <= high * capacity:
             return 0
         self.expire_holds()
-        return self._room.evict(self.pool.used_bytes - low * capacity, cause, max_blocks)
+        return self._space.evict(index, self.pool.used_bytes - low * capacity, cause, max_blocks)
+
+    def evict_keys(self, keys: Sequence[str]) -> int:
+        """Evict these blocks, whether they are cold or not; return how many."""
+        return self._space.evict_keys(self._committed.up_to_date(), keys)
+
+    # Growth
+
+    def add_arena(self, arena: Arena) -> None:
+        """Add an arena to the pool. ValueError if it is out of order."""
+        self.pool.add_arena(arena)
+        self.growth.added(arena.length)
 
     # Looking
 
     def __len__(self) -> int:
         """Return the number of keys."""
-        self.settle()
-        return len(self._index)
+        return len(self.index)
 
     def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
-        """Return up to `limit` keys that begin with `prefix` and come after `after`, in code point order.
+        """Return up to `limit` keys with a prefix, after `after`, in code point order.
 
-        Looks at every key in the store: about 0.2 s for a million. For people and tools, not for the hot path; a server
-        takes `all_keys` and looks through them in slices.
+        Scans every key: 0.2 s for a million. A server filters `all_keys` in slices.
         """
-        self.settle()
-        return first_keys(self._index, prefix, limit, after)
+        return first_keys(self.index, prefix, limit, after)
 
     def all_keys(self) -> list[str]:
         """Return every key, coldest first: about 15 ms for a million."""
-        self.settle()
-        return list(self._index)
+        return list(self.index)
 
     def sample(self, limit: int) -> list[tuple[str, int]]:
-        """Return up to `limit` keys with the lengths of their blocks: all of them, or the coldest and the warmest half
-        and half.
+        """Return up to `limit` keys with the lengths of their blocks: all, or a sample.
 
-        About 0.1 us a key, however many keys there are.
+        The sample is random. It takes 0.3 us per key, and a few milliseconds at most.
         """
-        self.settle()
-        if len(self._index) <= limit:
-            keys = list(self._index)
-        else:
-            keys = [*islice(self._index, limit - limit // 2), *islice(reversed(self._index), limit // 2)]
-        return list(zip(keys, map(_LENGTH, filter(None, self._index.get_many(keys))), strict=True))
+        return self._reads.sample(limit)
 
     def verify(self, key: str) -> bool:
-        """Hash a stored block again, and drop it if it is not what its writer hashed.
-
-        False if it was dropped. True if it is sound, has no checksum, or is not there. Does not touch.
-        """
-        self.settle()
-        entry = self._index.get(key)
-        if entry is None or entry[3] == NO_CHECKSUM:
-            return True
-        if xxhash.xxh3_64_intdigest(self.pool.view(entry[:3])) == entry[3]:
-            return True
-        self._room.remove(self._index.remove_many([key]))
-        self._counters["checksum_drops"] += 1
-        return False
+        """Hash a stored block again; False if that is not its checksum: it is gone."""
+        return not self._removals.drop_if_damaged(self._committed.up_to_date(), key)
 
     def statistics(self) -> StoreStatistics:
-        """Return a snapshot. Cheap: nothing is scanned but the clients."""
-        self.catch_up()
-        quarantined = [client for client in self._clients if client.state == "quarantined"]
-        counters = self._counters
-        evicted = self._room.evicted
+        """Return a snapshot. Only the clients are iterated over."""
+        index = self._committed.up_to_date()
+        self._retired.reclaim()
+        quarantined = [client for client in self.clients if client.state == "quarantined"]
+        reads, writes = self._reads, self._writes
         return StoreStatistics(
             capacity_bytes=self.pool.capacity_bytes,
-            growable_bytes=self._room.growable_bytes,
+            growable_bytes=self.growth.growable_bytes,
             used_bytes=self.pool.used_bytes,
-            reserved_bytes=self._room.reserved_bytes,
+            reserved_bytes=self._space.reserved_bytes,
             pinned_bytes=self._pins.bytes,
             held_bytes=self._holds.bytes,
-            condemned_bytes=self.pool.footprints(list(map(_LENGTH, self._room.condemned))),
+            condemned_bytes=self.pool.footprints(list(map(length_of, self._retired.condemned))),
             quarantined_bytes=sum(client.pinned_bytes for client in quarantined),
-            keys=len(self._index),
-            clients=len(self._clients),
+            keys=len(index),
+            clients=sum(client.counted for client in self.clients),
             quarantined_clients=len(quarantined),
-            reservations=sum(len(client.reservations) for client in self._clients),
-            leases=sum(len(client.leases) + len({read[4] for read in client.reading}) for client in self._clients),
+            reservations=sum(len(client.reservations) for client in self.clients),
+            leases=sum(len(client.leases) + len(set(map(read_of, client.hazards))) for client in self.clients),
             holds=len(self._holds),
             arenas=len(self.pool.arenas),
-            hits=counters["hits"],
-            misses=counters["misses"],
-            puts=counters["puts"],
-            put_bytes=counters["put_bytes"],
-            hit_bytes=counters["hit_bytes"],
-            deleted=counters["deleted"],
-            checksum_drops=counters["checksum_drops"],
-            evicted=EvictionStatistics(
-                on_demand=evicted["on_demand"],
-                fragmentation=evicted["fragmentation"],
-                periodic=evicted["periodic"],
-                manual=evicted["manual"],
-            ),
+            hits=reads.hits,
+            misses=reads.misses,
+            puts=writes.puts,
+            put_bytes=writes.put_bytes,
+            hit_bytes=reads.hit_bytes,
+            deleted=self._removals.deleted,
+            checksum_drops=self._removals.checksum_drops,
+            evicted=EvictionStatistics(**self._space.evicted),
             allocator=self.pool.statistics(),
         )
-
-    # Growth
-
-    @property
-    def growable_bytes(self) -> int:
-        """How much larger the pool may still become: as set, less what was added since."""
-        return self._room.growable_bytes
-
-    @growable_bytes.setter
-    def growable_bytes(self, value: int) -> None:
-        self._room.growable_bytes = value
-
-    @property
-    def on_growth_wanted(self) -> Callable[[], object] | None:
-        """Called, without arguments, each time that `growth_wanted` becomes true."""
-        return self._room.on_growth_wanted
-
-    @on_growth_wanted.setter
-    def on_growth_wanted(self, value: Callable[[], object] | None) -> None:
-        self._room.on_growth_wanted = value
-
-    @property
-    def growth_wanted(self) -> bool:
-        """A reservation had to evict, or was refused, while the pool could still grow. `add_arena` clears it."""
-        return self._room.growth_wanted
-
-    def add_arena(self, arena: Arena) -> None:
-        """Make the pool larger by an arena: the first one, or one that was wanted. ValueError if it is out of turn."""
-        self.pool.add_arena(arena)
-        self._room.growable_bytes = max(0, self._room.growable_bytes - arena.length)
-        self._room.growth_wanted = False
-
-    def stop_growth(self) -> None:
-        """Say that the pool stays as it is, because there is no memory for another arena."""
-        self._room.growable_bytes = 0
-        self._room.growth_wanted = False
-
-    # Pins and room
-
-    def _insert_missing(self, reservation: Reservation, keys: Sequence[str], entries: list[Entry]) -> list[Entry]:
-        """Insert the keys of a batch that are not there, touch all of it, and give back the room of the others.
-
-        Returns the entries that were inserted.
-        """
-        exists = self._index.contains_many(keys)
-        reservation.skipped = [i for i, there in enumerate(exists) if there]
-        self.pool.free([reservation.extents[i] for i in reservation.skipped])
-        inserted = [entry for entry, there in zip(entries, exists, strict=True) if not there]
-        self._index.insert([key for key, there in zip(keys, exists, strict=True) if not there], inserted)
-        self._index.touch(keys)
-        return inserted
-
-    def _open_reservation(self, client: Client, extents: list[Extent], footprint_bytes: int) -> Reservation:
-        reservation = Reservation(self.pool, client, extents, footprint_bytes)
-        client.reserved_bytes += footprint_bytes
-        client.reservations.add(reservation)
-        return reservation
-
-    def _close_reservation(self, reservation: Reservation, state: Literal["committed", "aborted"]) -> None:
-        reservation.state = state
-        self._room.reserved_bytes -= reservation.footprint_bytes
-        reservation.client.reserved_bytes -= reservation.footprint_bytes
-        reservation.client.reservations.discard(reservation)
-
-    def _abort(self, reservation: Reservation) -> None:
-        if reservation.state == "open":
-            self._prepared.remove(reservation)
-            self._close_reservation(reservation, "aborted")
-            self.pool.free(reservation.extents)
-
-    def _release(self, lease: Lease) -> None:
-        if not lease.released:
-            lease.released = True
-            lease.client.leased_bytes -= lease.footprint_bytes
-            lease.client.leases.discard(lease)
-            self._room.unpin(lease.pinned, lease.footprint_bytes)
-
-    # Checks
-
-    def _check_open(self, client: Client) -> None:
-        if client.state != "open":
-            raise ValueError(f"client {client.name!r} is {client.state}")
-
-
-def _present(keys: Sequence[str], entries: list[Entry | None]) -> tuple[Sequence[str], list[Entry]]:
-    """Return the keys that are there, and their entries."""
-    if all(entries):  # nearly always
-        return keys, entries  # type: ignore[return-value]
-    found = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
-    return found, [entry for entry in entries if entry is not None]
-
-
-def _duplicate(keys: Sequence[str]) -> str:
-    return next(key for key, count in Counter(keys).items() if count > 1)

@@ -1,0 +1,56 @@
+"""The index, and the only way to it: commit what has been written.
+
+Clients make prepared batches visible without a call (see `prepared`). Every lookup has
+to see them. So the only way to the index is `up_to_date`, which commits them first.
+Only `touch` and `use` do not: they change recency, and do not tell what exists.
+
+Leaves to others: what a commit does (the store).
+"""
+
+from collections.abc import Callable, Sequence
+
+from infinistore.core.clients import Reservation
+from infinistore.core.entry import Entry
+from infinistore.core.index import Index
+from infinistore.core.prepared import Prepared
+
+__all__ = ["CommittedIndex"]
+
+
+class CommittedIndex:
+    """The index of a store, empty at first.
+
+    `commit` commits a prepared reservation, with its keys and checksums.
+    """
+
+    def __init__(
+        self, prepared: Prepared, commit: Callable[[Index, Reservation, Sequence[str], Sequence[int]], object]
+    ) -> None:
+        self.__index = Index()
+        self._prepared = prepared
+        self._commit = commit
+
+    def up_to_date(self) -> Index:
+        """Commit what has been written by now; return the index for one operation."""
+        if self._prepared.waiting:
+            for reservation, keys, checksums in self._prepared.written():
+                self._commit(self.__index, reservation, keys, checksums)
+        return self.__index
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Make keys the most recent ones, the first key the most recent of all.
+
+        Missing keys are ignored.
+        """
+        try:
+            self.__index.touch(keys)
+        except KeyError:
+            self.use(keys)
+
+    def use(self, keys: Sequence[str]) -> list[Entry]:
+        """As `touch`; return the entries of those that are there."""
+        entries = self.__index.get_many(keys)
+        if not all(entries):
+            keys = [key for key, entry in zip(keys, entries, strict=True) if entry is not None]
+        self.__index.touch(keys)
+        return list(filter(None, entries))

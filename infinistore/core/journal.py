@@ -1,0 +1,60 @@
+"""The journal: what a store committed and removed, for whoever keeps a second copy.
+
+One item a batch, in the order in which the store carried it out, however it was asked
+to: by a call, or by a word in shared memory (see `prepared`). What the journal tells is
+enough to know which block each key has, but for eviction, which it does not tell: an
+evicted block is still the last one that was put under its key.
+
+Leaves to others: to call `take`, soon and again; items refer to keys and entries, and
+nothing else forgets them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from infinistore.core.entry import Entry
+
+__all__ = ["Change", "Journal", "JournalItem"]
+
+Change: TypeAlias = Literal["put", "delete", "purge", "drop", "read"]
+"""What happened to the keys of an item.
+
+- put: they have new blocks, the entries; without those that a put with `replace=False`
+  left alone.
+- delete: a call named them. The entries are the blocks of those that were there.
+- purge: all keys were removed, and these were there.
+- drop: the block did not match its checksum, and was removed.
+- read: a lease found these entries, or a client read them without a request (then there
+  are none).
+"""
+
+JournalItem: TypeAlias = tuple[Change, Sequence[str], Sequence[Entry]]
+"""(change, keys, entries). Neither sequence is ever changed."""
+
+
+class Journal:
+    """The items of one store that nobody has taken yet. With `reads`, reads are told,
+    too."""
+
+    __slots__ = ("_items", "on_first", "reads")
+
+    def __init__(self, *, reads: bool = False) -> None:
+        self.reads = reads
+        self.on_first: Callable[[], object] | None = None
+        """Called when there is an item and there was none. It must not call the
+        store."""
+        self._items: list[JournalItem] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def append(self, change: Change, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Add an item. For the store."""
+        self._items.append((change, keys, entries))
+        if len(self._items) == 1 and self.on_first is not None:
+            self.on_first()
+
+    def take(self) -> list[JournalItem]:
+        """Return the items, oldest first, and forget them."""
+        items, self._items = self._items, []
+        return items
