@@ -1,1 +1,1 @@
-"""What is said on the wire: messages, frames, and which message may come next. No I/O."""
+"""The wire protocol: messages, frames, and the order in which they may come. No I/O."""

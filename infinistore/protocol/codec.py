@@ -1,61 +1,61 @@
-"""Frames to messages and back.
+"""Encodes messages as frames, and decodes them.
 
-A frame is a 32-byte header, a msgpack body, zeros up to the next multiple of 64 bytes, and a raw payload. The padding
-lets the payload start on a cache line, at both ends: copies from the kernel to unaligned addresses lose 15-20 %.
+A frame is a 32-byte header, a msgpack body, zeros up to the next multiple of 64 bytes,
+and a raw payload. The padding aligns the payload to a cache line at both ends: copies
+from the kernel to unaligned addresses are 15 to 20 % slower.
 
-This module bounds every length before anything of that length is allocated. It raises `ProtocolError` or a subclass for
-whatever it cannot accept, and nothing else.
+Every length is checked before memory of that length is allocated. The functions here
+raise `ProtocolError` or a subclass for input that they cannot accept, and nothing else.
 """
 
 import struct
-import sys
 from array import array
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
-from cattrs import Converter
-from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
-from cattrs.fns import identity
+from cattrs.errors import ForbiddenExtraKeysError
 
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
-from infinistore.keys import join_keys, split_keys
-from infinistore.protocol.messages import (
-    KINDS,
-    PROTOCOL_VERSION,
-    Keys,
-    Message,
-    Numbers,
-    StatisticsReply,
-    Tree,
-)
+from infinistore.protocol.body_fields import STRUCTURE, UNSTRUCTURE, Structure, Unstructure
+from infinistore.protocol.messages import KINDS, Message, Numbers, StatisticsReply
+from infinistore.protocol.versions import MAJOR, Offer
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_LIST_ITEMS",
     "Header",
     "decode_body",
+    "decode_notices",
     "encode_head",
     "head_bytes",
-    "numbers",
+    "pack_u64",
     "parse_header",
+    "with_offer",
 ]
 
+Notice = TypeVar("Notice", bound=Message)
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _MAX_DEADLINE_US = 2**63
-_MAX_FIELDS = 64  # of a message, or of one level of the statistics
+_OFFER_AT = HEADER_BYTES - 8  # where the deadline stands in a header
+MAX_FIELDS = 64
+"""The maximum number of fields of a message, or of one level of the statistics."""
 MAX_LIST_ITEMS = 512
-"""How long a list in a `StatisticsReply` may be. No other message has lists."""
-_MAX_STATISTICS_NODES = 2048
-"""How many maps, and how many lists, a `StatisticsReply` may have."""
+"""The maximum length of a list in a `StatisticsReply`. No other message has lists."""
+MAX_STATISTICS_NODES = 2048
+"""The maximum number of maps, and of lists, in a `StatisticsReply`."""
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame. `deadline_us`: what is left of the caller's time, 0 for none."""
+    """The fixed part of a frame.
+
+    `deadline_us` is the time that the caller has left, 0 for no deadline. In the first
+    frame of either side it is the offer of that side.
+    """
 
     kind: int
     request_id: int
@@ -65,22 +65,35 @@ class Header(NamedTuple):
 
 
 def head_bytes(body_bytes: int) -> int:
-    """Return how long header, body and padding are together."""
+    """Return the length of header, body and padding together, in bytes."""
     return -(-(HEADER_BYTES + body_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def numbers(values: Any = ()) -> Numbers:
+def pack_u64(values: Any = ()) -> Numbers:
     """Pack an iterable of unsigned 64-bit numbers."""
     return Numbers(array("Q", values))
 
 
-def encode_head(message: Message, *, request_id: int, payload_bytes: int = 0, deadline_us: int = 0) -> bytes:
-    """Return header, body and padding of one frame; the payload follows it on the wire."""
-    body: bytes = msgpack.Packer().pack(_UNSTRUCTURE[type(message)](message))
+def encode_head(
+    message: Message,
+    *,
+    request_id: int,
+    payload_bytes: int = 0,
+    deadline_us: int = 0,
+    unstructure: Unstructure = UNSTRUCTURE,
+) -> bytes:
+    """Return header, body and padding of one frame. The payload follows it on the wire.
+
+    `unstructure` is for the receiver; see `body_fields.unstructure_for`.
+
+    Raises:
+        VersionMismatch: the receiver does not understand this message.
+    """
+    body: bytes = msgpack.Packer().pack(unstructure[type(message)](message))
     body_bytes = len(body)
     header = _HEADER.pack(
         MAGIC,
-        PROTOCOL_VERSION,
+        MAJOR,
         message.KIND,
         0,
         request_id,
@@ -91,19 +104,24 @@ def encode_head(message: Message, *, request_id: int, payload_bytes: int = 0, de
     return (header + body).ljust(-(-(HEADER_BYTES + body_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")
 
 
+def with_offer(head: bytes, offer: Offer) -> bytes:
+    """Return a head that has no deadline with the offer of its sender."""
+    return head[:_OFFER_AT] + offer.to_number().to_bytes(8, "little") + head[HEADER_BYTES:]
+
+
 def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: int) -> Header:
     """Parse the first `HEADER_BYTES` bytes of a frame.
 
     Raises:
-        ProtocolError: not a frame, or longer than the bounds allow.
-        VersionMismatch: a frame of another version of the protocol.
+        ProtocolError: not a frame, or longer than the limits allow.
+        VersionMismatch: the frame has another major version.
     """
     magic, version, kind, flags, request_id, body_bytes, payload_bytes, deadline_us = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(f"not an InfiniStore frame: it begins with {bytes(data[:8])!r}; is this the right port?")
-    if version != PROTOCOL_VERSION:
+    if version != MAJOR:
         raise VersionMismatch(
-            f"the peer speaks version {version} of the protocol, this side version {PROTOCOL_VERSION};"
+            f"the peer speaks version {version} of the protocol, this side version {MAJOR};"
             " install the same release of infinistore on both"
         )
     if kind not in KINDS:
@@ -117,41 +135,66 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
     return _new(Header, (kind, request_id, body_bytes, payload_bytes, deadline_us))
 
 
-def decode_body(kind: int, body: memoryview) -> Message:
-    """Decode the body of a frame of this kind; no longer than `parse_header` let it be.
+def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE) -> Message:
+    """Decode the body of a frame of this kind. `parse_header` has checked its length.
+
+    `structure` is for the sender; see `body_fields.structure_for`.
 
     Raises:
-        InvalidRequest: well-formed, but it asks for something that cannot be asked for (an empty key).
-        ProtocolError: not such a body.
+        InvalidRequest: the body is well-formed, but its contents are invalid, such as
+            an empty key.
+        ProtocolError: the body is malformed.
     """
     cls = KINDS[kind]
     try:
         if cls is StatisticsReply:
             fields = msgpack.unpackb(
                 body,
-                object_pairs_hook=_map_maker(_MAX_STATISTICS_NODES),
-                list_hook=_list_counter(_MAX_STATISTICS_NODES),
+                object_pairs_hook=_map_maker(MAX_STATISTICS_NODES),
+                list_hook=_list_counter(MAX_STATISTICS_NODES),
                 max_array_len=MAX_LIST_ITEMS,
-                max_map_len=_MAX_FIELDS,
+                max_map_len=MAX_FIELDS,
                 max_ext_len=0,
             )
         else:
             fields = msgpack.unpackb(
-                body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=_MAX_FIELDS, max_ext_len=0
+                body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=MAX_FIELDS, max_ext_len=0
             )
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
-        message: Message = _STRUCTURE[cls](fields, cls)
+        message: Message = structure[cls](fields, cls)
     except InvalidRequest:
         raise
-    except _DECODING_ERRORS as error:
+    except Exception as error:  # noqa: BLE001  # of msgpack, cattrs or validators
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
     return message
 
 
+def decode_notices(data: bytes, cls: type[Notice]) -> Iterator[Notice]:
+    """Decode consecutive frames without payload, all with messages of one class.
+
+    Raises:
+        ProtocolError: the data contains anything else, or the last frame is incomplete.
+    """
+    rest = memoryview(data)
+    while rest:
+        if len(rest) < HEADER_BYTES:
+            raise ProtocolError("a frame without a whole header")
+        header = parse_header(rest, max_body_bytes=len(rest) - HEADER_BYTES, max_payload_bytes=0)
+        if header.kind != cls.KIND:
+            raise ProtocolError(f"{KINDS[header.kind].__name__} where only {cls.__name__} belongs")
+        message = decode_body(header.kind, rest[HEADER_BYTES : HEADER_BYTES + header.body_bytes])
+        assert isinstance(message, cls)
+        yield message
+        rest = rest[head_bytes(header.body_bytes) :]
+
+
 def _flat_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make the one map that the body of every message but one is. A body full of tiny maps would take 70 times its own
-    size when decoded: it is refused with the first map that has some in it."""
+    """Make the map of a body. Only a `StatisticsReply` has maps inside it.
+
+    A body full of tiny maps would take 70 times its own size when decoded, so a body is
+    refused as soon as a map contains another one.
+    """
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a name stands twice in a map")
@@ -161,7 +204,10 @@ def _flat_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
-    """Return what makes the maps of one body. It refuses a name that stands twice, and more than `most` maps."""
+    """Return the hook that makes the maps of one body.
+
+    It refuses a duplicate name, a name that is not text, and more than `most` maps.
+    """
     left = most
 
     def make_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -172,13 +218,17 @@ def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
         made = dict(pairs)
         if len(made) != len(pairs):
             raise ValueError("a name stands twice in a map")
+        if bytes in map(type, made):  # msgpack allows names of bytes, too
+            raise TypeError("a name that is no text")
         return made
 
     return make_map
 
 
 def _list_counter(most: int) -> Callable[[list[Any]], list[Any]]:
-    """Return what is shown the lists of one body. It refuses more than `most` of them."""
+    """Return the hook that counts the lists of one body and refuses more than
+    `most`.
+    """
     left = most
 
     def count_list(items: list[Any]) -> list[Any]:
@@ -191,83 +241,17 @@ def _list_counter(most: int) -> Callable[[list[Any]], list[Any]]:
     return count_list
 
 
-# What msgpack, cattrs and the validators raise for a body that is not one.
-_DECODING_ERRORS = (
-    ValueError,  # msgpack's errors, UnicodeDecodeError, and validators' bounds
-    TypeError,
-    KeyError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-    BaseValidationError,
-    ForbiddenExtraKeysError,
-)
-
-
 def _reason(error: Exception) -> str:
+    """Describe why a body is malformed.
+
+    The peer chose its contents, so nothing here may depend on them.
+    """
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
-    return f"{type(error).__name__}: {error}"[:300]
-
-
-def _exact(expected: type) -> Callable[[Any, Any], Any]:
-    """Refuse what cattrs would convert: the text "5" is not a number here, nor is True."""
-
-    def structure(value: Any, _: Any) -> Any:
-        if type(value) is not expected:
-            raise TypeError(f"expected {expected.__name__}, got {type(value).__name__}")
-        return value
-
-    return structure
-
-
-def _structure_keys(value: Any, _: Any) -> Any:
-    if type(value) is not str:
-        raise TypeError(f"expected joined keys, got {type(value).__name__}")
+    if isinstance(error, ForbiddenExtraKeysError):  # its own text needs names of text
+        return f"unknown fields {', '.join(sorted(repr(name[:40]) for name in error.extra_fields))}"[:300]
     try:
-        return split_keys(value)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
-
-
-def _structure_numbers(value: Any, _: Any) -> Any:
-    if type(value) is not bytes:
-        raise TypeError(f"expected packed numbers, got {type(value).__name__}")
-    packed = array("Q")
-    packed.frombytes(value)  # ValueError unless a multiple of eight
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed
-
-
-def _unstructure_numbers(value: Any) -> bytes:
-    packed: array[int] = value
-    if sys.byteorder == "big":
-        packed = packed[:]
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def _make_converter() -> Converter:
-    converter = Converter(detailed_validation=False, forbid_extra_keys=True)
-    for plain in (int, float, str, bytes, bool):
-        converter.register_structure_hook(plain, _exact(plain))
-        converter.register_unstructure_hook(plain, identity)  # which is not even called
-    converter.register_structure_hook(Tree, _exact(dict))
-    converter.register_unstructure_hook(Tree, identity)
-    # One hook for the whole batch: structuring a thousand keys one by one costs 200 us.
-    converter.register_structure_hook(Keys, _structure_keys)
-    converter.register_unstructure_hook(Keys, join_keys)
-    converter.register_structure_hook(Numbers, _structure_numbers)
-    converter.register_unstructure_hook(Numbers, _unstructure_numbers)
-    return converter
-
-
-_converter = _make_converter()
-# Looked up once: asking the converter for them each time takes as long as many of them do.
-_STRUCTURE: dict[type[Message], Callable[[Any, Any], Any]] = {
-    cls: _converter.get_structure_hook(cls) for cls in KINDS.values()
-}
-_UNSTRUCTURE: dict[type[Message], Callable[[Any], Any]] = {
-    cls: _converter.get_unstructure_hook(cls) for cls in KINDS.values()
-}
+        words = str(error)
+    except Exception:  # noqa: BLE001  # of other libraries
+        words = ""
+    return f"{type(error).__name__}: {words}"[:300]

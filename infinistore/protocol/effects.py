@@ -1,14 +1,16 @@
-"""What an exchange asks its driver for: bytes to move, or a turn for others.
+"""Effects: what an exchange asks its driver to do.
 
-The protocol does no I/O. Whatever needs bytes to move is a generator, an `Exchange`, that yields one of these and is
-resumed when that has been done; a driver for Trio, for threads or for asyncio (or a fuzzer, or a simulated network)
-runs it.
+The protocol does no I/O. Code that needs bytes to move is a coroutine, an `Exchange`,
+that awaits one of these effects: `count = await Receive(views)`. The effect passes up
+to the driver, which carries it out and resumes the coroutine with the result. There are
+drivers for Trio, for threads and for asyncio; a fuzzer or a simulated network can be
+one, too.
 """
 
-from collections.abc import Generator, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Coroutine, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-__all__ = ["Exchange", "Pause", "Receive", "ReceiveDescriptors", "Send", "SendDescriptors"]
+__all__ = ["Effect", "Exchange", "LongBody", "Pause", "Receive", "ReceiveDescriptors", "Send", "SendDescriptors"]
 
 _T = TypeVar("_T")
 
@@ -18,22 +20,35 @@ class Send(NamedTuple):
 
     views: Sequence[memoryview]
 
+    def __await__(self) -> Generator["Send", None, None]:
+        yield self
+
 
 class Receive(NamedTuple):
-    """Receive at least one byte into these views, in order; resume with how many, 0 at the end of the stream.
+    """Receive at least one byte into these views, in order.
 
-    `idle`: between two frames, where a peer may take all the time it wants; elsewhere it has begun something.
+    The result is the number of bytes received, 0 at the end of the stream. `idle` says
+    that no frame has begun, so that the peer may take as long as it wants.
     """
 
     views: Sequence[memoryview]
     idle: bool = False
 
+    def __await__(self) -> Generator["Receive", int, int]:
+        return (yield self)
+
 
 class SendDescriptors(NamedTuple):
-    """Send all of these views, in order, and with the first byte these descriptors. Over a Unix socket only."""
+    """Send all of these views, in order, and these descriptors with the first byte.
+
+    Works over a Unix socket only.
+    """
 
     views: Sequence[memoryview]
     descriptors: Sequence[int]
+
+    def __await__(self) -> Generator["SendDescriptors", None, None]:
+        yield self
 
 
 class ReceiveDescriptors(NamedTuple):
@@ -42,9 +57,32 @@ class ReceiveDescriptors(NamedTuple):
     views: Sequence[memoryview]
     descriptors: list[int]
 
+    def __await__(self) -> Generator["ReceiveDescriptors", int, int]:
+        return (yield self)
+
+
+class LongBody:
+    """A body is about to arrive that is too long for the buffer; wait for memory.
+
+    The body has `length` bytes; `arrived` counts those that have come since. Only the
+    server's end awaits it, after the hello.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.arrived = 0
+
+    def __await__(self) -> Generator["LongBody", None, None]:
+        yield self
+
 
 class Pause(NamedTuple):
-    """Let others have their turn; nothing is to be moved. Only what works inside one process yields it."""
+    """Let other tasks run. No bytes move."""
+
+    def __await__(self) -> Generator["Pause", None, None]:
+        yield self
 
 
-Exchange: TypeAlias = Generator[Send | Receive | SendDescriptors | ReceiveDescriptors | Pause, int, _T]
+Effect: TypeAlias = Send | Receive | SendDescriptors | ReceiveDescriptors | LongBody | Pause
+Exchange: TypeAlias = Coroutine[Any, Any, _T]
+"""A coroutine whose awaits end in effects, and in nothing else."""

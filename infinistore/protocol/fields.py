@@ -1,4 +1,6 @@
-"""What the fields of messages may hold: the types that travel packed, and the checks of the plain ones."""
+"""The types of the fields of messages, and the validators of those that are not
+packed.
+"""
 
 from array import array
 from typing import NewType
@@ -11,7 +13,10 @@ from infinistore.keys import MAX_KEY_BYTES
 __all__ = ["Keys", "Numbers", "Tree", "count", "ratio", "text"]
 
 Keys = NewType("Keys", list[str])
-"""Keys in request order. On the wire they are one text, joined by NUL (`infinistore.keys`)."""
+"""Keys in request order.
+
+On the wire they are one text, joined by NUL (`infinistore.keys`).
+"""
 Numbers = NewType("Numbers", "array[int]")
 """Unsigned 64-bit numbers, packed little-endian on the wire; `array('Q')` in memory."""
 Tree = NewType("Tree", dict[str, object])
@@ -20,7 +25,7 @@ Tree = NewType("Tree", dict[str, object])
 
 def count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     """Raise `ValueError` unless this is an unsigned 64-bit number."""
-    if not isinstance(value, int) or not 0 <= value < 2**64:  # one call, where attrs' own validators take four
+    if not isinstance(value, int) or not 0 <= value < 2**64:  # attrs' own validators take four calls
         raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
 
 

@@ -1,43 +1,63 @@
-"""Turns arriving bytes into heads and payloads, without the I/O: see `effects`."""
+"""Splits a stream of bytes into heads and payloads, without I/O: see `effects`."""
 
 from collections.abc import Callable
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import HEADER_BYTES, Header, head_bytes, parse_header
-from infinistore.protocol.effects import Exchange, Receive, ReceiveDescriptors
+from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, parse_header
+from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors
 from infinistore.protocol.span import Span
 
 __all__ = ["CHUNK_BYTES", "READ_AHEAD_BYTES", "FrameReader"]
 
 READ_AHEAD_BYTES = 64 * 1024
 CHUNK_BYTES = 256 * 1024
-"""The most that one `Receive` of a payload asks for: what has arrived is still in a near cache when it is hashed."""
+"""The maximum that one `Receive` of a payload asks for, in bytes.
+
+The received bytes are still in a near cache when they are hashed.
+"""
 
 
 class FrameReader:
-    """Turns arriving bytes into heads and payloads. Small frames share one receive; payloads go where they belong."""
+    """Splits a stream of bytes into heads and payloads.
 
-    def __init__(self, max_body_bytes: int, max_payload_bytes: int) -> None:
+    Small frames share one receive. Payloads go directly to their destination.
+    """
+
+    def __init__(self, max_body_bytes: int, max_payload_bytes: int, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
         self.max_body_bytes = max_body_bytes
         self.max_payload_bytes = max_payload_bytes
-        self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
-        self._next_frame = Receive([self._buffer], idle=True)
+        self._announces = False
         self._start = 0
         self._end = 0
+        self._buffer = memoryview(bytearray(read_ahead_bytes))
+        self._next_frame = Receive([self._buffer], idle=True)
 
-    def read_head(self, descriptors: list[int] | None = None) -> Exchange[tuple[Header, memoryview] | None]:
-        """Return the next header and body, or `None` if the stream ended between two frames.
+    def widen(self, max_body_bytes: int, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        """Accept bodies of this length from now on, for a peer that has sent its hello.
 
-        With `descriptors`, those that come beside it are appended there.
-
-        The body is good until the next call of any method.
+        The reader announces long bodies (`LongBody`) and reads further ahead.
         """
-        if self._start == self._end and descriptors is None:  # nearly always: nothing was read ahead
+        self.max_body_bytes = max_body_bytes
+        self._announces = True
+        ahead = self._buffer[self._start : self._end]
+        self._buffer = memoryview(bytearray(max(read_ahead_bytes, len(ahead))))
+        self._next_frame = Receive([self._buffer], idle=True)
+        self._buffer[: len(ahead)] = ahead
+        self._start, self._end = 0, len(ahead)
+
+    async def read_head(self, descriptors: list[int] | None = None) -> tuple[Header, memoryview] | None:
+        """Return the next header and body; `None` if the stream ended between two
+        frames.
+
+        `descriptors` collects those that come with the bytes. The body is valid until
+        the next call of any method.
+        """
+        if self._start == self._end and descriptors is None:  # usual: nothing was read ahead
             self._start = self._end = 0
-            self._end = yield self._next_frame
+            self._end = await self._next_frame
             if not self._end:
                 return None
-        if self._end - self._start < HEADER_BYTES and not (yield from self._fill(HEADER_BYTES, descriptors)):
+        if self._end - self._start < HEADER_BYTES and not (await self._fill(HEADER_BYTES, descriptors)):
             return None
         start = self._start
         header = parse_header(
@@ -45,28 +65,41 @@ class FrameReader:
             max_body_bytes=self.max_body_bytes,
             max_payload_bytes=self.max_payload_bytes,
         )
-        length = head_bytes(header.body_bytes)
+        # As head_bytes, without the call.
+        length = -(-(HEADER_BYTES + header.body_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if length > len(self._buffer):
-            head = yield from self._read_long_head(length)
+            head = await self._read_long_head(length)
             return header, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
         if self._end - start < length:
-            yield from self._fill(length)
+            await self._fill(length)
             start = self._start
         self._start = start + length
         start += HEADER_BYTES
         return header, self._buffer[start : start + header.body_bytes]
 
-    def _read_long_head(self, length: int) -> Exchange[memoryview]:
-        """Read a head longer than the buffer. Memory grows with what has arrived, not with what was announced."""
+    async def _read_long_head(self, length: int) -> memoryview:
+        """Read a head that is longer than the buffer.
+
+        Memory grows with what has arrived, not with what was announced.
+        """
+        body = LongBody(length)
+        if self._announces:
+            await body
+
+        def progress(span: Span) -> None:
+            body.arrived = len(head) + len(piece) - span.remaining
+
         head = bytearray()
         while len(head) < length:
             piece = bytearray(min(length - len(head), max(len(head), READ_AHEAD_BYTES)))
-            yield from self.read_payload(Span([memoryview(piece)]))
+            await self.read_payload(Span([memoryview(piece)]), progress)
             head += piece
         return memoryview(head)
 
-    def read_payload(self, span: Span, progress: Callable[[Span], None] | None = None) -> Exchange[None]:
-        """Fill the span with the bytes that come next, calling `progress` whenever some have arrived."""
+    async def read_payload(self, span: Span, progress: Callable[[Span], None] | None = None) -> None:
+        """Fill the span with the next bytes; call `progress` whenever some have
+        arrived.
+        """
         ahead = min(self._end - self._start, span.remaining)
         if ahead:
             span.copy_in(self._buffer[self._start : self._start + ahead])
@@ -74,7 +107,7 @@ class FrameReader:
             if progress is not None:
                 progress(span)
         while span.remaining:
-            count = yield Receive(span.next_views(CHUNK_BYTES))
+            count = await Receive(span.next_views(CHUNK_BYTES))
             if not count:
                 raise StoreUnavailable(f"the connection ended {span.remaining} bytes before the end of a frame")
             span.advance(count)
@@ -82,26 +115,31 @@ class FrameReader:
                 progress(span)
 
     def take_ahead(self, count: int) -> memoryview | None:
-        """Return the next `count` bytes if they were read ahead, all of them; good until the next call."""
+        """Return the next `count` bytes if all of them were read ahead, else None.
+
+        They are valid until the next call of any method.
+        """
         start, end = self._start, self._start + count
         if end > self._end:
             return None
         self._start = end
         return self._buffer[start:end]
 
-    def discard(self, count: int) -> Exchange[None]:
-        """Read and forget the next `count` bytes."""
+    async def discard(self, count: int) -> None:
+        """Read and drop the next `count` bytes."""
         ahead = min(self._end - self._start, count)
         self._start += ahead
         count -= ahead
         while count:
-            got = yield Receive([self._buffer[:count]])
+            got = await Receive([self._buffer[:count]])
             if not got:
                 raise StoreUnavailable(f"the connection ended {count} bytes before the end of a frame")
             count -= got
 
-    def _fill(self, length: int, descriptors: list[int] | None = None) -> Exchange[bool]:
-        """Have at least `length` bytes in the buffer; False if the stream ended with none."""
+    async def _fill(self, length: int, descriptors: list[int] | None = None) -> bool:
+        """Read until the buffer has `length` bytes; False if the stream ended
+        before.
+        """
         have = self._end - self._start
         if have >= length:
             return True
@@ -111,7 +149,7 @@ class FrameReader:
         while self._end - self._start < length:
             room = [self._buffer[self._end :]]
             idle = self._end == self._start
-            count = yield Receive(room, idle) if descriptors is None else ReceiveDescriptors(room, descriptors)
+            count = await (Receive(room, idle) if descriptors is None else ReceiveDescriptors(room, descriptors))
             if not count:
                 if self._end == self._start:
                     return False

@@ -1,7 +1,9 @@
-"""Every message of the protocol, one attrs class each, and the table of their kinds.
+"""Every message of the protocol, as attrs classes, and the table of their kinds.
 
-A request names a batch of keys where it names any. Lists of numbers travel packed (`Numbers`), eight bytes each.
-What each field means on the wire is told in `docs/protocol.md`; a test holds the two together.
+A request carries a batch of keys. Lists of numbers travel packed (`Numbers`), eight
+bytes each. `docs/protocol.md` describes each field; a test compares the two.
+`NEWER_FIELDS` says what a receiver does with fields of a newer minor version.
+`CAPABILITY`, if there is one, says what the receiver must be able to do.
 """
 
 from typing import ClassVar, TypeAlias
@@ -9,7 +11,9 @@ from typing import ClassVar, TypeAlias
 import attrs
 from attrs import validators
 
-from infinistore.protocol.fields import Keys, Numbers, Tree, count, ratio, text
+from infinistore.protocol.disk_messages import Flush, Prefetch, PrefetchReply
+from infinistore.protocol.fields import Keys, Numbers, Tree, count, text
+from infinistore.protocol.management_messages import Evict, KeysReply, ListKeys, Purge, Statistics, StatisticsReply
 from infinistore.protocol.rdma_messages import (
     RdmaConnect,
     RdmaConnectReply,
@@ -35,13 +39,13 @@ from infinistore.protocol.shared_memory_messages import (
     ReserveReply,
     Touch,
 )
+from infinistore.protocol.versions import NewerFields
 
 __all__ = [
     "KINDS",
     "MISSING",
     "NO_CHECKSUM",
     "ONE_WAY",
-    "PROTOCOL_VERSION",
     "Abort",
     "Commit",
     "CountReply",
@@ -50,6 +54,7 @@ __all__ = [
     "Evict",
     "Exists",
     "ExistsReply",
+    "Flush",
     "Get",
     "GetReply",
     "Hello",
@@ -67,6 +72,8 @@ __all__ = [
     "MatchPrefixReply",
     "Message",
     "Numbers",
+    "Prefetch",
+    "PrefetchReply",
     "Prepare",
     "PrepareReply",
     "Purge",
@@ -93,7 +100,6 @@ __all__ = [
     "VerifyReply",
 ]
 
-PROTOCOL_VERSION = 1
 MISSING = 2**64 - 1
 """The size that a reply gives for a key that is not in the store."""
 NO_CHECKSUM = 0
@@ -104,23 +110,28 @@ NO_CHECKSUM = 0
 class Hello:
     """The first frame of a connection, from the client.
 
-    `token` is empty where the client has none; `name` is what the server's statistics call this client.
+    `token` is empty if the client has none. `name` identifies the client in the
+    statistics.
     """
 
     KIND: ClassVar[int] = 0x01
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     name: str = attrs.field(default="", validator=text)
     token: str = attrs.field(default="", validator=text, repr=False)
 
 
 @attrs.frozen
 class HelloReply:
-    """The server's answer: who it is, and the limits that requests must keep to.
+    """The server's answer to `Hello`: its identity, and the limits for requests.
 
-    `instance` is a random id, new in every run of a server. `unix_socket` is the path where the same server can be
-    reached from the same host, or empty. `rdma` is the link of the port that it serves RDMA by, or empty.
+    `instance` is a random id, new in every run of a server. `unix_socket` is the path
+    of the same server for clients on its host, or empty. `rdma` is the link of the port
+    that it uses for RDMA, or empty. `shards` says where the shards are that this server
+    is one of (`infinistore.protocol.shards`); it is empty if there are no others.
     """
 
     KIND: ClassVar[int] = 0x81
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     instance: str = attrs.field(validator=text)
     server_version: str = attrs.field(validator=text)
     max_body_bytes: int = attrs.field(validator=count)
@@ -129,16 +140,21 @@ class HelloReply:
     max_value_bytes: int = attrs.field(validator=count)
     unix_socket: str = attrs.field(default="", validator=text)
     rdma: str = attrs.field(default="", validator=text)
+    shards: Keys = attrs.field(factory=lambda: Keys([]), metadata={"since": 1})
 
 
 @attrs.frozen
 class Put:
-    """Store a batch. The payload is the blocks back to back and then, if `checksums`, one xxh3-64 for each of them.
+    """Store a batch.
 
-    The checksums come last so that the writer can hash a block just before it sends it.
+    The payload is the blocks back to back, then their checksums if there are any.
+
+    The checksums come last, 8 bytes each, so that the writer can hash a block just
+    before it sends it.
     """
 
     KIND: ClassVar[int] = 0x02
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     sizes: Numbers
     checksums: bool = True
@@ -147,17 +163,26 @@ class Put:
 
 @attrs.frozen
 class PutReply:
-    """`skipped` holds the indices of the blocks that were not stored because their key was there (`replace=False`)."""
+    """The batch is stored.
+
+    `skipped` has the indices of the blocks that were not stored because their key
+    existed (`replace=False`).
+    """
 
     KIND: ClassVar[int] = 0x82
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     skipped: Numbers
 
 
 @attrs.frozen
 class Get:
-    """Read a batch. `capacities` is empty, or holds the room there is for each block."""
+    """Read a batch.
+
+    `capacities` is empty, or has the length of the buffer for each block.
+    """
 
     KIND: ClassVar[int] = 0x03
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     capacities: Numbers
     checksums: bool = True
@@ -165,152 +190,128 @@ class Get:
 
 @attrs.frozen
 class GetReply:
-    """`sizes` by key, `MISSING` for what is not there; the payload is the present blocks back to back.
+    """The blocks, back to back in the payload.
 
-    `checksums` is empty if the request wanted none; else one number a key, `NO_CHECKSUM` where there is none.
+    `sizes` has one number for each key, `MISSING` for a key that is not in the store.
+    `checksums` is empty if none were requested; else it has one number for each key,
+    `NO_CHECKSUM` for a block that has none.
     """
 
     KIND: ClassVar[int] = 0x83
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     sizes: Numbers
     checksums: Numbers
 
 
 @attrs.frozen
 class Exists:
-    """Ask which keys are there; with `touch`, this counts as a use of them."""
+    """Ask which keys are in the store. With `touch`, this counts as a use of them."""
 
     KIND: ClassVar[int] = 0x04
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
 class ExistsReply:
-    """One byte a key: 1 if it is there, else 0."""
+    """One byte for each key: 1 if it is in the store, else 0.
+
+    `on_disk` counts those that are on disk only.
+    """
 
     KIND: ClassVar[int] = 0x84
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     present: bytes = attrs.field(validator=validators.instance_of(bytes))
+    on_disk: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen
 class MatchPrefix:
-    """Count the leading keys that are there, and keep them there for `hold_us` microseconds if that is not 0."""
+    """Count the leading keys that are in the store.
+
+    If `hold_us` is not 0, a hold protects them from eviction for that many
+    microseconds.
+    """
 
     KIND: ClassVar[int] = 0x05
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     hold_us: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
 class MatchPrefixReply:
-    """How many leading keys are there, and the id of the hold (0: none was asked for, or nothing matched)."""
+    """How many leading keys are in the store, and the id of the hold.
+
+    `hold` is 0 if none was requested, or nothing matched. `on_disk` counts the keys
+    among them that are on disk only.
+    """
 
     KIND: ClassVar[int] = 0x85
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     matched: int = attrs.field(validator=count)
     hold: int = attrs.field(default=0, validator=count)
+    on_disk: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen
 class ReleaseHold:
-    """End a hold before its time. The count in the reply is 1 if it was there, else 0."""
+    """End a hold before it expires. The count in the reply is 1 if it existed,
+    else 0.
+    """
 
     KIND: ClassVar[int] = 0x06
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     hold: int = attrs.field(validator=count)
 
 
 @attrs.frozen
 class Delete:
-    """Delete keys. The count in the reply says how many were there."""
+    """Delete keys. The count in the reply says how many existed."""
 
     KIND: ClassVar[int] = 0x07
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
-
-
-@attrs.frozen
-class ListKeys:
-    """One page of the keys that begin with `prefix` and come after `after`, in code point order."""
-
-    KIND: ClassVar[int] = 0x08
-    prefix: str = attrs.field(default="", validator=text)
-    after: str = attrs.field(default="", validator=text)
-    limit: int = attrs.field(default=1000, validator=count)
-
-
-@attrs.frozen
-class KeysReply:
-    """The page. It is the last one if it is shorter than the limit that the server used, which `limit` tells."""
-
-    KIND: ClassVar[int] = 0x88
-    keys: Keys
-    limit: int = attrs.field(validator=count)
-
-
-@attrs.frozen
-class Purge:
-    """Delete everything. The count in the reply says how many keys there were."""
-
-    KIND: ClassVar[int] = 0x09
-
-
-@attrs.frozen
-class Evict:
-    """If more than `high` of the pool is used, evict cold blocks until at most `low` is. The reply counts blocks."""
-
-    KIND: ClassVar[int] = 0x0A
-    low: float = attrs.field(converter=float, validator=ratio)
-    high: float = attrs.field(converter=float, validator=ratio)
-
-
-@attrs.frozen
-class Statistics:
-    """Ask for the store's statistics; with `details` also for what takes longer to gather."""
-
-    KIND: ClassVar[int] = 0x0B
-    details: bool = False
-
-
-@attrs.frozen
-class StatisticsReply:
-    """The statistics as nested maps, by the names of `infinistore.statistics.Stats`: "server", "store" and, on request,
-    "details". No other message has lists.
-    """
-
-    KIND: ClassVar[int] = 0x8B
-    statistics: Tree
 
 
 @attrs.frozen
 class Verify:
-    """A reader saw a wrong checksum: hash these blocks again where they lie, and drop those that are bad."""
+    """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
 
     KIND: ClassVar[int] = 0x0C
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
 
 
 @attrs.frozen
 class VerifyReply:
-    """One byte a key: 1 if the stored block is sound (or gone), 0 if it was bad and has been dropped."""
+    """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
 
     KIND: ClassVar[int] = 0x8C
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     sound: bytes = attrs.field(validator=validators.instance_of(bytes))
 
 
 @attrs.frozen
 class CountReply:
-    """The answer to every request that is answered by one number."""
+    """The reply to every request that is answered by one number."""
 
     KIND: ClassVar[int] = 0x80
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     count: int = attrs.field(validator=count)
 
 
 @attrs.frozen
 class ErrorReply:
-    """The request failed. `code` is one of `infinistore.errors`; if `fatal`, the server closes the connection next.
+    """The request failed. `code` is one of `infinistore.errors`.
 
-    The layout of this message and of the header is the same in every version of the protocol.
+    If it is `fatal`, the server closes the connection. The layout of this message and
+    of the header is the same in every major version of the protocol.
     """
 
     KIND: ClassVar[int] = 0xFF
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     code: int = attrs.field(validator=count)
     message: str = attrs.field(validator=text)
     fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
@@ -329,6 +330,8 @@ Request: TypeAlias = (
     | Evict
     | Statistics
     | Verify
+    | Flush
+    | Prefetch
     | MapArenas
     | MapTables
     | Reserve
@@ -353,6 +356,7 @@ Reply: TypeAlias = (
     | KeysReply
     | StatisticsReply
     | VerifyReply
+    | PrefetchReply
     | MapArenasReply
     | MapTablesReply
     | ReserveReply
@@ -378,6 +382,8 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Evict: CountReply,
     Statistics: StatisticsReply,
     Verify: VerifyReply,
+    Flush: CountReply,
+    Prefetch: PrefetchReply,
     MapArenas: MapArenasReply,
     MapTables: MapTablesReply,
     Reserve: ReserveReply,
@@ -390,7 +396,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
     RdmaFill: CountReply,
     RdmaFetch: CountReply,
 }
-"""Which reply answers which request, besides `ErrorReply`, which answers any. What is in `ONE_WAY` is not answered."""
+"""The reply to each request. `ErrorReply` may answer any of them."""
 
 ONE_WAY: tuple[type[Request], ...] = (Release, Abort, Touch)
 """The requests that have no reply."""

@@ -1,6 +1,6 @@
-"""The messages of RDMA: connecting queue pairs, and batches that the server moves out of and into a client's memory.
+"""The messages of RDMA: connecting queue pairs, and moving batches.
 
-They are part of the protocol like those in `messages.py`, which has the tables of all of them.
+`messages.py` has the tables of all messages.
 """
 
 from typing import ClassVar
@@ -9,18 +9,24 @@ import attrs
 from attrs import validators
 
 from infinistore.protocol.fields import Keys, Numbers, count, text
+from infinistore.protocol.versions import Capability, NewerFields
 
 __all__ = ["RdmaConnect", "RdmaConnectReply", "RdmaFetch", "RdmaFill", "RdmaGet", "RdmaGetReply", "RdmaPut"]
 
 
 @attrs.frozen
 class RdmaConnect:
-    """Connect the client's queue pair to one that the server makes for it. From then on RDMA may be asked for.
+    """Connect the client's queue pair to a new one of the server.
 
-    `queue` and `packet` are the number of the queue pair and of its first packet; `gid` is 32 hexadecimal digits.
+    RDMA requests may follow.
+
+    `queue` and `packet` are the number of the queue pair and of its first packet. `gid`
+    has 32 hexadecimal digits.
     """
 
     KIND: ClassVar[int] = 0x20
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     queue: int = attrs.field(validator=count)
     packet: int = attrs.field(validator=count)
     gid: str = attrs.field(validator=text)
@@ -31,9 +37,14 @@ class RdmaConnect:
 
 @attrs.frozen
 class RdmaConnectReply:
-    """The server's end, which is ready. The fields are those of `RdmaConnect`."""
+    """The server's queue pair, which is connected.
+
+    The fields are those of `RdmaConnect`.
+    """
 
     KIND: ClassVar[int] = 0xA0
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     queue: int = attrs.field(validator=count)
     packet: int = attrs.field(validator=count)
     gid: str = attrs.field(validator=text)
@@ -44,12 +55,15 @@ class RdmaConnectReply:
 
 @attrs.frozen
 class RdmaPut:
-    """Store a batch that the server reads out of the client's registered memory. Answered like a Put.
+    """Store a batch that the server reads from the client's registered memory.
 
-    `remote_keys` has one key for each block, or a single one for all. `checksums` is empty, or one for each block.
+    `remote_keys` has one key for each block, or a single one for all. `checksums` is
+    empty, or has one number for each block. The reply is a PutReply.
     """
 
     KIND: ClassVar[int] = 0x21
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     keys: Keys
     sizes: Numbers
     addresses: Numbers
@@ -62,15 +76,20 @@ class RdmaPut:
 class RdmaGet:
     """Read a batch, which the server writes into the client's registered memory.
 
-    With `region_bytes` 0, `addresses` has a place for each block, of at least its capacity. Otherwise it has one, of a
-    span of so many bytes, and the blocks that are there go into it back to back. A batch of at most `inline_bytes`
-    comes as payload instead. One that is longer than the span is leased, to be fetched in pieces.
+    If `region_bytes` is 0, `addresses` has an address for each block. Otherwise it has
+    one, of a span of that many bytes, and the present blocks go into it back to back. A
+    batch of at most `inline_bytes` comes as payload instead. A batch that is longer
+    than the span is leased, to be fetched in pieces.
 
-    With `read_back`, the server reads a byte of each memory that it has written to before it replies. That pushes
-    before it what the client's card has taken but not yet written, to the memory of a GPU for example.
+    With `read_back`, the server reads a byte of each memory that it has written to
+    before it replies. The read completes after the writes, so bytes that the client's
+    card has acknowledged but not written, for example to the memory of a GPU, have
+    arrived.
     """
 
     KIND: ClassVar[int] = 0x22
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     keys: Keys
     capacities: Numbers
     addresses: Numbers
@@ -82,13 +101,16 @@ class RdmaGet:
 
 @attrs.frozen
 class RdmaGetReply:
-    """`sizes` and `checksums` are as in a GetReply, with a checksum for each.
+    """Where the blocks are: at the requested addresses, in the payload, or leased.
 
-    The blocks are where the request said; or, if `inline`, follow as payload; or, if `lease` is not 0, wait for
-    `RdmaFetch` and `Release`.
+    `sizes` and `checksums` are as in a GetReply, with a checksum for each block. The
+    blocks are the payload if it is `inline`. If `lease` is not 0, `RdmaFetch` and
+    `Release` follow.
     """
 
     KIND: ClassVar[int] = 0xA2
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     sizes: Numbers
     checksums: Numbers
     lease: int = attrs.field(default=0, validator=count)
@@ -97,12 +119,15 @@ class RdmaGetReply:
 
 @attrs.frozen
 class RdmaFill:
-    """Read a piece of a reserved batch out of the client's registered memory. The count in the reply is its length.
+    """Read a piece of a reserved batch from the client's registered memory.
 
-    `first_byte` counts from the batch's beginning, its blocks end to end.
+    `first_byte` counts from the start of the batch, its blocks back to back. The count
+    in the reply is the length of the piece.
     """
 
     KIND: ClassVar[int] = 0x23
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     reservation: int = attrs.field(validator=count)
     first_byte: int = attrs.field(validator=count)
     length: int = attrs.field(validator=count)
@@ -112,12 +137,15 @@ class RdmaFill:
 
 @attrs.frozen
 class RdmaFetch:
-    """Write a piece of a leased batch into the client's registered memory. The count in the reply is its length.
+    """Write a piece of a leased batch into the client's registered memory.
 
-    `first_byte` counts from the beginning of the blocks that are there, end to end.
+    `first_byte` counts from the start of the present blocks, back to back. The count in
+    the reply is the length of the piece.
     """
 
     KIND: ClassVar[int] = 0x24
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.RDMA
     lease: int = attrs.field(validator=count)
     first_byte: int = attrs.field(validator=count)
     length: int = attrs.field(validator=count)

@@ -1,7 +1,7 @@
-"""The messages of clients that move blocks by themselves: mapping arenas and tables, reserving and leasing places.
+"""The messages of shared memory: mapping arenas and tables, reservations and leases.
 
-They are part of the protocol like those in `messages.py`, which has the tables of all of them. A `Reserve`, a `Commit`
-and an `Abort` also begin and end a put by RDMA.
+`messages.py` has the tables of all messages. `Reserve`, `Commit` and `Abort` also start
+and end a put by RDMA.
 """
 
 from typing import ClassVar
@@ -10,6 +10,7 @@ import attrs
 from attrs import validators
 
 from infinistore.protocol.fields import Keys, Numbers, count
+from infinistore.protocol.versions import Capability, NewerFields
 
 __all__ = [
     "Abort",
@@ -31,41 +32,60 @@ __all__ = [
 
 @attrs.frozen
 class MapArenas:
-    """Ask for the descriptors of the arenas from number `first` on. Over a Unix socket only."""
+    """Request the descriptors of the arenas from number `first` on.
+
+    Over a Unix socket only.
+    """
 
     KIND: ClassVar[int] = 0x10
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
     first: int = attrs.field(default=0, validator=count)
 
 
 @attrs.frozen
 class MapArenasReply:
-    """The lengths of the arenas, in bytes; their descriptors come beside the frame (SCM_RIGHTS), in the same order.
+    """The lengths of the arenas, in bytes.
 
-    `writable` tells if they may be mapped for writing.
+    Their descriptors come with the frame (SCM_RIGHTS).
+
+    If both ends have the capability LIVENESS_PIPE, one more descriptor comes last: the
+    reading end of a pipe that hangs up when the server ends. `writable` says whether
+    the arenas may be mapped for writing.
     """
 
     KIND: ClassVar[int] = 0x90
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
     lengths: Numbers
     writable: bool = attrs.field(validator=validators.instance_of(bool))
 
 
 @attrs.frozen
 class MapTables:
-    """Ask for the tables by which a client reads again, without asking, what it has read. Over a Unix socket only."""
+    """Request the tables that let a client read known blocks without a request.
+
+    Over a Unix socket only.
+    """
 
     KIND: ClassVar[int] = 0x13
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.TABLES
 
 
 @attrs.frozen
 class MapTablesReply:
-    """The descriptors of the removal table and of this connection's hazard table come beside the frame, in this order.
+    """The removal table and the hazard table, whose descriptors come with the frame.
 
-    `granule_bytes` of the pool share one entry of the removal table. It is 0, and nothing comes beside the frame, if
-    the server has no such tables, or no memory for one more. A client that pins something already pins no more than
-    `max_pinned_bytes` without asking; each block counts as a multiple of `unit_bytes`.
+    `granule_bytes` of the pool share one entry of the removal table. It is 0, and there
+    are no descriptors, if the server has no such tables, or no memory for another. A
+    client that has pins sends a request before it pins more than `max_pinned_bytes` in
+    total; each block counts as a multiple of `unit_bytes`.
     """
 
     KIND: ClassVar[int] = 0x93
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.TABLES
     granule_bytes: int = attrs.field(validator=count)
     max_pinned_bytes: int = attrs.field(default=0, validator=count)
     unit_bytes: int = attrs.field(default=1, validator=count)
@@ -73,37 +93,44 @@ class MapTablesReply:
 
 @attrs.frozen
 class Reserve:
-    """Take room for a batch that the client will write into mapped arenas by itself, and then `Commit`.
+    """Allocate space for a batch that the client will write into mapped arenas.
 
-    A `spare` one is for a batch that may come. It takes only room that is free, and is answered by reservation 0 if
-    there is not much of that.
+    `Commit` follows. A `spare` reservation is for a batch that may follow. Nothing is
+    evicted for it; the reply has reservation 0 if little space is free.
     """
 
     KIND: ClassVar[int] = 0x11
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
     sizes: Numbers
     spare: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
 class ReserveReply:
-    """Where the room is; 0 and no places for a spare one that was not granted.
+    """The space, as packed offsets (`packed_offsets`).
 
-    A place is the number of an arena times 2**48, plus the offset in it, in bytes.
+    For a spare reservation that was not granted, `reservation` is 0 and `places` is
+    empty.
     """
 
     KIND: ClassVar[int] = 0x91
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=count)
     places: Numbers
 
 
 @attrs.frozen
 class Commit:
-    """Name the blocks of a reservation, and make them visible at once. Answered like a Put.
+    """Name the blocks of a reservation and make them visible, all at once.
 
-    `checksums` is empty, or has one number for each block.
+    `checksums` is empty, or has one number for each block. The reply is a PutReply.
     """
 
     KIND: ClassVar[int] = 0x12
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=count)
     keys: Keys
     checksums: Numbers
@@ -112,13 +139,16 @@ class Commit:
 
 @attrs.frozen
 class Prepare:
-    """Name the blocks of a reservation before they are written. The client makes them visible by itself: when they are
-    there, it writes the number of the reservation, and their checksums if there are any, to its commit word.
+    """Name the blocks of a reservation before they are written.
 
-    If it has `sizes`, and 0 for the reservation, it takes the room as well, like a `Reserve`.
+    The client makes them visible later: it writes their checksums, if there are any,
+    and the number of the reservation to its commit word. With `sizes`, and 0 as the
+    reservation, this also allocates the space, like a `Reserve`.
     """
 
     KIND: ClassVar[int] = 0x18
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.COMMIT_WORD
     reservation: int = attrs.field(validator=count)
     keys: Keys
     sizes: Numbers
@@ -127,14 +157,17 @@ class Prepare:
 
 @attrs.frozen
 class PrepareReply:
-    """If not `accepted`, somebody else is writing one of these keys, and the batch needs a `Commit`.
+    """Whether the commit word suffices.
 
-    `reservation` is its number, and `places` are as in a ReserveReply if room was asked for: that is the client's also
-    if this was not accepted. `removals` is as in a LeaseReply; 0 also if the client had better not remember where these
-    blocks are.
+    If it is not `accepted`, another client is writing one of these keys, and the batch
+    needs a `Commit`. `places` are as in a ReserveReply if space was requested; the
+    space belongs to the client even if this was not accepted. `removals` is as in a
+    LeaseReply, or 0 if the client should not remember where these blocks are.
     """
 
     KIND: ClassVar[int] = 0x98
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.COMMIT_WORD
     accepted: bool = attrs.field(validator=validators.instance_of(bool))
     reservation: int = attrs.field(validator=count)
     places: Numbers
@@ -143,12 +176,15 @@ class PrepareReply:
 
 @attrs.frozen
 class Lease:
-    """Pin a batch where it is, for reading in mapped arenas, until `Release`.
+    """Pin a batch for reading in mapped arenas, until `Release`.
 
-    `capacities` is as in a Get. A batch of at most `inline_bytes` comes as payload instead, and is not pinned.
+    `capacities` is as in a Get. A batch of at most `inline_bytes` comes as payload
+    instead, and is not pinned.
     """
 
     KIND: ClassVar[int] = 0x14
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
     keys: Keys
     capacities: Numbers
     inline_bytes: int = attrs.field(default=0, validator=count)
@@ -156,13 +192,16 @@ class Lease:
 
 @attrs.frozen
 class LeaseReply:
-    """Where the blocks are. `sizes` are as in a GetReply; `places` as in a ReserveReply, 0 for what is not there.
+    """Where the blocks are.
 
-    If `lease` is 0, the blocks that are there follow as payload. `removals` is how many the removal table has counted
-    by now; 0 if the server has no such table.
+    `sizes` are as in a GetReply, `places` as in a ReserveReply, 0 for a key that is not
+    in the store. If `lease` is 0, the present blocks follow as payload. `removals` is
+    the current count of the removal table, 0 if the server has none.
     """
 
     KIND: ClassVar[int] = 0x94
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
     lease: int = attrs.field(validator=count)
     sizes: Numbers
     checksums: Numbers
@@ -172,28 +211,37 @@ class LeaseReply:
 
 @attrs.frozen
 class Touch:
-    """Count as a use of these keys that the client did not need to ask about, and with `read` as a read of their
-    blocks. It has no reply."""
+    """Report the use of keys without a request; with `read`, a read of their blocks.
+
+    It has no reply.
+    """
 
     KIND: ClassVar[int] = 0x17
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.TABLES
     keys: Keys
     read: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
 class Release:
-    """End a lease. It has no reply: the client need not wait.
+    """End a lease. It has no reply, so the client does not wait.
 
-    0 is the lease that the last `Lease` made, if it made one: for a client that no longer waits for the reply.
+    0 is the lease that the last `Lease` made, if it made one: for a client that no
+    longer waits for the reply.
     """
 
     KIND: ClassVar[int] = 0x15
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
     lease: int = attrs.field(validator=count)
 
 
 @attrs.frozen
 class Abort:
-    """Give the room of a reservation back. It has no reply, either."""
+    """Give the space of a reservation back. It has no reply."""
 
     KIND: ClassVar[int] = 0x16
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=count)

@@ -1,33 +1,43 @@
-"""Tables in shared memory, by which a client on this host reads again what it has read before, without asking.
+"""Tables in shared memory, by which a client reads known blocks without a request.
 
-The *removal table* is the server's to write and everybody's to read: when did a block near this place last lose its
-key? Removals are counted. A client that learned, when there had been n, where a block lies knows that it is still
-there, and is still what its key means, while the table has no number above n for its place. Places share an entry, here
-and there; so the answer may be "perhaps not", but never wrongly "yes".
+The server writes the *removal table*, and every client reads it. It says when a block
+near an offset last lost its key. Removals are counted. A client that learned the offset
+of a block at the count n knows that the block is still there, with the same key, as
+long as the entry of the offset is not above n. Several offsets share an entry, so the
+answer may be "perhaps not" without need, but is never a wrong "yes".
 
-The *hazard table* (as in hazard pointers) is the client's to write: the blocks that it reads just now. The server does
-not use their room again meanwhile. Each connection has one of its own, and it means something as long as that is open.
-Behind it lies the *touch log*, where the client notes what it used: the server reads that when recency matters to it.
-And the *commit word*: the number of the last reservation whose blocks, named before, the client has made visible. The
-server looks at it before it looks anything up.
+The client writes the *hazard table* (as in hazard pointers): the blocks that it is
+reading. The server does not reuse their space in the meantime. Each connection has its
+own table, which is valid while the connection is open. After it come the *touch log*,
+in which the client records what it used, for the server to read when recency matters,
+and the *commit word*: the number of the last reservation whose blocks, named before,
+the client has made visible. The server looks at it before it looks up a key.
 
-The order makes it safe. A client writes its hazards, then a fence, then looks whether the blocks were removed
-(`is_unchanged`) or the table was closed; only then does it read. A server notes a removal, then a fence, then looks at
-the hazards, and only then gives the room away. So either the client sees the removal, or the server sees the hazard.
+The order of operations makes this safe. A client writes its hazards, executes a fence,
+and checks that the blocks were not removed (`is_unchanged`) and that the table is not
+closed; only then does it read. A server records a removal, executes a fence, looks at
+the hazards, and only then reuses the space. So either the client sees the removal, or
+the server sees the hazard.
 
-All numbers are unsigned, of 64 bits, in the machine's own order: nobody on another machine can read them.
+A hazard table has an *epoch*, which tells the server that nothing has changed since its
+last look. A client increments it after it has written its hazards and before the fence,
+and again after it has erased them. The server reads the epoch before the hazards.
+
+All numbers are unsigned, of 64 bits, in the byte order of the machine.
 """
 
+import os
 import platform
 import threading
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from operator import gt
 from typing import Any
 
 from infinistore.errors import ProtocolError
 from infinistore.protocol.fields import Numbers
-from infinistore.protocol.places import arena_of, offset_of
+from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 
 __all__ = [
     "HAZARD_SLOTS",
@@ -44,40 +54,55 @@ __all__ = [
 ]
 
 HAZARD_SLOTS = 2046
-"""How many blocks a client may read at a time without asking."""
+"""The maximum number of blocks that a client may read at a time without a request."""
 _NUMBER_BYTES = 8
 _HEADER_NUMBERS = 8  # of either table: a cache line
 _COLUMNS = 4  # of the hazard table: place, length, checksum, number of the read
-_HAZARD_BYTES = (_HEADER_NUMBERS + _COLUMNS * HAZARD_SLOTS) * _NUMBER_BYTES
-_LOG_BYTES = 32 * 1024
+HAZARD_BYTES = (_HEADER_NUMBERS + _COLUMNS * HAZARD_SLOTS) * _NUMBER_BYTES
+LOG_BYTES = 32 * 1024
 _COMMIT_BYTES = HAZARD_SLOTS * _NUMBER_BYTES
-READER_BYTES = _HAZARD_BYTES + _LOG_BYTES + _COMMIT_BYTES
-"""How long hazard table, touch log and commit word of a connection are together."""
+READER_BYTES = HAZARD_BYTES + LOG_BYTES + _COMMIT_BYTES
+"""The length of hazard table, touch log and commit word together, in bytes."""
 LEAST_REMOVAL_TABLE_BYTES = (_HEADER_NUMBERS + 1) * _NUMBER_BYTES
-"""How long the shortest removal table is that can be used."""
+"""The length of the shortest usable removal table, in bytes."""
 _ARENA_STEP = 0x9E3779B97F4A7C15  # spreads arenas over the removal table
 _LEAST_GRANULE_BYTES = 4096
+_MOST = 2**64 - 1
 _MOST_ENTRIES = 1 << 20
 _fence_lock = threading.Lock()
 
 
 def tables_are_safe_here() -> bool:
-    """Whether this machine keeps stores in order, as x86-64 does, and a lock of Python's is a fence on it."""
+    """Return whether this machine keeps stores in order, as x86-64 does.
+
+    On such a machine a lock of Python is a full fence.
+    """
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _fence() -> None:
-    """See to it that what was written before this is seen by others before what is read after it.
+def fence() -> None:
+    """Make earlier writes visible to others before later reads.
 
-    Taking a lock is a locked instruction, which on x86-64 is a full fence.
+    Taking a lock is a locked instruction, which is a full fence on x86-64.
     """
     with _fence_lock:
         pass
 
 
+def _after_fork_in_child() -> None:
+    # It may have been held by a thread that the child does not have.
+    global _fence_lock  # noqa: PLW0603
+    _fence_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def granule_bytes_for(pool_bytes: int, unit_bytes: int = 1) -> int:
-    """How many bytes of a pool share one entry of its removal table: a power of two. `unit_bytes` is what the shortest
-    block takes of the pool."""
+    """Return how many bytes of a pool share one removal entry: a power of two.
+
+    `unit_bytes` is the space that the shortest block takes in the pool.
+    """
     granule_bytes = _LEAST_GRANULE_BYTES
     while granule_bytes * 2 <= unit_bytes or pool_bytes > granule_bytes * _MOST_ENTRIES:
         granule_bytes *= 2
@@ -85,7 +110,10 @@ def granule_bytes_for(pool_bytes: int, unit_bytes: int = 1) -> int:
 
 
 def removal_table_bytes(pool_bytes: int, unit_bytes: int = 1) -> int:
-    """How long the removal table of a pool is; one that grows beyond this shares more of its entries."""
+    """Return the length of the removal table of a pool, in bytes.
+
+    If the pool grows beyond `pool_bytes`, more offsets share an entry.
+    """
     entries = 1
     while entries * granule_bytes_for(pool_bytes, unit_bytes) < pool_bytes:
         entries *= 2
@@ -93,40 +121,49 @@ def removal_table_bytes(pool_bytes: int, unit_bytes: int = 1) -> int:
 
 
 class RemovalTable:
-    """When a block near each place last lost its key."""
+    """When a block near each offset last lost its key."""
 
     def __init__(self, memory: memoryview, granule_bytes: int) -> None:
-        """`memory` is a whole file, as the server made it: at least as long as `removal_table_bytes` says, and at first
-        all zeros. Both ends have to take the same, as it says how many entries there are."""
-        self._numbers: Any = memory.cast("Q")
+        """Use the whole file that the server created, initially all zeros.
+
+        Both ends must pass the same length, of at least `removal_table_bytes`: it
+        determines the number of entries.
+        """
+        self.numbers: Any = memory.cast("Q")
         self._shift = granule_bytes.bit_length() - 1
-        self._mask = (1 << (len(self._numbers) - _HEADER_NUMBERS).bit_length() - 1) - 1
+        self._mask = (1 << (len(self.numbers) - _HEADER_NUMBERS).bit_length() - 1) - 1
 
     @property
     def count(self) -> int:
-        """How many removals there have been."""
-        return self._numbers[0]  # type: ignore[no-any-return]
+        """The number of removals so far."""
+        return self.numbers[0]  # type: ignore[no-any-return]
 
     def note(self, places: Sequence[int]) -> None:
-        """Say that the blocks at these places are losing their keys. For the server."""
-        numbers = self._numbers
+        """Record that the blocks at these packed offsets lose their keys.
+
+        For the server.
+        """
+        numbers = self.numbers
         numbers[0] = count = numbers[0] + 1
         for entry in self._entries(places):
             numbers[entry] = count
-        _fence()
+        fence()
 
     def is_unchanged(self, places: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether each block, known to be at its place when `count` was so much, still has its key."""
+        """Return whether each block, known as of its count, still has its key."""
         found = self._at(self.entries_of(places))
         return not found or max(found) <= min(counts) or not any(map(gt, found, counts))
 
     def are_unchanged(self, entries: "slice | list[int]", count: int) -> bool:
-        """Whether all blocks, known to be at places that have these entries when `count` was so much, have their
-        keys."""
+        """Return whether all blocks with these entries, known as of `count`,
+        have keys.
+        """
         return max(self._at(entries), default=0) <= count
 
     def entries_of(self, places: Sequence[int]) -> "slice | list[int]":
-        """Return the entries of these places: as a slice, which takes a fraction of the time, if they are in a row."""
+        """Return the entries of these offsets: a slice, which is faster, if evenly
+        spaced.
+        """
         entries = self._entries(places)
         if len(entries) > 1 and entries == list(range(entries[0], entries[-1] + 1, max(1, entries[1] - entries[0]))):
             return slice(entries[0], entries[-1] + 1, entries[1] - entries[0])
@@ -134,8 +171,8 @@ class RemovalTable:
 
     def _at(self, entries: "slice | list[int]") -> list[int]:
         if isinstance(entries, slice):
-            return self._numbers[entries].tolist()  # type: ignore[no-any-return]
-        return list(map(self._numbers.__getitem__, entries))
+            return self.numbers[entries].tolist()  # type: ignore[no-any-return]
+        return list(map(self.numbers.__getitem__, entries))
 
     def _entries(self, places: Sequence[int]) -> list[int]:
         shift, mask = self._shift, self._mask
@@ -145,28 +182,32 @@ class RemovalTable:
 
 
 class HazardTable:
-    """What the client of one connection reads just now. The client's end; not for two threads at a time.
+    """The blocks that the client of one connection is reading. The client's end.
 
-    `memory` is of `READER_BYTES`.
+    `memory` has `READER_BYTES`. Not for two threads at a time.
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._numbers: Any = memory[:_HAZARD_BYTES].cast("Q")
+        self.numbers: Any = memory[:HAZARD_BYTES].cast("Q")
         self._ends: dict[int, int] = {}  # of each read, by its first slot
         self._end = 0  # of the last of them
         self._reads = 0
+        self._epoch = 0
 
     @property
     def closed(self) -> bool:
-        """Whether the server looks at it no more: then nothing is safe that was not there before."""
-        return bool(self._numbers[0])
+        """Whether the server looks at it no longer: new hazards protect nothing
+        then.
+        """
+        return bool(self.numbers[0])
 
     def add(self, places: Numbers, sizes: Numbers, checksums: Numbers) -> int | None:
-        """Add what one read is about to look at, at least one block.
+        """Add the blocks of one read, at least one block.
 
-        Returns what `remove` wants for it, or None if there is no room.
+        Returns:
+            what `remove` needs for it, or None if there is no space.
         """
-        first, numbers = self._end, self._numbers
+        first, numbers = self._end, self.numbers
         end = first + len(places)
         if end > HAZARD_SLOTS:
             return None
@@ -180,100 +221,142 @@ class HazardTable:
             array("Q", [self._reads]) * len(places)
         )
         numbers[1] = end
-        _fence()
+        self._count_epoch()
+        fence()
         return first
 
     def remove(self, first: int) -> None:
-        """Say that nobody looks at what was added there any more."""
+        """Remove the blocks of one read."""
         count = self._ends.pop(first) - first
         start = _HEADER_NUMBERS + 3 * HAZARD_SLOTS + first
-        self._numbers[start : start + count] = memoryview(array("Q", bytes(count * _NUMBER_BYTES)))
-        self._numbers[1] = self._end = max(self._ends.values()) if self._ends else 0
+        self.numbers[start : start + count] = memoryview(array("Q", bytes(count * _NUMBER_BYTES)))
+        self.numbers[1] = self._end = max(self._ends.values()) if self._ends else 0
+        self._count_epoch()
+
+    def _count_epoch(self) -> None:
+        """Increment the epoch, so that the server looks again. Before the fence."""
+        self._epoch += 1
+        self.numbers[5] = self._epoch
 
 
 class Hazards:
-    """The hazard table of one client as the server sees it, who believes nothing of what is in it."""
+    """The hazard table of one client, as the server sees it.
+
+    The server trusts nothing in it.
+    """
 
     def __init__(self, memory: memoryview) -> None:
-        self._numbers: Any = memory[:_HAZARD_BYTES].cast("Q")
-        self._columns: list[bytes] = []  # as they were when the client was last seen reading
+        self.numbers: Any = memory[:HAZARD_BYTES].cast("Q")
+        self._epoch = 0  # before the last look; 0 if the client does not count
+        self._columns: list[bytes] = []  # as they were then
         self._seen: list[tuple[int, int, int, int, int]] = []
 
     def close(self) -> None:
-        """Look at it no more after the next look."""
-        self._numbers[0] = 1
-        _fence()
+        """Close the table: the server looks at it once more, and then never again."""
+        self.numbers[0] = 1
+        fence()
 
     def look(self) -> list[tuple[int, int, int, int, int]]:
-        """Return what the client reads just now: (arena, offset, length, checksum, number of the read) of each block.
+        """Return (arena, offset, length, checksum, read) for each block being read.
 
-        One that it is adding or removing at this moment may be left out. The list is the same as long as nothing
-        changes, and must not be changed.
+        A block that is being added or removed at this moment may be missing. The list
+        is the same object while nothing changes, and must not be modified.
         """
-        used = min(self._numbers[1], HAZARD_SLOTS)
-        if not used:  # nearly always
-            return []
-        # The number of a read is written last, erased first, and never used again. So a row that has the same before
-        # and after is one that was there as a whole; one that has not was changed since this look began.
+        epoch, used = self.numbers[5], min(self.numbers[1], HAZARD_SLOTS)
+        if epoch == self._epoch and (epoch or not (used or self._seen)):  # usual
+            return self._seen
+        self._epoch = epoch  # as before the look: later changes count up again
+        # The number of a read is written last, erased first, and never reused. A row
+        # with the same number before and after was complete; any other changed
+        # meanwhile.
         starts = [_HEADER_NUMBERS + column * HAZARD_SLOTS for column in (3, 0, 1, 2, 3)]
-        columns = [self._numbers[start : start + used].tobytes() for start in starts]
-        if columns != self._columns:  # who looks at memory in place does so for long, and is looked at often
+        columns = [self.numbers[start : start + used].tobytes() for start in starts]
+        if columns != self._columns:
             self._columns = columns
-            rows = zip(*(memoryview(column).cast("Q").tolist() for column in columns), strict=True)
-            self._seen = [
-                (arena_of(place), offset_of(place), length, checksum, read)
-                for read, place, length, checksum, read_after in rows
-                if read and read == read_after
-            ]
+            self._seen = _rows(*(memoryview(column).cast("Q").tolist() for column in columns))
         return self._seen
+
+    @property
+    def news(self) -> int:
+        """The number of slots that a look would examine; 0 if nothing has changed."""
+        epoch = self.numbers[5]
+        if epoch == self._epoch and (epoch or not (self.numbers[1] or self._seen)):  # usual
+            return 0
+        return 1 + min(self.numbers[1], HAZARD_SLOTS)  # type: ignore[no-any-return]
+
+
+def _rows(
+    reads: list[int], places: list[int], lengths: list[int], checksums: list[int], reads_after: list[int]
+) -> list[tuple[int, int, int, int, int]]:
+    """Combine columns to rows, without those that are empty or changed during
+    the look.
+    """
+    if max(places, default=0) < pack_offset(1, 0):  # usual, and faster
+        rows = list(zip(repeat(0), places, lengths, checksums, reads))  # the first has no end
+    else:
+        rows = list(zip(map(arena_of, places), map(offset_of, places), lengths, checksums, reads, strict=True))
+    if reads != reads_after or not all(reads):
+        rows = [row for row, after in zip(rows, reads_after, strict=True) if row[4] and row[4] == after]
+    return rows
 
 
 class TouchLog:
-    """Bytes that the client of one connection leaves for the server, which takes them when it likes.
+    """Bytes that the client of one connection leaves for the server to take.
 
-    `memory` is of `READER_BYTES`. Each end has an object of its own, and calls either `append` or `take`.
+    `memory` has `READER_BYTES`. Each end has its own object, and calls either `append`
+    or `take`.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self._counts: Any = memory[: _HEADER_NUMBERS * _NUMBER_BYTES].cast("Q")  # number 2: appended, 3: taken
-        self._bytes = memory[_HAZARD_BYTES : _HAZARD_BYTES + _LOG_BYTES]
+        self._bytes = memory[HAZARD_BYTES : HAZARD_BYTES + LOG_BYTES]
         self._done = 0
         self._asked = False
 
     def append(self, data: bytes) -> bool:
-        """Append data as a whole; False, and nothing, if there is no room for it now.
+        """Append data as a whole, or return False if there is no space for it.
 
-        False also once in a while: to say it in a message instead has the server take what is there before there is no
-        room for more.
+        It also returns False once when half of the log is full: the caller then sends a
+        message instead, which makes the server take what is there before the log
+        overflows.
         """
         waiting = self._done - self._counts[3]
-        if waiting <= _LOG_BYTES // 2:
+        if waiting <= LOG_BYTES // 2:
             self._asked = False
         elif not self._asked:
             self._asked = True
             return False
-        if waiting + len(data) > _LOG_BYTES:
+        if waiting + len(data) > LOG_BYTES:
             return False
-        start = self._done % _LOG_BYTES
-        fitting = min(len(data), _LOG_BYTES - start)
+        start = self._done % LOG_BYTES
+        fitting = min(len(data), LOG_BYTES - start)
         self._bytes[start : start + fitting] = data[:fitting]
         self._bytes[: len(data) - fitting] = data[fitting:]
         self._done += len(data)
         self._counts[2] = self._done
         return True
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The number of bytes appended since the last `take`, at most the log's
+        size.
+        """
+        if self._counts[2] == self._done:  # usual
+            return 0
+        return min(self._counts[2] - self._done & _MOST, LOG_BYTES)  # type: ignore[no-any-return]
+
     def take(self) -> bytes:
         """Return what was appended since the last call.
 
         Raises:
-            ProtocolError: more than there is room for.
+            ProtocolError: the client says that it appended more than fits.
         """
         appended = self._counts[2]
-        if appended == self._done:  # nearly always
+        if appended == self._done:  # usual
             return b""
-        if not 0 < appended - self._done <= _LOG_BYTES:
+        if not 0 < appended - self._done <= LOG_BYTES:
             raise ProtocolError("the client says that it logged more than there is room for")
-        start, end = self._done % _LOG_BYTES, (appended - 1) % _LOG_BYTES + 1
+        start, end = self._done % LOG_BYTES, (appended - 1) % LOG_BYTES + 1
         both = (self._bytes[start:end],) if start < end else (self._bytes[start:], self._bytes[:end])
         data = b"".join(both)
         self._done = self._counts[3] = appended
@@ -281,24 +364,26 @@ class TouchLog:
 
 
 class CommitWord:
-    """Which prepared reservation of one connection was committed last, and the checksums of its blocks.
+    """The prepared reservation that a connection committed last, and its checksums.
 
-    `memory` is of `READER_BYTES`. One end calls `commit`, the other `checksums_of`.
+    `memory` has `READER_BYTES`. One end calls `commit`, the other `checksums_of`.
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._word: Any = memory[: _HEADER_NUMBERS * _NUMBER_BYTES].cast("Q")  # number 4
-        start = _HAZARD_BYTES + _LOG_BYTES
-        self._checksums: Any = memory[start : start + _COMMIT_BYTES].cast("Q")
+        self.word: Any = memory[: _HEADER_NUMBERS * _NUMBER_BYTES].cast("Q")  # number 4
+        start = HAZARD_BYTES + LOG_BYTES
+        self.checksums: Any = memory[start : start + _COMMIT_BYTES].cast("Q")
 
     def commit(self, reservation: int, checksums: Numbers) -> None:
         """Make the blocks of a prepared reservation visible, all at once."""
-        self._checksums[: len(checksums)] = memoryview(checksums)
-        self._word[4] = reservation
-        _fence()
+        self.checksums[: len(checksums)] = memoryview(checksums)
+        self.word[4] = reservation
+        fence()
 
     def checksums_of(self, reservation: int, count: int) -> list[int] | None:
-        """Return the first `count` checksums if this reservation has been committed, else None."""
-        if self._word[4] != reservation:
+        """Return `count` checksums if this reservation has been committed, else
+        None.
+        """
+        if self.word[4] != reservation:
             return None
-        return self._checksums[:count].tolist()  # type: ignore[no-any-return]
+        return self.checksums[:count].tolist()  # type: ignore[no-any-return]

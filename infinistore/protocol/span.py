@@ -1,17 +1,17 @@
-"""A list of views as one run of bytes, and how far along it we are."""
+"""A list of views as one sequence of bytes, and a position in it."""
 
 from collections.abc import Sequence
 
 __all__ = ["Span"]
 
 MAX_VIEWS = 1024
-"""The most views that one system call takes (IOV_MAX on Linux)."""
+"""The maximum number of views that one system call takes (IOV_MAX on Linux)."""
 
 
 class Span:
-    """Views, end to end, that are filled or emptied from the front.
+    """Consecutive views that are filled or emptied from the front.
 
-    `complete` counts the views that are done with; `remaining` the bytes that are not.
+    `complete` counts the views that are finished, `remaining` the bytes that are not.
     """
 
     __slots__ = ("_offset", "_views", "complete", "remaining")
@@ -22,10 +22,10 @@ class Span:
         self.complete = 0
         self.remaining = sum(map(len, views))
         if views and not len(views[0]):
-            self.advance(0)  # past empty views, so that `next_views` always begins with bytes
+            self.advance(0)  # past empty views, so that `next_views` starts with bytes
 
     def next_views(self, most_bytes: int) -> list[memoryview]:
-        """Return views of what comes next: at least one byte of it, at most `most_bytes`, at most `MAX_VIEWS` views."""
+        """Return the next views: 1 to `most_bytes` bytes, at most `MAX_VIEWS` views."""
         views: list[memoryview] = []
         offset = self._offset
         room = most_bytes
@@ -52,7 +52,7 @@ class Span:
         self._offset = count
 
     def copy_in(self, data: memoryview) -> None:
-        """Fill the front with `data`, which is no longer than what remains, and move on."""
+        """Fill the front with `data`, no longer than what remains, and move on."""
         position = 0
         for view in self.next_views(len(data)) if len(data) else ():
             view[:] = data[position : position + len(view)]
