@@ -1,4 +1,4 @@
-"""Where blocks live: the allocator interface, the strategies, and how to find them by name."""
+"""Placement of blocks: the allocator interface, and the strategies by name."""
 
 from infinistore.allocators.base import MINIMUM_UNIT_BYTES, Allocator, AllocatorStatistics, Extent
 from infinistore.allocators.registry import (

@@ -1,17 +1,21 @@
 """The default strategy: one bit per unit, searched in C.
 
-A block takes a run of whole units. Two bit arrays hold all there is to know: which units are taken, and at which ones
-an extent starts.
+A block takes a run of whole units. Two bit arrays hold all there is to know: which
+units are taken, and at which ones an extent starts.
 
-Where blocks go decides how full the pool can be, because the store evicts in order of use and not in order of place:
+Where blocks go decides how full the pool can be, because the store evicts in order of
+use and not in order of place:
 
-- Blocks of one unit are interchangeable. They take the next free units after those placed last; a batch is one search.
-- Larger blocks take the holes that fit best: the shortest ones that are long enough. Measured against next fit and
-  first fit, this leaves the least room unusable (docs/allocators.md).
-- A batch of small blocks goes into one hole if there is one near. A batch of large ones does not ask for that: moving
-  it as one span gains nothing, and it would use up the holes that the largest blocks need.
-- Where most blocks are large and less than a quarter of the pool is free, small ones take the shortest holes too, and
-  leave the long ones to blocks that need them.
+- Blocks of one unit are interchangeable. They take the next free units after those
+  placed last; a batch is one search.
+- Larger blocks take the holes that fit best: the shortest ones that are long enough.
+  Measured against next fit and first fit, this leaves the least room unusable
+  (docs/allocators.md).
+- A batch of small blocks goes into one hole if there is one near. A batch of large ones
+  does not ask for that: moving it as one span gains nothing, and it would use up the
+  holes that the largest blocks need.
+- Where most blocks are large and less than a quarter of the pool is free, small ones
+  take the shortest holes too, and leave the long ones to blocks that need them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,11 +32,13 @@ from infinistore.allocators.runs import UnitMap
 __all__ = ["BitmapAllocator"]
 
 _SMALL_BLOCK_BYTES = 512 * 1024
-"""Blocks below this gain from lying side by side: they are moved, sent or registered as one span."""
+"""Blocks below this gain from lying side by side: they are moved, sent or registered as
+one span."""
 
 
 class BitmapAllocator(Allocator):
-    """Runs of units in a bitmap. `largest_free_extent_bytes` is exact; a footprint is the size rounded up to units.
+    """Runs of units in a bitmap. `largest_free_extent_bytes` is exact; a footprint is
+    the size rounded up to units.
 
     A batch that fits into one hole is never refused.
     """
@@ -51,7 +57,7 @@ class BitmapAllocator(Allocator):
 
     def add_arena(self, index: int, length: int) -> None:
         """Add an arena of whole units."""
-        self._check_arena(index, length)
+        self.record_arena(index, length)
         self._map.add_arena(length // self.unit_bytes)
         self._starts.extend(zeros(len(self._map.taken) - len(self._starts)))
         self._starts[-1] = 1  # the separator ends whatever lies before it
@@ -62,7 +68,8 @@ class BitmapAllocator(Allocator):
         return -(-size // self.unit_bytes) * self.unit_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch: in one hole if its blocks are small and there is one, else where each fits best."""
+        """Place a batch: in one hole if its blocks are small and there is one, else
+        where each fits best."""
         if not sizes:
             return []
         count = len(sizes)
@@ -92,7 +99,8 @@ class BitmapAllocator(Allocator):
         return self._extents_at(starts, [size] * count if equal else sizes)
 
     def _is_crowded(self) -> bool:
-        """Say whether most of the pool holds blocks of several units, and room is short."""
+        """Say whether most of the pool holds blocks of several units, and room is
+        short."""
         free, units = self._map.free_units, self._map.units
         return 4 * free < units and self._extents * 4 < units - free
 
@@ -103,7 +111,8 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _next_units(self, count: int) -> int | None:
-        """Return the first of the next free units, if they lie in a row as they nearly always do."""
+        """Return the first of the next free units, if they lie in a row as they nearly
+        always do."""
         taken = self._map.taken
         first = taken.find(0, self._next)
         if first < 0 or taken.find(1, first, first + count) >= 0:  # the separator after the last arena is taken, too
@@ -111,7 +120,8 @@ class BitmapAllocator(Allocator):
         return first
 
     def _take_in_a_row(self, first: int, count: int, size: int) -> list[Extent]:
-        """Place blocks of a unit each side by side, without looking at them one by one."""
+        """Place blocks of a unit each side by side, without looking at them one by
+        one."""
         self._map.take_run(first, count)
         end = self._next = first + count
         self._starts[first:end] = 1
@@ -134,12 +144,14 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _one_hole(self, units: int) -> int | None:
-        """Return a hole for a batch that would rather lie in one piece, or None; one that is far away may be missed."""
+        """Return a hole for a batch that would rather lie in one piece, or None; one
+        that is far away may be missed."""
         if self._units_freed < self._look_again_at or units > self._map.free_units:
             return None
         first, self._look_from = self._map.hole_near(units, self._look_from)
         if first is None:
-            # in a pool of small holes this fails every time: go on from there, after a few batches that do not look
+            # in a pool of small holes this fails every time: go on from there, after a
+            # few batches that do not look
             self._look_again_at = self._units_freed + 4 * units
         return first
 
@@ -155,7 +167,8 @@ class BitmapAllocator(Allocator):
         done: list[tuple[int, int]] = []
         for length in sorted(set(units), reverse=True):
             wanted = [index for index, value in enumerate(units) if value == length]
-            # large blocks take the best of all holes that are low in the pool; there are too many for small ones
+            # large blocks take the best of all holes that are low in the pool; there
+            # are too many for small ones
             large = length * self.unit_bytes >= _SMALL_BLOCK_BYTES
             found = self._map.best_fits(length, len(wanted), 0 if large else self._next)
             if found is None:
@@ -213,9 +226,11 @@ class BitmapAllocator(Allocator):
         self._extents -= len(extents)
 
     def _single_units_of(self, extents: list[Extent]) -> list[int] | range | None:
-        """Return the units of allocated extents of one unit each in one arena, checked together; None: check each.
+        """Return the units of allocated extents of one unit each in one arena, checked
+        together; None: check each.
 
-        A range if they lie in a row, as those do that were placed together: a third of the time.
+        A range if they lie in a row, as those do that were placed together: a third of
+        the time.
         """
         arenas, offsets, lengths = zip(*extents, strict=True)
         arena = arenas[0]
@@ -230,7 +245,8 @@ class BitmapAllocator(Allocator):
             first, last = base + offsets[0] // unit_bytes, base + offsets[-1] // unit_bytes
             if offsets[0] % unit_bytes or last >= units.ends[arena] or self._starts.find(0, first, last + 1) >= 0:
                 return None
-            # None of them is the beginning of a longer extent: the last one, because it ends where the next begins.
+            # None of them is the beginning of a longer extent: the last one, because it
+            # ends where the next begins.
             if not self._starts[last + 1] and units.taken[last + 1]:
                 return None
             return range(first, last + 1)
@@ -249,7 +265,8 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _run_of(self, extent: Extent) -> tuple[int, int]:
-        """Return the first unit of an allocated extent and how many it has; ValueError if it is not one."""
+        """Return the first unit of an allocated extent and how many it has; ValueError
+        if it is not one."""
         arena, offset, length = extent
         units = -(-length // self.unit_bytes)
         firsts = self._map.firsts
@@ -281,5 +298,6 @@ class BitmapAllocator(Allocator):
         )
 
     def occupied_bytes(self, index: int, parts: int) -> list[int]:
-        """Return how many bytes are taken in each of so many equal parts of an arena."""
+        """Return how many bytes are taken in each of so many equal parts of an
+        arena."""
         return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

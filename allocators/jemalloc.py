@@ -1,19 +1,24 @@
 """jemalloc, asked for places and never for memory.
 
-libjemalloc is loaded by ctypes and given an arena of its own, whose extent hooks hand out address ranges that are only
-reserved (`PROT_NONE`): one page of addresses stands for one unit of the pool. jemalloc keeps its bookkeeping elsewhere
-and does not touch what it hands out; if it did, the process would die at once. Its pages are coalesced on every free,
-and a block goes to the lowest place that fits.
+libjemalloc is loaded by ctypes and given an arena of its own, whose extent hooks hand
+out address ranges that are only reserved (`PROT_NONE`): one page of addresses stands
+for one unit of the pool. jemalloc keeps its bookkeeping elsewhere and does not touch
+what it hands out; if it did, the process would die at once. Its pages are coalesced on
+every free, and a block goes to the lowest place that fits.
 
 What differs from the other strategies:
 
-- jemalloc rounds sizes to its classes, four to each doubling: a footprint can be a quarter larger than its block.
-- From four units on, a block also has one unit of padding: jemalloc varies the start of large allocations ("cache
-  oblivious"), and 5.3.0 can be told not to only when it is built. Choose a unit that is small against the blocks.
-- The library needs more static TLS than glibc keeps free for libraries that are loaded late, so the process starts
-  itself again with a tunable set: call `infinistore.allocators.prepare_process("jemalloc")` first in `main`.
+- jemalloc rounds sizes to its classes, four to each doubling: a footprint can be a
+  quarter larger than its block.
+- From four units on, a block also has one unit of padding: jemalloc varies the start of
+  large allocations ("cache oblivious"), and 5.3.0 can be told not to only when it is
+  built. Choose a unit that is small against the blocks.
+- The library needs more static TLS than glibc keeps free for libraries that are loaded
+  late, so the process starts itself again with a tunable set: call
+  `infinistore.allocators.prepare_process("jemalloc")` first in `main`.
 
-See jemalloc(3): `mallocx`, `experimental.arenas_create_ext`, `extent_hooks`; and "GNU C Library Tunables".
+See jemalloc(3): `mallocx`, `experimental.arenas_create_ext`, `extent_hooks`; and "GNU C
+Library Tunables".
 """
 
 import contextlib
@@ -30,6 +35,7 @@ from typing import Any, ClassVar
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.allocators.runs import UnitMap
 from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.sizes import in_units
 
 __all__ = ["JemallocAllocator"]
 
@@ -60,7 +66,8 @@ _Alloc = ctypes.CFUNCTYPE(
 
 
 class _ExtentHooks(ctypes.Structure):
-    """`extent_hooks_t`. A hook that is NULL means "refused": room is never unmapped, purged or decommitted."""
+    """`extent_hooks_t`. A hook that is NULL means "refused": room is never unmapped,
+    purged or decommitted."""
 
     _fields_ = [
         ("alloc", _Alloc),
@@ -84,14 +91,17 @@ class _ArenaConfig(ctypes.Structure):
 def _load() -> Any:
     """Return the library, loaded with the options that matter. Raises OSError."""
     with contextlib.suppress(OSError):
-        # jemalloc brings its own `operator new`. A C++ runtime that is loaded as its dependency takes that one, but the
-        # process's `free`: any C++ library that is imported later could crash. Loaded first, it takes its own.
+        # jemalloc brings its own `operator new`. A C++ runtime that is loaded as its
+        # dependency takes that one, but the process's `free`: any C++ library that is
+        # imported later could crash. Loaded first, it takes its own.
         ctypes.CDLL("libstdc++.so.6")
     before = os.environ.get("MALLOC_CONF")
-    # without `retain`, spans that touch are merged into one; jemalloc reads this once, while it is being loaded
+    # without `retain`, spans that touch are merged into one; jemalloc reads this once,
+    # while it is being loaded
     os.environ["MALLOC_CONF"] = f"{before},retain:false" if before else "retain:false"
     try:
-        # PyDLL keeps the GIL: the calls take a microsecond, and waiting for the GIL after each would take milliseconds
+        # PyDLL keeps the GIL: the calls take a microsecond, and waiting for the GIL
+        # after each would take milliseconds
         library: Any = ctypes.PyDLL(_LIBRARY)
     finally:
         if before is None:
@@ -138,7 +148,8 @@ _library = cache(_load_or_explain)
 
 
 def _control(library: Any, name: str, value: Any = None, new: Any = None) -> None:
-    """Read one of jemalloc's settings into the ctypes object `value`, or set it to `new`, or do what it names."""
+    """Read one of jemalloc's settings into the ctypes object `value`, or set it to
+    `new`, or do what it names."""
     length = None if value is None else ctypes.byref(ctypes.c_size_t(ctypes.sizeof(value)))
     code = library.mallctl(
         name.encode(),
@@ -152,18 +163,20 @@ def _control(library: Any, name: str, value: Any = None, new: Any = None) -> Non
 
 
 def _reserve_addresses(length: int) -> int:
-    """Return the start of `length` bytes of addresses that hold no memory; the mmap module would not tell where."""
+    """Return the start of `length` bytes of addresses that hold no memory; the mmap
+    module would not tell where."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address: int = _libc.mmap(None, length, 0, flags, -1, 0)
     if address == _MAP_FAILED:
         raise OutOfMemory(
-            f"cannot reserve {length} bytes of addresses: {os.strerror(ctypes.get_errno())}; see ulimit -v"
+            f"cannot reserve {in_units(length)} of addresses: {os.strerror(ctypes.get_errno())}; see ulimit -v"
         )
     return address
 
 
 class _Sizes:
-    """What jemalloc makes of a block of so many units: the units that it takes, padding included."""
+    """What jemalloc makes of a block of so many units: the units that it takes, padding
+    included."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -199,21 +212,24 @@ class _Sizes:
         return found
 
     def largest_within(self, units: int) -> tuple[int, int]:
-        """Return (units taken, units asked for) of the largest class that a hole of `units` units has room for."""
+        """Return (units taken, units asked for) of the largest class that a hole of
+        `units` units has room for."""
         place = bisect_right(self.ascending, (units, sys.maxsize))
         return self.ascending[place - 1] if place else (0, 0)
 
 
 class _Addresses:
-    """The address ranges that stand for the arenas, and jemalloc's arena that lives in them."""
+    """The address ranges that stand for the arenas, and jemalloc's arena that lives in
+    them."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._reserved: list[tuple[int, int]] = []
         """(address, length) of every range."""
         self._next = self._end = 0
-        # jemalloc asks these after each split and before each merge whether it may; glibc's function does nothing with
-        # its argument and returns 0, which means yes, and saves two calls into Python per block
+        # jemalloc asks these after each split and before each merge whether it may;
+        # glibc's function does nothing with its argument and returns 0, which means
+        # yes, and saves two calls into Python per block
         yes = ctypes.cast(_libc.pthread_condattr_destroy, ctypes.c_void_p)
         self._hooks = _ExtentHooks(alloc=_Alloc(self._next_span), split=yes, merge=yes)
         index = ctypes.c_uint()
@@ -238,13 +254,15 @@ class _Addresses:
         return start
 
     def reserve(self, units: int, sizes: _Sizes) -> int:
-        """Reserve addresses for an arena of `units` units, give them to jemalloc, and return the first one."""
+        """Reserve addresses for an arena of `units` units, give them to jemalloc, and
+        return the first one."""
         # a page on either side stays unused, so that jemalloc never merges two arenas
         first = _reserve_addresses((units + 2) * _PAGE_BYTES)
         self._reserved.append((first, (units + 2) * _PAGE_BYTES))
         first += _PAGE_BYTES
         self._next, self._end = first, first + units * _PAGE_BYTES
-        # take it all once in pieces as large as can be, or jemalloc would come for it in small ones later
+        # take it all once in pieces as large as can be, or jemalloc would come for it
+        # in small ones later
         held = []
         while self._next < self._end:
             _, asked = sizes.largest_within((self._end - self._next) // _PAGE_BYTES)
@@ -263,9 +281,9 @@ class _Addresses:
 class JemallocAllocator(Allocator):
     """Places chosen by libjemalloc 5.3 or later.
 
-    A footprint is jemalloc's size class, and one unit more for blocks of four units and up. `largest_free_extent_bytes`
-    is the largest class that fits, padded, in the longest run of free units. Raises `ConfigError` when the library
-    cannot be loaded.
+    A footprint is jemalloc's size class, and one unit more for blocks of four units and
+    up. `largest_free_extent_bytes` is the largest class that fits, padded, in the
+    longest run of free units. Raises `ConfigError` when the library cannot be loaded.
     """
 
     name: ClassVar[str] = "jemalloc"
@@ -289,7 +307,8 @@ class JemallocAllocator(Allocator):
 
     @classmethod
     def prepare_process(cls) -> None:
-        """Start this process again, once, with room for the library's static TLS, unless it can be loaded as it is."""
+        """Start this process again, once, with room for the library's static TLS,
+        unless it can be loaded as it is."""
         try:
             _load()
         except OSError as error:
@@ -303,8 +322,9 @@ class JemallocAllocator(Allocator):
             _library()  # raises what explains it
 
     def add_arena(self, index: int, length: int) -> None:
-        """Add an arena of whole units; only address space is reserved for it, a page for each unit."""
-        self._check_arena(index, length)
+        """Add an arena of whole units; only address space is reserved for it, a page
+        for each unit."""
+        self.record_arena(index, length)
         units = length // self.unit_bytes
         base = self._addresses.reserve(units, self._sizes)
         self._bases.append(base)
@@ -316,7 +336,8 @@ class JemallocAllocator(Allocator):
         return self._sizes.of_units(-(-size // self.unit_bytes)) * self.unit_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch, block by block, where jemalloc wants: at the lowest place that fits."""
+        """Place a batch, block by block, where jemalloc wants: at the lowest place that
+        fits."""
         if not sizes:
             return []
         if min(sizes) <= 0:
@@ -385,5 +406,6 @@ class JemallocAllocator(Allocator):
         )
 
     def occupied_bytes(self, index: int, parts: int) -> list[int]:
-        """Return how many bytes are taken in each of so many equal parts of an arena."""
+        """Return how many bytes are taken in each of so many equal parts of an
+        arena."""
         return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

@@ -1,13 +1,14 @@
 """Allocation strategies by name.
 
-The built-in ones are known here, so that they work from a source tree without package metadata. Any other package
-adds one with an entry point:
+The built-in strategies are listed here, so that they work in a source tree without
+package metadata. Other packages add strategies with an entry point:
 
     [project.entry-points."infinistore.allocators"]
     buddy = "some_package:BuddyAllocator"
 
-The class behind it is a subclass of `infinistore.allocators.Allocator` that is made with one argument, `unit_bytes`. A
-built-in name cannot be taken over. Modules are imported only when their strategy is asked for.
+The class is a subclass of `infinistore.allocators.Allocator` that is created with one
+argument, `unit_bytes`. Built-in names cannot be overridden. A module is imported only
+when its strategy is used.
 """
 
 import difflib
@@ -35,12 +36,12 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def allocator_names() -> list[str]:
-    """Return the names that `create_allocator` knows: the built-in ones first, then those of other packages, sorted."""
+    """Return the names of all strategies: built-in ones first, then others, sorted."""
     return [*_BUILT_IN, *sorted(set(_entry_points()) - set(_BUILT_IN))]
 
 
 def allocator_class(name: str) -> type[Allocator]:
-    """Return the strategy called `name`. Raises `ConfigError` if there is none, or if it cannot be loaded."""
+    """Return the strategy `name`, or raise `ConfigError`."""
     point = _entry_points().get(name)
     if point is None:
         names = allocator_names()
@@ -59,18 +60,20 @@ def allocator_class(name: str) -> type[Allocator]:
 
 
 def create_allocator(name: str, unit_bytes: int) -> Allocator:
-    """Return a new allocator of the strategy called `name`, without arenas.
+    """Return a new allocator of the strategy `name`, without arenas.
 
-    `unit_bytes` is the smallest allocation, a multiple of 64. Raises `ConfigError` for an unknown name, a strategy that
-    cannot be loaded or cannot run in this process, and a unit that is not allowed.
+    `unit_bytes` is the smallest allocation, a multiple of 64. Raises `ConfigError` for
+    an unknown name, a strategy that cannot be loaded or cannot run in this process, and
+    an invalid unit.
     """
     return allocator_class(name)(unit_bytes)
 
 
 def prepare_process(name: str) -> None:
-    """Do what the strategy called `name` needs done to this process; call it first in `main`, before opening anything.
+    """Prepare this process for the strategy `name`.
 
-    It may replace the process by itself with another environment (jemalloc does, once). Raises `ConfigError` if the
-    strategy is unknown or cannot run on this machine.
+    Call it first in `main`, before opening anything: it may re-execute the process with
+    another environment (jemalloc does, once). Raises `ConfigError` if the strategy is
+    unknown or cannot run on this machine.
     """
     allocator_class(name).prepare_process()

@@ -1,9 +1,12 @@
-"""A map of equal units, taken or free, over several arenas, and the search for free runs ("holes") in it.
+"""A map of equal units, taken or free, over several arenas, and the search for free
+runs ("holes") in it.
 
-The bitmap strategy keeps one map of units, the slab strategy one map of pages. All arenas lie in one bit array, with a
-taken bit after each, so that one search in C covers all and no hole spans two arenas. The map promises that it finds a
-hole if there is one, and that a search that fails costs tens of microseconds for a map of some hundred thousand units,
-and a few when it failed before and little was freed since. Which hole to use is the strategies' affair.
+The bitmap strategy keeps one map of units, the slab strategy one map of pages. All
+arenas lie in one bit array, with a taken bit after each, so that one search in C covers
+all and no hole spans two arenas. The map promises that it finds a hole if there is one,
+and that a search that fails costs tens of microseconds for a map of some hundred
+thousand units, and a few when it failed before and little was freed since. Which hole
+to use is the strategies' affair.
 """
 
 from bisect import bisect_right
@@ -13,24 +16,27 @@ from itertools import chain, pairwise
 from bitarray import bitarray
 from bitarray.util import zeros
 
-__all__ = ["UnitMap"]
+__all__ = ["WINDOW_UNITS", "UnitMap"]
 
 _SHORT_HOLE_UNITS = 64
-"""Below this, holes are found by shifting the map against itself; from here on by looking for zero bytes."""
+"""Below this, holes are found by shifting the map against itself; from here on by
+looking for zero bytes."""
 
-_WINDOW_UNITS = 1 << 16
-"""How much of the map is shifted at a time, so that a search that succeeds early does not pay for the rest; and how
-much is searched for a hole that would only be better."""
+WINDOW_UNITS = 1 << 16
+"""How much of the map is shifted at a time, so that a search that succeeds early does
+not pay for the rest; and how much is searched for a hole that would only be better."""
 
 _REMEMBERED_PLACES = 64
-"""How many places that changed since a failing search are looked at one by one; more, and the map is searched."""
+"""How many places that changed since a failing search are looked at one by one; more,
+and the map is searched."""
 
 _HOLES_COMPARED = 64
 """How many holes that are long enough are compared for the best fit."""
 
 
 class UnitMap:
-    """Which units are taken. A unit is named by its index in the whole map, which counts the separators too."""
+    """Which units are taken. A unit is named by its index in the whole map, which
+    counts the separators too."""
 
     def __init__(self) -> None:
         self.taken = bitarray()
@@ -43,8 +49,9 @@ class UnitMap:
         """How many units there are, without separators."""
         self.free_units = 0
         """How many of them are free."""
-        # A search for `_failed_units` found nothing. Every hole that has become that long since then holds one of
-        # `_places`: where units were freed, and the neighbours of what was taken. (Minus one is the last separator.)
+        # A search for `_failed_units` found nothing. Every hole that has become that
+        # long since then holds one of `_places`, fewer than `_failed_units` units from
+        # its start: where units were freed, or what follows units that were taken.
         self._failed_units: int | None = None
         self._places: list[int] = []
 
@@ -66,7 +73,7 @@ class UnitMap:
         """Mark a run of free units as taken."""
         self.taken[first : first + units] = 1
         self.free_units -= units
-        self._remember((first - 1, first + units))  # what is left of the hole must still touch a remembered place
+        self._remember((first + units,))  # what is left before the run has its place already
 
     def take_each(self, units: list[int]) -> None:
         """Mark these free units as taken."""
@@ -74,7 +81,6 @@ class UnitMap:
         self.free_units -= len(units)
         if self._failed_units is not None:
             self._remember([unit + 1 for unit in units])
-            self._remember([unit - 1 for unit in units])
 
     def give_back_run(self, first: int, units: int) -> None:
         """Mark a run of taken units as free."""
@@ -97,8 +103,9 @@ class UnitMap:
     def holes(self, units: int, start: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the holes of at least `units` units as (first unit, end), each once.
 
-        They come in order, from the hole that `start` lies in and then from zero, unless few can be that long: these
-        come in any order. Nothing may be taken or given back while the iterator is in use.
+        They come in order, from the hole that `start` lies in, or that ends there, and
+        then from zero, unless few can be that long: these come in any order. Nothing
+        may be taken or given back while the iterator is in use.
         """
         if units > self.free_units:
             return iter(())
@@ -109,18 +116,21 @@ class UnitMap:
         return self._remembering_failure(units, chain(self._search(units, start), self._search(units, 0, start)))
 
     def taken_in(self, arena: int, parts: int) -> list[int]:
-        """Return how many units are taken in each of `parts` equal parts of an arena, as equal as whole units are."""
+        """Return how many units are taken in each of `parts` equal parts of an arena,
+        as equal as whole units are."""
         first, units = self.firsts[arena], self.ends[arena] - self.firsts[arena]
         bounds = [first + units * part // parts for part in range(parts + 1)]
         return [self.taken.count(1, begin, end) for begin, end in pairwise(bounds)]
 
     def hole_near(self, units: int, start: int) -> tuple[int | None, int]:
-        """Look for a hole of at least `units` units in a part of the map of bounded length from `start` on.
+        """Look for a hole of at least `units` units in a part of the map of bounded
+        length from `start` on.
 
-        Returns its first unit, or None, and where to go on looking; a hole elsewhere is not found.
+        Returns its first unit, or None, and where to go on looking; a hole elsewhere is
+        not found.
         """
         start = self.taken.find(1, 0, start, right=True) + 1
-        stop = self.taken.find(1, min(start + max(_WINDOW_UNITS, units), len(self.taken) - 1)) + 1
+        stop = self.taken.find(1, min(start + max(WINDOW_UNITS, units), len(self.taken) - 1)) + 1
         first, _ = next(self._search(units, start, stop), (None, 0))
         return first, stop % len(self.taken)
 
@@ -144,10 +154,9 @@ class UnitMap:
         return [(first, end) for first, end in holes.items() if end - first >= units]
 
     def _search(self, units: int, start: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield the holes of the map in [start, stop); no hole lies across either."""
+        """Yield the holes of the map in [start, stop). Before either is a taken unit,
+        or nothing."""
         end = len(self.taken) if stop is None else stop
-        if end - start < units:
-            return iter(())
         if units < _SHORT_HOLE_UNITS:
             return self._search_by_shifting(units, start, end)
         return self._search_by_bytes(units, start, end)
@@ -155,8 +164,9 @@ class UnitMap:
     def _search_by_shifting(self, units: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         taken = self.taken
         while start < stop:
-            # bit i of `fits` says that `width` free units start at i; a shift and an AND double the width
-            fits = ~taken[start : min(start + _WINDOW_UNITS + units - 1, stop)]
+            # bit i of `fits` says that `width` free units start at i; a shift and an
+            # AND double the width
+            fits = ~taken[start : min(start + WINDOW_UNITS + units - 1, stop)]
             width = 1
             while width < units:
                 step = min(width, units - width)
@@ -166,15 +176,14 @@ class UnitMap:
             end = 0
             while place >= 0:
                 first = start + place
-                end = taken.find(1, first, stop)
-                if end < 0:
-                    end = stop
+                end = taken.find(1, first)
                 yield first, end
                 place = fits.find(1, min(end - start, len(fits)))
-            start = max(start + _WINDOW_UNITS, end)
+            start = max(start + WINDOW_UNITS, end)
 
     def _search_by_bytes(self, units: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        # a hole this long covers at least so many whole bytes, and a search for bytes is many times faster
+        # a hole this long covers at least so many whole bytes, and a search for bytes
+        # is many times faster
         taken = self.taken
         base = start // 8  # the slice starts at a whole byte
         map_bytes = taken[base * 8 : stop].tobytes()
@@ -182,10 +191,8 @@ class UnitMap:
         place = map_bytes.find(needle)
         while place >= 0:
             inside = (base + place) * 8
-            first = max(taken.find(1, 0, inside, right=True) + 1, start)
-            end = taken.find(1, inside, stop)
-            if end < 0:
-                end = stop
+            first = taken.find(1, 0, inside, right=True) + 1
+            end = taken.find(1, inside)
             if end - first >= units:
                 yield first, end
             place = map_bytes.find(needle, end // 8 + 1 - base)
@@ -199,9 +206,11 @@ class UnitMap:
         return False
 
     def best_fits(self, units: int, count: int, start: int = 0) -> list[int] | None:
-        """Return places for `count` runs of `units` units, or None when there is no room for all of them.
+        """Return places for `count` runs of `units` units, or None when there is no
+        room for all of them.
 
-        The shortest holes that are long enough are filled first. When there are many, those after `start` are compared.
+        The shortest holes that are long enough are filled first. When there are many,
+        those after `start` are compared.
         """
         holes = []
         room = 0
@@ -224,7 +233,8 @@ class UnitMap:
         fits = [~self.taken]
         if not fits[0].any():
             return 0
-        # double the width until no hole is that wide, then try the bits of the answer from the top
+        # double the width until no hole is that wide, then try the bits of the answer
+        # from the top
         while (wider := fits[-1] & (fits[-1] << (1 << (len(fits) - 1)))).any():
             fits.append(wider)
         best = fits[-1]

@@ -1,14 +1,18 @@
-"""Size classes in the manner of memcached, over slabs that are carved from the pool when they are needed.
+"""Size classes in the manner of memcached, over slabs that are carved from the pool
+when they are needed.
 
-The pool is cut into pages. A slab is a run of pages cut into slots of one size, and serves the blocks of one size
-class; a slab whose slots are all free goes back to the pool at once, so that pages follow the traffic when block sizes
-change. Blocks above eight pages, or of a whole number of pages, take a run of pages of their own.
+The pool is cut into pages. A slab is a run of pages cut into slots of one size, and
+serves the blocks of one size class; a slab whose slots are all free goes back to the
+pool at once, so that pages follow the traffic when block sizes change. Blocks above
+eight pages, or of a whole number of pages, take a run of pages of their own.
 
-Each class has two bit arrays over the whole pool: where its slots start, and which of those are free. A batch is one
-search in C, whatever the size of the blocks, and takes the same time in a full pool as in an empty one.
+Each class has two bit arrays over the whole pool: where its slots start, and which of
+those are free. A batch is one search in C, whatever the size of the blocks, and takes
+the same time in a full pool as in an empty one.
 
-What it costs: a slot may be up to an eighth larger than its block, a slab keeps its pages while one slot is in use, and
-a free slot serves only its own class. (After Bonwick, "The Slab Allocator", USENIX 1994, and memcached's slabs.c.)
+What it costs: a slot may be up to an eighth larger than its block, a slab keeps its
+pages while one slot is in use, and a free slot serves only its own class. (After
+Bonwick, "The Slab Allocator", USENIX 1994, and memcached's slabs.c.)
 """
 
 from bisect import bisect_right
@@ -29,10 +33,12 @@ _PAGE_UNITS = 16
 """Units per page, in a pool that is large enough."""
 
 _SMALLEST_POOL_PAGES = 64
-"""Pages are smaller, down to one unit, where the first arena would have fewer than this."""
+"""Pages are smaller, down to one unit, where the first arena would have fewer than
+this."""
 
 _LARGEST_CLASS_PAGES = 8
-"""Blocks larger than this have pages of their own: rounding up to a page costs them a ninth or less."""
+"""Blocks larger than this have pages of their own: rounding up to a page costs them a
+ninth or less."""
 
 _LARGEST_SLAB_PAGES = 16
 
@@ -43,7 +49,8 @@ _CLASSES_PER_DOUBLING = 8
 
 @attrs.define(eq=False)
 class _SizeClass:
-    """The slots of one size. Both arrays have one bit per unit of the pool, at a slot's first unit."""
+    """The slots of one size. Both arrays have one bit per unit of the pool, at a slot's
+    first unit."""
 
     slot_units: int
     slab_pages: int
@@ -68,10 +75,11 @@ class _Slab:
 class SlabAllocator(Allocator):
     """Slots in slabs. A footprint is the slot's size, or whole pages for large blocks.
 
-    Room at the end of an arena that is shorter than a page is not used, and not counted in the capacity. What is left
-    over at the end of a slab is counted as free. `largest_free_extent_bytes` is the longest run of free pages, or the
-    largest free slot if that is longer: such a block can be placed and no larger one, but a smaller one may find that
-    the only room is in slots of another class.
+    Room at the end of an arena that is shorter than a page is not used, and not counted
+    in the capacity. What is left over at the end of a slab is counted as free.
+    `largest_free_extent_bytes` is the longest run of free pages, or the largest free
+    slot if that is longer: such a block can be placed and no larger one, but a smaller
+    one may find that the only room is in slots of another class.
     """
 
     name: ClassVar[str] = "slab"
@@ -90,7 +98,7 @@ class SlabAllocator(Allocator):
 
     def add_arena(self, index: int, length: int) -> None:
         """Add an arena of whole pages. The first arena settles how large a page is."""
-        self._check_arena(index, length)
+        self.record_arena(index, length)
         units = length // self.unit_bytes
         if index == 0:
             while self._page_units > 1 and units < self._page_units * _SMALLEST_POOL_PAGES:
@@ -102,11 +110,13 @@ class SlabAllocator(Allocator):
             size_class.free.extend(zeros(total - len(size_class.free)))
 
     def footprint(self, size: int) -> int:
-        """Return the size of the slot, or of the pages, that a block of `size` bytes takes."""
+        """Return the size of the slot, or of the pages, that a block of `size` bytes
+        takes."""
         return self._slot_units(size) * self.unit_bytes
 
     def _slot_units(self, size: int) -> int:
-        """Return the units of a block's slot; a multiple of a page's units is a span of pages."""
+        """Return the units of a block's slot; a multiple of a page's units is a span of
+        pages."""
         units = -(-size // self.unit_bytes)
         if units > self._page_units * _LARGEST_CLASS_PAGES:
             step = self._page_units
@@ -117,7 +127,8 @@ class SlabAllocator(Allocator):
         return -(-units // step) * step
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch: in neighbouring slots or pages where that strands nothing, else in any."""
+        """Place a batch: in neighbouring slots or pages where that strands nothing,
+        else in any."""
         if not sizes:
             return []
         size = sizes[0]
@@ -143,7 +154,8 @@ class SlabAllocator(Allocator):
         return self._extents_at(starts, sizes)
 
     def _place(self, slot_units: int, count: int) -> list[int] | None:
-        """Take `count` slots, or spans of pages, and return their first units; None changes nothing."""
+        """Take `count` slots, or spans of pages, and return their first units; None
+        changes nothing."""
         if slot_units % self._page_units:
             starts = self._place_in_slots(self._class_of(slot_units), count)
         else:
@@ -198,7 +210,8 @@ class SlabAllocator(Allocator):
         return size_class
 
     def _pages_per_slab(self, slot_units: int) -> int:
-        """Return the fewest pages that leave nothing unused; if that takes many, a sixteenth of the slab or less."""
+        """Return the fewest pages that leave nothing unused; if that takes many, a
+        sixteenth of the slab or less."""
         fewest = -(-slot_units // self._page_units)
         for pages in range(fewest, fewest + _PAGES_MORE_FOR_NO_REST):
             if pages * self._page_units % slot_units == 0:
@@ -210,7 +223,8 @@ class SlabAllocator(Allocator):
         return fewest
 
     def _carve(self, size_class: _SizeClass, slots: int) -> bool:
-        """Make slabs for at least so many slots; False, and nothing is changed, if there are not enough pages."""
+        """Make slabs for at least so many slots; False, and nothing is changed, if
+        there are not enough pages."""
         fewest = -(-size_class.slot_units // self._page_units)
         for pages in sorted({size_class.slab_pages, fewest}, reverse=True):
             per_slab = pages * self._page_units // size_class.slot_units
@@ -282,7 +296,8 @@ class SlabAllocator(Allocator):
         return size_class is not None and size_class.slots[starts].all() and not size_class.free[starts].any()
 
     def _release(self, by_slot: dict[int, list[int]]) -> None:
-        """Free what is known to be allocated: the first units, by the units of their slots."""
+        """Free what is known to be allocated: the first units, by the units of their
+        slots."""
         for slot_units, starts in by_slot.items():
             if slot_units % self._page_units:
                 self._release_slots(self._classes[slot_units], starts)
@@ -326,7 +341,8 @@ class SlabAllocator(Allocator):
     def occupied_bytes(self, index: int, parts: int) -> list[int]:
         """Return how many bytes are taken in each of so many equal parts of an arena.
 
-        A block counts where it begins. Takes some 0.1 us for each block that has pages of its own.
+        A block counts where it begins. Takes some 0.1 us for each block that has pages
+        of its own.
         """
         first, end = (page * self._page_units for page in (self._map.firsts[index], self._map.ends[index]))
         bounds = [first + (end - first) * part // parts for part in range(parts + 1)]
@@ -343,7 +359,8 @@ class SlabAllocator(Allocator):
 
 
 def _grouped(extents: Iterable[Extent]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Yield the offsets of the extents by arena and length: mostly there is one of each."""
+    """Yield the offsets of the extents by arena and length: mostly there is one of
+    each."""
     extents = list(extents)
     if not extents:
         return
