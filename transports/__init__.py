@@ -1,8 +1,12 @@
 """How bytes move between a client and the server.
 
-A transport is a control stream and, later, a mover for payload. `base` says what a stream is; `sockets` has TCP and
-Unix sockets for Trio.
+`base` says what a stream is. `sockets`, `rdma` and `cuda` reach the system. `registry`
+finds the transports that other packages bring.
 """
+
+from infinistore.transports.registry import Transport, installed_transports, load_transport, transport_names
+
+__all__ = ["Transport", "installed_transports", "load_transport", "transport_names"]
 
 if __name__ != "infinistore.transports":
     raise ImportError("import infinistore.transports, not transports: two names would make two sets of classes")

@@ -1,17 +1,18 @@
-"""What a stream is to the Trio server and client: a reliable, ordered run of bytes, either way.
+"""The stream interface of the Trio server and client: a reliable, ordered run of bytes
+in both directions.
 
-A stream moves views of the caller's memory. It buffers nothing, so that a payload is copied once: from the kernel to
-where it belongs, or back.
+A stream moves views of the caller's memory and has no buffer, so a payload is copied
+once between the kernel and its destination.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 import trio
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
-from infinistore.protocol.effects import Exchange, Receive, ReceiveDescriptors, Send, SendDescriptors
+from infinistore.protocol.effects import Exchange, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
 
 __all__ = ["DescriptorStream", "Stream", "drive"]
 
@@ -19,13 +20,15 @@ _T = TypeVar("_T")
 
 
 class Stream(Protocol):
-    """A byte stream under Trio. One task may send while another receives; no two may do the same.
+    """A byte stream under Trio. One task may send while another receives; two tasks may
+    not do the same.
 
-    Every method is a checkpoint at least once per bounded number of bytes, and may be cancelled. A cancelled send may
-    have sent any part of its bytes: after that, all that can be done with the stream is to close it.
+    Every method is a checkpoint at least once per bounded number of bytes, and may be
+    cancelled. A cancelled send may have sent any part of its bytes. After that, the
+    stream can only be closed.
 
-    A wait is given up at `deadline`, on Trio's clock, or after `within_s` seconds: a cancel scope around each call, or
-    a look at the clock, would cost more than most calls do, which need not wait.
+    A wait ends at `deadline`, on Trio's clock, or after `within_s` seconds. A cancel
+    scope around each call would cost more than most calls do, which need not wait.
     """
 
     passes_descriptors: bool
@@ -40,7 +43,8 @@ class Stream(Protocol):
         """
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
-        """Wait for at least one byte, fill the views from the front, and return how many bytes came; 0 is the end.
+        """Wait for at least one byte, fill the views from the front, and return the
+        number of bytes; 0 is the end.
 
         Raises:
             StoreUnavailable: the stream is broken.
@@ -48,50 +52,72 @@ class Stream(Protocol):
         """
 
     async def send_eof(self) -> None:
-        """Tell the peer that nothing more will be sent, and go on receiving.
+        """Tell the peer that nothing more will be sent. Receiving goes on.
 
         Raises:
             StoreUnavailable: the stream is broken.
         """
 
     def close(self) -> None:
-        """Close the stream, at once. May be called twice. Whoever waits on it gets `StoreUnavailable`."""
+        """Close the stream at once. Idempotent. Tasks that wait on it get
+        `StoreUnavailable`.
+        """
 
 
 class DescriptorStream(Stream, Protocol):
-    """A stream whose peer is on this host and can be handed descriptors: a Unix socket."""
+    """A stream that can pass file descriptors to a peer on this host: a Unix socket."""
 
     def stay_awake(self, seconds: float) -> None:
-        """Say that the peer will be heard of within this time: the next receive waits awake for it, if it may.
+        """Announce that the peer will send within this time, so that the next receive
+        polls before it sleeps, if that is allowed.
 
-        Others have their turn meanwhile. 0: not soon, so the next receive does not wait awake at all.
+        Other tasks run meanwhile. With 0, the next receive does not poll.
         """
 
-    async def send_descriptors(self, views: Sequence[memoryview], descriptors: Sequence[int]) -> None:
-        """As `send_all`, with descriptors beside the first byte.
+    async def send_descriptors(
+        self, views: Sequence[memoryview], descriptors: Sequence[int], within_s: float = math.inf
+    ) -> None:
+        """Do as `send_all`, with descriptors attached to the first byte.
 
         Raises:
             StoreUnavailable: the stream is broken.
+            TimeoutError: the time is over; some bytes may have been sent.
         """
 
-    async def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
-        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+    async def receive_descriptors(
+        self, views: Sequence[memoryview], descriptors: list[int], deadline: float = math.inf
+    ) -> int:
+        """Do as `receive_into`, and append the descriptors that come with the bytes.
+        The caller closes them.
 
         Raises:
             StoreUnavailable: the stream is broken.
+            TimeoutError: the deadline has passed.
         """
 
 
-async def drive(exchange: Exchange[_T], stream: Stream, *, within_s: float = math.inf, stall_s: float = math.inf) -> _T:
-    """Run an exchange over a stream, and return what it returns. A broken stream is raised inside the exchange.
+async def drive(
+    exchange: Exchange[_T],
+    stream: Stream,
+    *,
+    within_s: float = math.inf,
+    stall_s: float = math.inf,
+    admit_body: Callable[[LongBody], Awaitable[None]] | None = None,
+) -> _T:
+    """Run an exchange over a stream, and return its result. A broken stream raises
+    inside the exchange.
+
+    `admit_body` waits until a long body may be received; without it, the body may be
+    received at once.
 
     Raises:
         TimeoutError: it was not done within `within_s` seconds.
-        DeadlineExceeded: the peer has begun something, and then sent nothing for `stall_s` seconds.
+        DeadlineExceeded: the peer began a message, and then sent nothing for `stall_s`
+            seconds.
     """
     deadline = math.inf if within_s == math.inf else trio.current_time() + within_s
     try:
-        effect = next(exchange)
+        effect = exchange.send(None)
         while True:
             try:
                 count = 0
@@ -104,11 +130,13 @@ async def drive(exchange: Exchange[_T], stream: Stream, *, within_s: float = mat
                     left_s = math.inf if deadline == math.inf else deadline - trio.current_time()
                     await stream.send_all(effect.views, left_s)
                 elif isinstance(effect, SendDescriptors):
-                    await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors)
+                    left_s = math.inf if deadline == math.inf else deadline - trio.current_time()
+                    await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors, left_s)
                 elif isinstance(effect, ReceiveDescriptors):
-                    count = await cast(DescriptorStream, stream).receive_descriptors(effect.views, effect.descriptors)
+                    found = effect.descriptors
+                    count = await cast(DescriptorStream, stream).receive_descriptors(effect.views, found, deadline)
                 else:
-                    await trio.lowlevel.checkpoint()
+                    await _wait(effect, admit_body)
             except StoreUnavailable as error:
                 effect = exchange.throw(error)
             else:
@@ -118,6 +146,13 @@ async def drive(exchange: Exchange[_T], stream: Stream, *, within_s: float = mat
         return result
     finally:
         exchange.close()
+
+
+async def _wait(effect: object, admit_body: Callable[[LongBody], Awaitable[None]] | None) -> None:
+    if isinstance(effect, LongBody) and admit_body is not None:
+        await admit_body(effect)
+    else:
+        await trio.lowlevel.checkpoint()
 
 
 async def _receive_soon(views: Sequence[memoryview], stream: Stream, stall_s: float) -> int:

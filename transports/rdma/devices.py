@@ -1,10 +1,13 @@
-"""The RDMA devices of this machine as the kernel shows them: ports, links, states, GID tables, network interfaces.
+"""The RDMA devices of this machine as the kernel shows them: ports, links, states, GID
+tables, network interfaces.
 
-Everything is read from files below a root that is given, /sys and /proc of this machine unless a test has recorded
-others, so that nothing here needs a device, a library or a privilege. What cannot be read counts as not there: devices
-and addresses may go while one looks. Which port and GID to use is decided in `rdma_choice`.
+Everything is read from files below a root that is given, /sys and /proc of this machine
+unless a test has recorded others, so that nothing here needs a device, a library or a
+privilege. What cannot be read counts as not there: devices and addresses may go while
+one looks. Which port and GID to use is decided in `rdma_choice`.
 
-The files are described in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net of the kernel.
+The files are described in Documentation/ABI/stable/sysfs-class-infiniband and
+testing/sysfs-class-net of the kernel.
 """
 
 import enum
@@ -47,7 +50,9 @@ Address = IPv4Address | IPv6Address
 
 
 class Link(enum.Enum):
-    """What a port is connected by. The value is the kernel's word; `flag` is that of --link-type."""
+    """What a port is connected by. The value is the kernel's word; `flag` is that of
+    --link-type.
+    """
 
     INFINIBAND = "InfiniBand"
     ETHERNET = "Ethernet"
@@ -85,7 +90,9 @@ class Gid:
     value: IPv6Address
     kind: GidKind
     interface: str | None = None
-    """The network interface that it belongs to. It may be of another network namespace, and so not in `interfaces`."""
+    """The network interface that it belongs to. It may be of another network namespace,
+    and so not in `interfaces`.
+    """
 
     @property
     def address(self) -> Address:
@@ -104,13 +111,17 @@ class RdmaPort:
 
     number: int
     link: Link | None
-    """None if the kernel calls it neither: such devices have no queue pairs that connect."""
+    """None if the kernel calls it neither: such devices have no queue pairs that
+    connect.
+    """
     state: str
     """ACTIVE, DOWN, INIT (no subnet manager yet), ARMED, or ACTIVE_DEFER."""
     physical_state: str = ""
     """LinkUp, Polling, Disabled, ..."""
     lid: int = 0
-    """Address in an InfiniBand subnet; 0 on Ethernet, and before a subnet manager has given one."""
+    """Address in an InfiniBand subnet; 0 on Ethernet, and before a subnet manager has
+    given one.
+    """
     rate: str = ""
     gids: tuple[Gid, ...] = ()
 
@@ -134,9 +145,13 @@ class RdmaDevice:
     is_software: bool = False
     """Soft-RoCE (rxe) and soft iWARP (siw): no card behind it."""
     verbs_node: str | None = None
-    """The character device through which programs reach it, such as /dev/infiniband/uverbs0; None if there is none."""
+    """The character device through which programs reach it, such as
+    /dev/infiniband/uverbs0; None if there is none.
+    """
     may_open: bool = True
-    """Whether that is there, and this process may read and write it. In containers it is often missing."""
+    """Whether that is there, and this process may read and write it. In containers it
+    is often missing.
+    """
 
 
 @attrs.frozen
@@ -151,12 +166,16 @@ class RdmaSystem:
 
 
 def there_is_rdma(root: Path = ROOT) -> bool:
-    """Whether there is an RDMA device at all. Quick: to be asked before anything slow is imported."""
+    """Whether there is an RDMA device at all. Quick: to be asked before anything slow
+    is imported.
+    """
     return any(True for _ in _entries(root / _DEVICES))
 
 
 def read_system(root: Path = ROOT) -> RdmaSystem:
-    """Read all devices, and the network interfaces and addresses of this network namespace. Never raises."""
+    """Read all devices, and the network interfaces and addresses of this network
+    namespace. Never raises.
+    """
     nodes = {_text(path / "ibdev"): path.name for path in _entries(root / _VERBS) if path.name.startswith("uverbs")}
     devices = [_device(root, folder, nodes.get(folder.name)) for folder in _entries(root / _DEVICES)]
     return RdmaSystem(
@@ -167,7 +186,9 @@ def read_system(root: Path = ROOT) -> RdmaSystem:
 
 
 def roce_mtu_bytes(interface_mtu_bytes: int) -> int:
-    """Return the MTU that RoCE gets over an interface: the largest of 256 to 4096 that fits a frame with headers."""
+    """Return the MTU that RoCE gets over an interface: the largest of 256 to 4096 that
+    fits a frame with headers.
+    """
     fitting = [size for size in (4096, 2048, 1024, 512, 256) if size <= interface_mtu_bytes - _ROCE_HEADERS_BYTES]
     return fitting[0] if fitting else 256
 
@@ -221,7 +242,9 @@ def _gids(port: Path, link: Link | None) -> Iterator[Gid]:
 
 
 def _gid_values(folder: Path) -> Iterator[tuple[int, IPv6Address]]:
-    """The entries that are not empty. By system calls: a table has up to 1024 entries, and almost all are empty."""
+    """The entries that are not empty. By system calls: a table has up to 1024 entries,
+    and almost all are empty.
+    """
     try:
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -254,7 +277,9 @@ def _interface(folder: Path) -> Interface:
 
 
 def _addresses(root: Path) -> frozenset[Address] | None:
-    """The local addresses, of this network namespace alone: /proc/net is that of whoever reads it."""
+    """The local addresses, of this network namespace alone: /proc/net is that of
+    whoever reads it.
+    """
     routes = _text(root / "proc/net/fib_trie")
     if not routes:
         return None
@@ -280,7 +305,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What a file holds. An attribute that has no value now answers EINVAL, one that is gone ENOENT or ENODEV."""
+    """What a file holds. An attribute that has no value now answers EINVAL, one that is
+    gone ENOENT or ENODEV.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,15 +1,20 @@
-"""Which port of which RDMA device to use, and which of its addresses (GIDs) to speak from, with the reason for each.
+"""Which port of which RDMA device to use, and which of its addresses (GIDs) to speak
+from, with the reason for each.
 
 Pure: it looks at an `RdmaSystem` and nothing else. What it promises:
 
-- A port is taken only if it is active, of the link that was asked for, and this process may open its device.
-- A GID is taken only if its network interface is up and, like its address, of this network namespace: in a container
-  the table also shows what is the host's, and a queue pair that uses that fails with EINVAL or is never answered.
-- Among those, RoCE v2 comes before v1, an address that is asked to be near before others, routable IPv4 before routable
-  IPv6 before link-local, and then the lower index. --hint-gid-index wins over that if its entry can be used.
+- A port is taken only if it is active, of the link that was asked for, and this process
+  may open its device.
+- A GID is taken only if its network interface is up and, like its address, of this
+  network namespace: in a container the table also shows what is the host's, and a queue
+  pair that uses that fails with EINVAL or is never answered.
+- Among those, RoCE v2 comes before v1, an address that is asked to be near before
+  others, routable IPv4 before routable IPv6 before link-local, and then the lower
+  index. --hint-gid-index wins over that if its entry can be used.
 - Where there is no choice, the error says what would help.
 
-A GID table changes when addresses do: read and choose again when a queue pair refuses a GID with EINVAL.
+A GID table changes when addresses do: read and choose again when a queue pair refuses a
+GID with EINVAL.
 """
 
 import difflib
@@ -20,7 +25,7 @@ from pathlib import Path
 
 import attrs
 
-from infinistore.transports.rdma_devices import (
+from infinistore.transports.rdma.devices import (
     ROOT,
     Address,
     Gid,
@@ -54,7 +59,9 @@ __all__ = [
 
 
 class NoRdma(Exception):
-    """RDMA cannot be used here; the message says why and what would help, in one line: `problem; remedy`."""
+    """RDMA cannot be used here; the message says why and what would help, in one line:
+    `problem; remedy`.
+    """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
@@ -71,7 +78,9 @@ class UnknownDevice(NoRdma):
 
 
 class UnusableDevice(NoRdma):
-    """The device is there, but this process may not open it, or it is of a kind that has no connected queue pairs."""
+    """The device is there, but this process may not open it, or it is of a kind that
+    has no connected queue pairs.
+    """
 
 
 class WrongLink(NoRdma):
@@ -96,7 +105,9 @@ class Wanted:
     """IB or Ethernet."""
     hint_gid_index: int = -1
     near: Address | None = None
-    """An address of this machine that the peer is known to reach, such as that of the control connection."""
+    """An address of this machine that the peer is known to reach, such as that of the
+    control connection.
+    """
 
 
 @attrs.frozen
@@ -143,7 +154,9 @@ class GidVerdict:
     text: str
     """Why not, or what kind of address it is."""
     order: tuple[int, ...] = ()
-    """Among usable ones of a port the least is chosen. Its index comes last; without it, ports can be compared."""
+    """Among usable ones of a port the least is chosen. Its index comes last; without
+    it, ports can be compared.
+    """
 
 
 def choose_port(
@@ -160,9 +173,11 @@ def choose_port(
 
 
 def near_address(host: str) -> Address | None:
-    """Return the address that a socket of this machine has, as `getsockname` or a setting names it, to choose near it.
+    """Return the address that a socket of this machine has, as `getsockname` or a
+    setting names it, to choose near it.
 
-    None if it is none by which another machine reaches this one: a path, a name, loopback, or all addresses.
+    None if it is none by which another machine reaches this one: a path, a name,
+    loopback, or all addresses.
     """
     try:
         address: Address = ip_address(host.partition("%")[0])
@@ -174,10 +189,12 @@ def near_address(host: str) -> Address | None:
 
 
 def choose(system: RdmaSystem, wanted: Wanted) -> ChosenPort:
-    """Choose a port and a GID. Without a device name, the best of all devices; a card comes before software.
+    """Choose a port and a GID. Without a device name, the best of all devices; a card
+    comes before software.
 
     Raises:
-        NoRdma: there is nothing to choose. Its class says what kind of trouble it is, its message what would help.
+        NoRdma: there is nothing to choose. Its class says what kind of trouble it is,
+            its message what would help.
     """
     devices = [_named(system, wanted.dev_name)] if wanted.dev_name is not None else system.devices
     if not devices:
@@ -187,16 +204,16 @@ def choose(system: RdmaSystem, wanted: Wanted) -> ChosenPort:
             "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE",
         )
     found: list[tuple[tuple[object, ...], ChosenPort]] = []
-    refused: list[NoRdma] = []
+    refused: list[tuple[type[NoRdma], str]] = []
     for device in devices:
         try:
             found.append(_candidate(system, device, wanted))
         except NoRdma as error:
-            refused.append(error)
+            refused.append((type(error), str(error)))
     if found:
         return min(found, key=lambda candidate: candidate[0])[1]
-    kinds = {type(error) for error in refused}
-    raise (kinds.pop() if len(kinds) == 1 else NoRdma)("; ".join(map(str, refused)))
+    kinds = {kind for kind, _ in refused}
+    raise (kinds.pop() if len(kinds) == 1 else NoRdma)("; ".join(why for _, why in refused))
 
 
 def judge_port(device: RdmaDevice, wanted: Wanted) -> RdmaPort:
@@ -231,7 +248,9 @@ def judge_port(device: RdmaDevice, wanted: Wanted) -> RdmaPort:
 
 
 def judge_gids(system: RdmaSystem, port: RdmaPort, wanted: Wanted = Wanted()) -> list[GidVerdict]:
-    """Say of each GID of a port, in the table's order, whether it can be used here, and what speaks for it."""
+    """Say of each GID of a port, in the table's order, whether it can be used here, and
+    what speaks for it.
+    """
     return [_judge_gid(system, gid, wanted) for gid in port.gids]
 
 
@@ -311,8 +330,9 @@ def _judge_gid(system: RdmaSystem, gid: Gid, wanted: Wanted) -> GidVerdict:
     if not interface.is_up:
         return GidVerdict(gid, False, f"is of {gid.interface}, which is down")
     rank = _rank(gid.address)
-    # Names of interfaces repeat in every namespace, addresses do not. A link-local GID is made by the driver from the
-    # card's number, and need not be an address of the interface.
+    # Names of interfaces repeat in every namespace, addresses do not. A link-local GID
+    # is made by the driver from the card's number, and need not be an address of the
+    # interface.
     if rank is not _Rank.LINK_LOCAL and system.addresses is not None and gid.address not in system.addresses:
         return GidVerdict(gid, False, f"is for {gid.address}, which is in another network namespace")
     old, near = gid.kind is GidKind.ROCE_V1, _is_near(gid, wanted.near)

@@ -1,7 +1,9 @@
-"""TCP and Unix sockets for asyncio and uvloop, by the loop's own reader and writer callbacks.
+"""TCP and Unix sockets for asyncio and uvloop, on the loop's reader and writer
+callbacks.
 
-A stream belongs to no loop: each wait asks the loop that is running. So a store may be opened in one loop and used in
-another, in another thread. No wait leaves a callback or a thread behind when it is cancelled.
+A stream belongs to no loop: each wait uses the running loop. So a store may be opened
+in one loop and used in another, in another thread. A cancelled wait leaves neither a
+callback nor a thread behind.
 """
 
 import asyncio
@@ -11,8 +13,8 @@ import socket
 from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
-from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, look_up
-from infinistore.transports.sockets import (
+from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, found_addresses, look_up
+from infinistore.transports.sockets.raw_sockets import (
     broken,
     cannot_connect,
     looks_stale,
@@ -20,7 +22,7 @@ from infinistore.transports.sockets import (
     receive_with_descriptors,
     send_at_once,
 )
-from infinistore.transports.spin import Spinner
+from infinistore.transports.sockets.spin import Spinner
 
 __all__ = ["AsyncioSocketStream", "connect_tcp", "connect_unix"]
 
@@ -35,6 +37,8 @@ class AsyncioSocketStream:
         self.socket = sock
         self._spinner = spinner
         self._credit = _YIELD_AFTER_BYTES
+        self.waited = False
+        """Whether other tasks ran since this was set to False."""
         sock.setblocking(False)
         prepare(sock)
 
@@ -53,8 +57,8 @@ class AsyncioSocketStream:
             try:
                 sent = self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES))
             except BlockingIOError:
-                await _writable(self.socket)
-                self._credit = _YIELD_AFTER_BYTES
+                await self._writable(self.socket)
+                self._others_ran()
             except OSError as error:
                 raise broken(error) from error
             else:
@@ -79,21 +83,34 @@ class AsyncioSocketStream:
                 try:
                     count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
                 except BlockingIOError:
-                    await _readable(sock)
-                    self._credit = _YIELD_AFTER_BYTES
+                    await self._readable(sock)
+                    self._others_ran()
         except OSError as error:
             raise broken(error) from error
         self._spinner.moved(self)
         self._credit -= count + _CALL_COST_BYTES
         return count
 
+    async def _readable(self, sock: socket.socket) -> None:
+        await _readable(sock)
+
+    async def _writable(self, sock: socket.socket) -> None:
+        await _writable(sock)
+
     async def _let_others_run(self) -> None:
-        """A quick peer must not keep the loop from its other tasks, nor this one from its deadline."""
-        self._credit = _YIELD_AFTER_BYTES
+        """Yield, so that a quick peer keeps neither the loop from its other tasks nor
+        this one from its deadline.
+        """
+        self._others_ran()  # said before: a receive that is cancelled here again and again must get on some time
         await asyncio.sleep(0)
 
+    def _others_ran(self) -> None:
+        self._credit = _YIELD_AFTER_BYTES
+        self.waited = True
+
     async def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
-        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+        """Do as `receive_into`, and append the descriptors that come with the bytes.
+        The caller closes them.
 
         Raises:
             StoreUnavailable: the stream is broken.
@@ -102,12 +119,14 @@ class AsyncioSocketStream:
             try:
                 return receive_with_descriptors(self.socket, views, descriptors)
             except BlockingIOError:
-                await _readable(self.socket)
+                await self._readable(self.socket)
             except OSError as error:
                 raise broken(error) from error
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or said something that nobody asked for."""
+        """Whether the peer has closed an idle connection, or sent something
+        unexpected.
+        """
         return looks_stale(self.socket)
 
     def close(self) -> None:
@@ -119,21 +138,21 @@ async def connect_tcp(host: str, port: int, spinner: Spinner) -> AsyncioSocketSt
     """Connect to the first address of the host that answers.
 
     Raises:
-        StoreUnavailable: none does.
+        StoreUnavailable: no address answers.
     """
     place = f"{host}:{port}"
     try:
-        addresses = await asyncio.wrap_future(look_up(host, port))
+        addresses = found_addresses(await asyncio.wrap_future(look_up(host, port)))
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
         raise cannot_connect(place, error) from error
-    refused: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
         try:
             async with asyncio.timeout(None if number == len(addresses) else NEXT_ADDRESS_AFTER_S):
                 return AsyncioSocketStream(await _connected(family, kind, protocol, address), spinner)
         except OSError as error:
-            refused = error
-    raise cannot_connect(place, refused) from refused
+            if number == len(addresses):
+                raise cannot_connect(place, error) from error
+    raise cannot_connect(place, OSError(errno.EADDRNOTAVAIL, "the name has no address"))
 
 
 async def connect_unix(path: str, spinner: Spinner) -> AsyncioSocketStream:

@@ -1,12 +1,11 @@
 """TCP and Unix sockets for threads, with a deadline on every call.
 
-The socket stays in blocking mode, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): Python's own timeouts
-make two system calls where this makes one. The timeout is set again only when it is too long by more than a few
-milliseconds, or far too short.
+Calls wait in poll, because Python restarts it with the remaining time after each
+signal. The kernel's timeout (SO_RCVTIMEO) would save a system call, but each signal
+restarts it in full: with one signal every 0.2 s it never expires.
 """
 
 import errno
-import math
 import select
 import socket
 import struct
@@ -14,41 +13,45 @@ import time
 from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
-from infinistore.transports.names import NEXT_ADDRESS_AFTER_S, SocketAddress, look_up
-from infinistore.transports.sockets import (
+from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, SocketAddress, found_addresses, look_up
+from infinistore.transports.sockets.raw_sockets import (
+    LOOK,
     broken,
     cannot_connect,
-    looks_stale,
     prepare,
     receive_with_descriptors,
     send_at_once,
 )
-from infinistore.transports.spin import DEFAULT_SPIN_S, Spinner
+from infinistore.transports.sockets.spin import DEFAULT_SPIN_S, Spinner
 
 __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
 
 _SEND_BYTES = 2 * 1024 * 1024  # at a time: with 4 MiB, a put of 64 x 64 KiB over TCP took a tenth longer
 _NOW = socket.MSG_DONTWAIT
-_TIMEOUT_SLACK_S = 0.005
-_SHORTER = 8 / 9
-"""The kernel's timer wheel rounds long timeouts up, by as much as an eighth: seconds for 30 s. So what it is given is
-so much shorter, then the little that is left, and so on. Poll is precise, but costs a system call more each time."""
+_SEND_TIMEOUT = struct.pack("@ll", 0, 20_000)
+"""After 20 ms, a blocking send returns with what it has sent, if anything."""
 _LONGEST_POLL_S = 3600.0
 _TIMEVAL = struct.Struct("@ll")
 
 
 class BlockingSocketStream:
-    """A connected socket. `deadline` is when calls give up, on `time.monotonic`; they raise `TimeoutError` then."""
+    """A connected socket. At `deadline`, on `time.monotonic`, calls raise
+    `TimeoutError`.
+    """
 
     def __init__(self, sock: socket.socket, spin_s: float = DEFAULT_SPIN_S) -> None:
         self.socket = sock
         self.deadline = 0.0
         self._spinner = Spinner(spin_s)
-        # A blocking send to a Unix socket begins its timeout anew with every piece of 32 KiB or so, and a reader that
-        # takes one now and then would keep it for long. Polling costs it up to 4 % of the throughput.
-        self._polls = sock.family == socket.AF_UNIX
-        self._timeouts = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}  # a new socket waits for ever
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        # A send by TCP blocks when there is no room for the rest, which saves a tenth
+        # of the time of a long put; a signal ends it then. By a Unix socket its timeout
+        # would begin anew with every piece of 32 KiB or so.
+        self._send_flags = _NOW if sock.family == socket.AF_UNIX else 0
         sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         prepare(sock)
 
     def send_all(self, views: Sequence[memoryview]) -> None:
@@ -64,15 +67,12 @@ class BlockingSocketStream:
         self._spinner.moved(self)
 
     def _send_rest(self, span: Span) -> None:
-        flags = _NOW if self._polls else 0
         while span.remaining:
-            self._set_timeout(socket.SO_SNDTIMEO)
+            self._wait(self._writable)
             try:
-                span.advance(self.socket.sendmsg(span.next_views(_SEND_BYTES), (), flags))
+                span.advance(self.socket.sendmsg(span.next_views(_SEND_BYTES), (), self._send_flags))
             except BlockingIOError:
-                # The timeout was over, or there is no room now. If the deadline is over, the next round says so.
-                if self._polls:
-                    self._wait_for_room()
+                continue
             except OSError as error:
                 raise broken(error) from error
 
@@ -86,10 +86,14 @@ class BlockingSocketStream:
         sock = self.socket
         try:
             count = self._spinner.spin(self, sock, views)
+            if count is not None:
+                return count
             while count is None:
-                self._set_timeout(socket.SO_RCVTIMEO)
+                self._wait(self._readable)
                 try:
-                    count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
+                    count = (
+                        sock.recv_into(views[0], 0, _NOW) if len(views) == 1 else sock.recvmsg_into(views, 0, _NOW)[0]
+                    )
                 except BlockingIOError:
                     continue
         except OSError as error:
@@ -100,14 +104,15 @@ class BlockingSocketStream:
         return count
 
     def receive_descriptors(self, views: Sequence[memoryview], descriptors: list[int]) -> int:
-        """As `receive_into`, and append the descriptors that come beside the bytes; they are the caller's to close.
+        """Do as `receive_into`, and append the descriptors that come with the bytes.
+        The caller closes them.
 
         Raises:
             StoreUnavailable: the stream is broken.
             TimeoutError: the deadline has passed.
         """
         while True:
-            self._set_timeout(socket.SO_RCVTIMEO)
+            self._wait(self._readable)
             try:
                 return receive_with_descriptors(self.socket, views, descriptors)
             except BlockingIOError:
@@ -116,56 +121,52 @@ class BlockingSocketStream:
                 raise broken(error) from error
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or said something that nobody asked for."""
-        return looks_stale(self.socket)
+        """Whether the peer has closed an idle connection, or sent something
+        unexpected.
+        """
+        try:
+            self.socket.recv(1, LOOK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
 
-    def _wait_for_room(self) -> None:
-        poll = select.poll()
-        poll.register(self.socket, select.POLLOUT)
-        poll.poll(min(max(0.0, self.deadline - time.monotonic()), _LONGEST_POLL_S) * 1000)
-
-    def _set_timeout(self, option: int) -> None:
+    def _wait(self, until_ready: select.poll) -> None:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        if not left_s / 2 <= self._timeouts[option] <= left_s * _SHORTER + _TIMEOUT_SLACK_S:
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left_s))
-            self._timeouts[option] = left_s * _SHORTER
-
-
-def _timeval(left_s: float) -> bytes:
-    """Return a timeout for the kernel that is over before this time is; at least a millisecond, 0 would be for ever."""
-    return _TIMEVAL.pack(*divmod(max(1000, int(left_s * _SHORTER * 1e6)), 1_000_000))
+        until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
 
 
 def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
     """Connect to the first address of the host that answers.
 
     Raises:
-        StoreUnavailable: none does.
+        StoreUnavailable: no address answers.
         TimeoutError: the deadline has passed.
     """
     place = f"{host}:{port}"
     try:
-        addresses = look_up(host, port).result(max(0.0, deadline - time.monotonic()))
+        addresses = found_addresses(look_up(host, port).result(max(0.0, deadline - time.monotonic())))
     except TimeoutError:
         raise
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
         raise cannot_connect(place, error) from error
-    refused = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     for number, found in enumerate(addresses, 1):
         next_at = deadline if number == len(addresses) else time.monotonic() + NEXT_ADDRESS_AFTER_S
         try:
             return BlockingSocketStream(_connected(found, min(deadline, next_at)), spin_s)
         except OSError as error:
-            refused = error
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-    raise cannot_connect(place, refused) from refused
+            if time.monotonic() >= deadline:
+                raise TimeoutError from error
+            if number == len(addresses):
+                raise cannot_connect(place, error) from error
+    raise cannot_connect(place, OSError(errno.EADDRNOTAVAIL, "the name has no address"))
 
 
 def _connected(found: SocketAddress, deadline: float) -> socket.socket:
@@ -191,16 +192,30 @@ def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) 
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         raise cannot_connect(path, error) from error
+    try:
+        _connect_unix(sock, path, deadline)
+        return BlockingSocketStream(sock, spin_s)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):
+            raise cannot_connect(path, error) from error
+        raise
+
+
+def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
     while (left_s := deadline - time.monotonic()) > 0:
+        # A server that accepts nobody lets connect wait, as long as a send may. Nothing
+        # else tells when it accepts.
+        microseconds = max(1000, int(min(left_s, _LONGEST_POLL_S) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
         try:
-            # A server that accepts nobody lets connect wait, as long as a send may.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(left_s))
             sock.connect(path)
+            sock.getpeername()
         except BlockingIOError:
             continue
         except OSError as error:
-            sock.close()
-            raise cannot_connect(path, error) from error
-        return BlockingSocketStream(sock, spin_s)
-    sock.close()
+            if error.errno != errno.ENOTCONN:  # it is that after a signal, when Python takes it for connected
+                raise
+        else:
+            return
     raise TimeoutError

@@ -1,21 +1,21 @@
 """Queue pairs by pyverbs: connecting one, posting work to it, and taking what is done.
 
-The cost of a work request in Python decides how fast small blocks move. So the requests are made once and chained once;
-to post a batch, five fields of each are set, and one call hands over the chain.
+The cost of a work request in Python decides how fast small blocks move. So the requests
+are made once and chained once; to post a batch, five fields of each are set, and one
+call hands over the chain.
 """
 
 import errno
 import math
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from infinistore.errors import TransferFailed
-from infinistore.transports.rdma_plan import Piece
-from infinistore.transports.rdma_verbs import Completion, Endpoint, Operation
-
-if TYPE_CHECKING:
-    from infinistore.transports.ibverbs import Pyverbs, VerbsDevice
+from infinistore.transports.rdma.choice import ChosenPort
+from infinistore.transports.rdma.ibverbs.bindings import Pyverbs
+from infinistore.transports.rdma.plan import Piece
+from infinistore.transports.rdma.verbs import Completion, Endpoint, Operation
 
 __all__ = ["CHAIN", "QueueParts", "VerbsQueue", "WorkRequests", "gid_text", "timeout_exponent"]
 
@@ -30,32 +30,37 @@ _POLL = 16
 class WorkRequests:
     """A chain of work requests of one kind, to be posted over and over.
 
-    A chain has one end, the last request, and it alone asks for a completion. A batch of n is the last n of them: so
-    neither the links nor the flags ever change, and there is no way in pyverbs to cut a chain.
+    A chain has one end, the last request, and it alone asks for a completion. A batch
+    of n is the last n of them: so neither the links nor the flags ever change, and
+    there is no way in pyverbs to cut a chain.
+
+    `requests` is the chain, and `spans` has the local memory of each request.
     """
 
-    def __init__(self, pyverbs: "Pyverbs", opcode: int, length: int = CHAIN) -> None:
+    def __init__(self, pyverbs: Pyverbs, opcode: int, length: int = CHAIN) -> None:
         wr, enums = pyverbs.wr, pyverbs.enums
-        self._spans = [wr.SGE(0, 0, 0) for _ in range(length)]
-        self._requests = [wr.SendWR(opcode=opcode, num_sge=1, sg=[span], send_flags=0) for span in self._spans]
-        for request, span in zip(self._requests, self._spans, strict=True):
+        self.spans = [wr.SGE(0, 0, 0) for _ in range(length)]
+        self.requests = [wr.SendWR(opcode=opcode, num_sge=1, sg=[span], send_flags=0) for span in self.spans]
+        for request, span in zip(self.requests, self.spans, strict=True):
             request.sg_list = span  # the span itself in place of a copy, so that it can be set
-        for request, following in zip(self._requests, self._requests[1:], strict=False):
+        for request, following in zip(self.requests, self.requests[1:], strict=False):
             request.next_wr = following  # keeps the address only; the list keeps the request
-        self._requests[-1].send_flags = enums.IBV_SEND_SIGNALED
+        self.requests[-1].send_flags = enums.IBV_SEND_SIGNALED
 
     def fill(self, pieces: Sequence[Piece], batch: int) -> Any:
         """Set a batch up, at most as long as the chain; return the request to post."""
-        requests = self._requests[-len(pieces) :]
-        for request, span, piece in zip(requests, self._spans[-len(pieces) :], pieces, strict=True):
+        requests = self.requests[-len(pieces) :]
+        for request, span, piece in zip(requests, self.spans[-len(pieces) :], pieces, strict=True):
             span.addr, span.lkey, address, key, span.length = piece
             request.set_wr_rdma(key, address)
-        self._requests[-1].wr_id = batch
+        self.requests[-1].wr_id = batch
         return requests[0]
 
 
 class QueueParts(NamedTuple):
-    """What a queue pair is made of: itself, its completion queue, and the channel that tells of completions."""
+    """What a queue pair is made of: itself, its completion queue, and the channel that
+    tells of completions.
+    """
 
     pair: Any
     completions: Any
@@ -63,10 +68,37 @@ class QueueParts(NamedTuple):
     fd: int
 
 
-class VerbsQueue:
-    """A queue pair. See `rdma_verbs.Queue` for what its methods promise."""
+class OpenPort(Protocol):
+    """What a queue pair needs of the device that it belongs to."""
 
-    def __init__(self, pyverbs: "Pyverbs", device: "VerbsDevice", parts: QueueParts, *, serves: bool) -> None:
+    port: ChosenPort
+    mtu: int
+    """The bytes in a packet, at most."""
+    reads: int
+    """How many reads of its peer a queue pair accepts at a time."""
+    initiator_depth: int
+    """How many reads of its own a queue pair has in flight, at most."""
+
+    @property
+    def place(self) -> str:
+        """The port and its address, for people."""
+
+    def work(self, operation: Operation) -> WorkRequests:
+        """Return the work requests that all queue pairs of this device post."""
+
+    def look_again(self) -> None:
+        """Choose the port's address again."""
+
+    def forget(self, queue: "VerbsQueue") -> None:
+        """Note that a queue pair was closed."""
+
+
+class VerbsQueue:
+    """A queue pair. See `infinistore.transports.rdma.verbs.Queue` for what its methods
+    promise.
+    """
+
+    def __init__(self, pyverbs: Pyverbs, device: OpenPort, parts: QueueParts, *, serves: bool) -> None:
         self.fd = parts.fd
         self.endpoint = Endpoint(
             parts.pair.qp_num, secrets.randbits(24), device.port.gid, device.port.lid, device.mtu, device.reads
@@ -93,7 +125,7 @@ class VerbsQueue:
         attributes.rq_psn = peer.packet
         attributes.sq_psn = self.endpoint.packet
         attributes.max_dest_rd_atomic = device.reads
-        attributes.max_rd_atomic = max(1, min(peer.reads, device.own_reads))
+        attributes.max_rd_atomic = max(1, min(peer.reads, device.initiator_depth))
         attributes.min_rnr_timer = 12
         attributes.timeout = timeout_exponent(dead_after_s)
         attributes.retry_cnt = _RETRIES
@@ -133,7 +165,9 @@ class VerbsQueue:
         self._completions.req_notify()
 
     def take_events(self) -> None:
-        """Take what made `fd` readable, and acknowledge it: a queue with events left cannot be destroyed."""
+        """Take what made `fd` readable, and acknowledge it: a queue with events left
+        cannot be destroyed.
+        """
         while True:
             try:
                 self._channel.get_cq_event(self._completions)
@@ -157,13 +191,17 @@ class VerbsQueue:
 
 
 def timeout_exponent(dead_after_s: float) -> int:
-    """Return the local acknowledge timeout, 4.096 us times 2 to this power, after whose retries a peer counts as dead.
+    """Return the local acknowledge timeout, 4.096 us times 2 to this power, after whose
+    retries a peer counts as dead.
 
-    Devices may take up to four times as long (InfiniBand Architecture Specification, 9.7.6.1.3).
+    Devices may take up to four times as long (InfiniBand Architecture Specification,
+    9.7.6.1.3).
     """
     return min(31, max(1, math.floor(math.log2(dead_after_s / (_RETRIES + 1) / _TIMEOUT_UNIT_S))))
 
 
 def gid_text(gid: str) -> str:
-    """Return 32 hexadecimal digits in groups of four, as pyverbs and people read them."""
+    """Return 32 hexadecimal digits in groups of four, as pyverbs and people read
+    them.
+    """
     return ":".join(gid[first : first + 4] for first in range(0, 32, 4))

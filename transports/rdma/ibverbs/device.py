@@ -1,108 +1,89 @@
-"""RDMA devices by pyverbs: an open port, the memory registered with it, and its queue pairs.
+"""RDMA devices by pyverbs: an open port, the memory registered with it, and its queue
+pairs.
 
-pyverbs is the Python binding of rdma-core. Two releases are about, 44 (Debian 12) and 59, and they differ in little:
-where the enumerations are, and that a completion channel tells its descriptor. `load_pyverbs` evens that out.
-
-Everything is closed explicitly and in order: what is left to the garbage collector is destroyed in any order, and
-pyverbs 44 crashes then. In a forked child nothing is closed at all, because the kernel would do it to the parent.
+Everything is closed explicitly and in order: what is left to the garbage collector is
+destroyed in any order, and pyverbs 44 crashes then. In a forked child nothing is closed
+at all, because the kernel would do it to the parent.
 """
 
 import atexit
 import ctypes
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from typing import Any
 
-import attrs
+from infinistore.sizes import in_units
+from infinistore.transports.rdma.choice import ChosenPort, choose_port
+from infinistore.transports.rdma.devices import Address
+from infinistore.transports.rdma.ibverbs.bindings import Pyverbs, load_pyverbs
+from infinistore.transports.rdma.ibverbs.queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
+from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma, Operation
 
-from infinistore.transports.rdma_choice import ChosenPort, choose_port
-from infinistore.transports.rdma_devices import Address
-from infinistore.transports.rdma_queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
-from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma, Operation
-
-__all__ = ["Pyverbs", "load_pyverbs", "open_device"]
+__all__ = ["VerbsDevice", "open_device"]
 
 MOST_REQUESTS = 4 * CHAIN
-"""Work requests in one queue pair: four batches in flight hide the time that posting the next one takes."""
+"""Work requests in one queue pair: four batches in flight hide the time that posting
+the next one takes.
+"""
 LONGEST_BYTES = 1 << 30
 """In one work request, if the device allows as much."""
-_EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
-_REMEDY = (
-    "install pyverbs for this Python (Debian, for the system's Python: apt-get install python3-pyverbs, and link"
-    " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"
-)
-_loading = threading.Lock()
+EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
+"""What the descriptor of a completion channel leads to."""
 _opening = threading.Lock()  # a channel's descriptor is the one that was opened meanwhile, so nobody else may
 
 
-@attrs.frozen
-class Pyverbs:
-    """The parts of pyverbs that are used, wherever this release has them."""
-
-    enums: Any
-    error: type[Exception]
-    device: Any
-    pd: Any
-    cq: Any
-    qp: Any
-    mr: Any
-    wr: Any
-    addr: Any
+def _after_fork_in_child() -> None:
+    # It may have been held by a thread that the child does not have.
+    global _opening  # noqa: PLW0603
+    _opening = threading.Lock()
 
 
-def load_pyverbs(load: Callable[[str], Any] = import_module) -> Pyverbs:
-    """Import pyverbs.
-
-    Raises:
-        NoRdma: it is not installed, or does not fit this Python or this machine.
-    """
-    with _loading, _without_log_settings():
-        try:
-            load("pyverbs")
-            parts = [load(f"pyverbs.{name}") for name in ("device", "pd", "cq", "qp", "mr", "wr", "addr")]
-            error = load("pyverbs.pyverbs_error").PyverbsError
-            try:
-                enums = load("pyverbs.enums")
-            except ImportError:  # from some release after 44 on
-                enums = load("pyverbs.libibverbs_enums")
-        except ImportError as problem:
-            raise NoRdma(f"pyverbs cannot be imported ({problem})", _REMEDY) from None
-    return Pyverbs(enums, error, *parts)
-
-
-@contextmanager
-def _without_log_settings() -> Iterator[None]:
-    """Take back what importing pyverbs does to the root logger: it calls `logging.basicConfig`."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def open_device(
     name: str | None, port: int, link: str | None, gid_index: int, near: Address | None = None
 ) -> "VerbsDevice":
-    """Open a port; see `rdma_verbs.open_device`."""
+    """Open a port; see `infinistore.transports.rdma.opening.open_device`."""
     chosen = choose_port(name, port, link, gid_index, near=near)  # first: without a device nobody needs pyverbs
     return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index, near=near))
 
 
-class VerbsDevice:
-    """An open port of an RDMA device. See `rdma_verbs.Device` for what its methods promise."""
+def event_descriptors(target: str = EVENT_DESCRIPTOR) -> set[int]:
+    """Return the open descriptors of this process that lead to `target`."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == target:
+                found.add(int(name))
+        except OSError:
+            continue  # the one that listed the folder, or another thread's, closed since
+    return found
 
-    def __init__(self, pyverbs: Pyverbs, port: ChosenPort, choose_again: Callable[[], ChosenPort]) -> None:
+
+class VerbsDevice:
+    """An open port of an RDMA device. See `infinistore.transports.rdma.verbs.Device`
+    for what its methods promise.
+
+    `event_descriptors` returns the descriptors of all completion channels that are open
+    in this process.
+    """
+
+    def __init__(
+        self,
+        pyverbs: Pyverbs,
+        port: ChosenPort,
+        choose_again: Callable[[], ChosenPort],
+        event_descriptors: Callable[[], set[int]] = event_descriptors,
+    ) -> None:
         self.name = port.device
         self.link = port.link
         self.port = port
         self._pyverbs = pyverbs
         self._choose_again = choose_again
+        self._event_descriptors = event_descriptors
         self._closed = False
         self._regions: set[VerbsRegion] = set()
         self._queues: set[VerbsQueue] = set()
@@ -119,8 +100,9 @@ class VerbsDevice:
         self.limits = DeviceLimits(min(MOST_REQUESTS, attributes.max_qp_wr), min(found.max_msg_sz, LONGEST_BYTES))
         self.mtu = 128 << min(found.active_mtu, 5)  # enum ibv_mtu: 1 is 256 bytes
         self.reads = max(1, min(attributes.max_qp_rd_atom, 16))
-        self.own_reads = max(1, min(attributes.max_qp_init_rd_atom, 16))
-        # A device that nobody closed must not be left to the garbage collector, which would crash the process.
+        self.initiator_depth = max(1, min(attributes.max_qp_init_rd_atom, 16))
+        # A device that nobody closed must not be left to the garbage collector, which
+        # would crash the process.
         atexit.register(self.close)
         self._work = {
             Operation.READ: WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_READ),
@@ -144,13 +126,15 @@ class VerbsDevice:
         if remote:
             access |= enums.IBV_ACCESS_REMOTE_READ | (enums.IBV_ACCESS_REMOTE_WRITE if writable else 0)
         with self._refusing(
-            f"does not register {length} bytes of memory (is `ulimit -l` large enough? RDMA pins what it registers)"
+            f"does not register {in_units(length)} of memory (is `ulimit -l` large enough? RDMA pins it)"
         ):
             memory = self._pyverbs.mr.MR(self._pd, length, access, address=address)
         return self._keep(memory, address)
 
     def register_dmabuf(self, fd: int, offset: int, length: int) -> "VerbsRegion":
-        """Register memory of another device. pyverbs gives it addresses that begin at `offset`."""
+        """Register memory of another device. pyverbs gives it addresses that begin at
+        `offset`.
+        """
         enums, mr = self._pyverbs.enums, self._pyverbs.mr
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE
         if not hasattr(mr, "DmaBufMR"):
@@ -191,16 +175,18 @@ class VerbsDevice:
         return qp.QP(self._pd, wanted)
 
     def _create_channel(self, made: list[Any]) -> tuple[Any, int]:
-        """Return a completion channel and its descriptor, which no longer blocks: a wait in it would stop all threads.
+        """Return a completion channel and its descriptor, which no longer blocks: a
+        wait in it would stop all threads.
 
-        pyverbs 44 does not tell the descriptor, so it is the one that was not there before.
+        pyverbs 44 does not tell the descriptor, so it is the one that was not there
+        before.
         """
         with _opening:
-            before = _event_descriptors()
+            before = self._event_descriptors()
             channel = self._pyverbs.cq.CompChannel(self._context)
             made.append(channel)
             fd = getattr(channel, "fd", None)
-            found = {fd} if fd is not None else _event_descriptors() - before
+            found = {fd} if fd is not None else self._event_descriptors() - before
         if len(found) != 1:
             raise NoRdma(f"another library opened an RDMA device at the same moment as {self.name}; try again")
         fd = found.pop()
@@ -208,7 +194,9 @@ class VerbsDevice:
         return channel, fd
 
     def work(self, operation: Operation) -> WorkRequests:
-        """The work requests that all queue pairs of this device post: a device has copied them when a post returns."""
+        """The work requests that all queue pairs of this device post: a device has
+        copied them when a post returns.
+        """
         return self._work[operation]
 
     def forget(self, queue: VerbsQueue) -> None:
@@ -216,7 +204,9 @@ class VerbsDevice:
         self._queues.discard(queue)
 
     def look_again(self) -> None:
-        """Choose the port's address again: GIDs come and go with the network's addresses."""
+        """Choose the port's address again: GIDs come and go with the network's
+        addresses.
+        """
         with suppress(NoRdma):  # then it stays as it was, and fails as it did
             self.port = self._choose_again()
 
@@ -234,7 +224,9 @@ class VerbsDevice:
         atexit.unregister(self.close)
 
     def abandon(self) -> None:
-        """In a forked child: keep every object for ever, since destroying it would destroy the parent's."""
+        """In a forked child: keep every object for ever, since destroying it would
+        destroy the parent's.
+        """
         self._closed = True
         for region in self._regions:
             region.abandon()
@@ -271,14 +263,3 @@ class VerbsRegion:
     def abandon(self) -> None:
         """In a forked child: never unregister."""
         self._abandoned = True
-
-
-def _event_descriptors() -> set[int]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == _EVENT_DESCRIPTOR:
-                found.add(int(name))
-        except OSError:
-            continue  # the one that listed the folder, or another thread's, closed since
-    return found

@@ -1,18 +1,20 @@
-"""Memory of GPUs that a peer may read and write by RDMA: how it is registered, and where it is.
+"""Memory of GPUs that a peer may read and write by RDMA: how it is registered, and
+where it is.
 
-There are two ways to register it. As a dmabuf: the GPU's driver hands the pages to the card's through the kernel. As
-peer memory: the card's driver asks a module of the GPU's (nvidia-peermem) what the address means, as if it were this
-process's memory. The first is tried first; what each said is in the error if neither works.
+There are two ways to register it. As a dmabuf: the GPU's driver hands the pages to the
+card's through the kernel. As peer memory: the card's driver asks a module of the GPU's
+(nvidia-peermem) what the address means, as if it were this process's memory. The first
+is tried first; what each said is in the error if neither works.
 """
 
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from infinistore.transports.device_memory import Cuda, DeviceMemory
-from infinistore.transports.rdma_memory import RemoteSpan, SpanTable
-from infinistore.transports.rdma_plan import Placement
-from infinistore.transports.rdma_verbs import Device, NoRdma, Region
+from infinistore.transports.cuda.memory import Cuda, DeviceMemory
+from infinistore.transports.rdma.memory import RemoteSpan, SpanTable
+from infinistore.transports.rdma.plan import Placement
+from infinistore.transports.rdma.verbs import Device, NoRdma, Region
 
 __all__ = ["DeviceSpan", "RegisteredDeviceMemory"]
 
@@ -23,16 +25,21 @@ _REMEDY = (
 
 
 class DeviceSpan(RemoteSpan):
-    """A span of a GPU's memory that an RDMA device knows. It keeps the memory alive, and is gone after `close`."""
+    """A span of a GPU's memory that an RDMA device knows. It keeps the memory alive,
+    and is gone after `close`.
+    """
 
     def __init__(self, device: Device, memory: DeviceMemory, cuda: Cuda) -> None:
         self.memory: DeviceMemory | None = memory
         super().__init__(memory.address, len(memory), _register(device, memory, cuda))
-        # What is written to the device by a synchronous copy should be there when somebody reads it by RDMA.
+        # What is written to the device by a synchronous copy should be there when
+        # somebody reads it by RDMA.
         cuda.order_copies(memory)
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
+        """Unregister: when this returns, no peer reads or writes here any more.
+        Idempotent.
+        """
         super().close()
         self.memory = None
 
@@ -41,7 +48,7 @@ def _register(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
     try:
         return _register_dmabuf(device, memory, cuda)
     except NoRdma as error:
-        as_dmabuf = error
+        as_dmabuf = str(error)
     try:
         return device.register(memory.address, len(memory), remote=True)
     except NoRdma as error:
@@ -60,10 +67,13 @@ def _register_dmabuf(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region
 
 
 class RegisteredDeviceMemory(SpanTable[DeviceSpan]):
-    """The spans of GPUs' memory that a caller has registered, to be found by address."""
+    """The spans of GPUs' memory that a caller has registered, to be found by
+    address.
+    """
 
     def locate(self, blocks: Sequence[DeviceMemory]) -> Placement | None:
-        """Return where the peer finds these blocks; None unless every one of them lies in registered memory.
+        """Return where the peer finds these blocks; None unless every one of them lies
+        in registered memory.
 
         Where spans overlap, the one that begins last counts.
         """

@@ -1,7 +1,9 @@
-"""Moving a batch over a queue pair, under Trio: keep the queue full, wait on its descriptor, notice what fails.
+"""The requester of a queue pair, under Trio: it keeps the queue full, waits on its
+descriptor, and notices failures.
 
-The promise that everything above rests on: when `move` returns or raises, the device touches neither side's memory for
-it any more. Either all of it was completed, or the queue pair has been destroyed.
+When `move` returns or raises, the device no longer touches the memory of either side
+for it. Either all of the transfer was completed, or the queue pair has been destroyed.
+Everything above relies on that.
 """
 
 from collections.abc import Sequence
@@ -10,10 +12,10 @@ from itertools import count
 import trio
 
 from infinistore.errors import TransferFailed
-from infinistore.transports.rdma_plan import Piece, Window
-from infinistore.transports.rdma_verbs import Operation, Queue, describe_status
+from infinistore.transports.rdma.plan import Piece, Window
+from infinistore.transports.rdma.verbs import Operation, Queue, describe_status
 
-__all__ = ["BATCH", "RdmaMover"]
+__all__ = ["BATCH", "Requester"]
 
 BATCH = 64
 """How many work requests share one completion."""
@@ -21,8 +23,10 @@ _YIELD_AFTER = 16  # completions that came without waiting: then others have the
 _POLLS = 4  # before it goes to sleep: on real hardware a small batch is done by then
 
 
-class RdmaMover:
-    """One connected queue pair of the side that drives. One transfer at a time uses it."""
+class Requester:
+    """One connected queue pair of the side that posts reads and writes. It moves one
+    batch at a time.
+    """
 
     def __init__(self, queue: Queue, depth: int, place: str) -> None:
         self._queue = queue
@@ -30,13 +34,14 @@ class RdmaMover:
         self._place = place
         self._numbers = count(1)
         self.broken = ""
-        """Why it moves nothing any more; empty while it does."""
+        """Why it moves nothing any more; empty while it works."""
 
     async def move(self, operation: Operation, pieces: Sequence[Piece]) -> None:
-        """Carry out these pieces, and return when all are done. Any other way out destroys the queue pair.
+        """Carry out these pieces, and return when all are done. Any other way out
+        destroys the queue pair.
 
         Raises:
-            TransferFailed: one of them failed, or the queue pair did earlier.
+            TransferFailed: a piece failed, or the queue pair failed earlier.
         """
         if self.broken:
             raise TransferFailed(self.broken)
@@ -90,7 +95,9 @@ class RdmaMover:
         self._queue.take_events()
 
     def close(self, why: str = "the connection is closed") -> None:
-        """Destroy the queue pair: nothing is read or written for it after this. Idempotent."""
+        """Destroy the queue pair: nothing is read or written for it afterwards.
+        Idempotent.
+        """
         if not self.broken:
             self.broken = why
             trio.lowlevel.notify_closing(self._queue.fd)

@@ -1,8 +1,10 @@
-"""CUDA's driver, as far as RDMA needs it: memory of a GPU as a dmabuf, and the order of what the GPU and a card do.
+"""CUDA's driver, as far as RDMA needs it: memory of a GPU as a dmabuf, and the order of
+what the GPU and a card do.
 
-Called by ctypes, because PyTorch has no such calls, and whoever has a CUDA tensor has the library. The numbers are
-those of `cuda.h`. Sources: the CUDA Driver API (cuMemGetHandleForAddressRange, cuFlushGPUDirectRDMAWrites,
-cuPointerSetAttribute) and "GPUDirect RDMA", chapter "Synchronization and Memory Ordering".
+Called by ctypes, because PyTorch has no such calls, and whoever has a CUDA tensor has
+the library. The numbers are those of `cuda.h`. Sources: the CUDA Driver API
+(cuMemGetHandleForAddressRange, cuFlushGPUDirectRDMAWrites, cuPointerSetAttribute) and
+"GPUDirect RDMA", chapter "Synchronization and Memory Ordering".
 
 Never run on a GPU: the tests show it a library that is made of Python.
 """
@@ -14,15 +16,15 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from infinistore.transports.device_memory import Cuda, DeviceMemory, Dmabuf
-from infinistore.transports.rdma_choice import NoRdma
+from infinistore.transports.cuda.memory import Cuda, DeviceMemory, Dmabuf
+from infinistore.transports.rdma.choice import NoRdma
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaDriver", "load_cuda", "record_event", "wait_for_event"]
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
 _DMA_BUF_SUPPORTED = 124
 _FLUSH_WRITES_OPTIONS = 117
@@ -37,7 +39,9 @@ _DEVICE_ORDINAL = 9
 
 
 class CudaDriver:
-    """CUDA. `library` is the driver's, or None where it cannot be loaded; pages are of `page_bytes`."""
+    """CUDA. `library` is the driver's, or None where it cannot be loaded; pages are of
+    `page_bytes`.
+    """
 
     def __init__(self, library: Any, page_bytes: int = mmap.PAGESIZE) -> None:
         self._library = library
@@ -57,9 +61,11 @@ class CudaDriver:
         return ordinal.value if kind.value == _DEVICE_MEMORY else None
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
-        """Return the memory as a dmabuf: the pages that it lies in; where those are refused, its whole allocation."""
+        """Return the memory as a dmabuf: the pages that it lies in; where those are
+        refused, its whole allocation.
+        """
         if not hasattr(self._library, "cuMemGetHandleForAddressRange"):
-            why = f"has no {_LIBRARY}" if self._library is None else "has a driver older than CUDA 11.7"
+            why = f"has no {LIBRARY}" if self._library is None else "has a driver older than CUDA 11.7"
             raise NoRdma(f"this machine {why}")
         with self._context(memory.ordinal) as gpu:
             if not self._attribute(gpu, _DMA_BUF_SUPPORTED):
@@ -79,10 +85,12 @@ class CudaDriver:
             raise NoRdma(f"cuMemGetHandleForAddressRange: {self._name(status)}")
 
     def _ranges(self, memory: DeviceMemory) -> Iterator[tuple[int, int]]:
-        """Where to begin, and how much: first the least, since a card maps all of what is exported.
+        """Where to begin, and how much: first the least, since a card maps all of what
+        is exported.
 
-        PyTorch cuts tensors out of larger allocations, so the second is not the same. Of memory that is mapped piece
-        by piece (PyTorch's expandable segments) CUDA knows the first piece only; then there is no second.
+        PyTorch cuts tensors out of larger allocations, so the second is not the same.
+        Of memory that is mapped piece by piece (PyTorch's expandable segments) CUDA
+        knows the first piece only; then there is no second.
         """
         yield self._pages(memory.address, memory.address + memory.length)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
@@ -98,7 +106,9 @@ class CudaDriver:
         return first, -(-end // page) * page - first
 
     def order_copies(self, memory: DeviceMemory) -> None:
-        """Set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, for the whole allocation. Some kinds of memory do not have it."""
+        """Set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, for the whole allocation. Some kinds of
+        memory do not have it.
+        """
         if self._library is not None:
             with suppress(NoRdma), self._context(memory.ordinal):
                 self._library.cuPointerSetAttribute(
@@ -106,7 +116,9 @@ class CudaDriver:
                 )
 
     def record(self, ordinal: int) -> Any:
-        """Return an event on PyTorch's current stream. Without PyTorch, all that the GPU does is to be waited for."""
+        """Return an event on PyTorch's current stream. Without PyTorch, all that the
+        GPU does is to be waited for.
+        """
         return record_event(ordinal) if "torch" in sys.modules else ordinal
 
     def is_done(self, event: Any) -> bool:
@@ -122,9 +134,11 @@ class CudaDriver:
                 self._check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
     def flush(self, ordinal: int) -> None:
-        """Call cuFlushGPUDirectRDMAWrites, if the GPU needs it and the driver can do it.
+        """Call cuFlushGPUDirectRDMAWrites, if the GPU needs it and the driver can do
+        it.
 
-        Work that is given to a GPU after the bytes have arrived sees them in any case. This is for what runs already.
+        Work that is given to a GPU after the bytes have arrived sees them in any case.
+        This is for what runs already.
         """
         if self._library is None:
             return
@@ -135,7 +149,9 @@ class CudaDriver:
 
     @contextmanager
     def _context(self, ordinal: int) -> Generator[ctypes.c_int, None, None]:
-        """Give the GPU, in its primary context, which is PyTorch's; a thread that is new to CUDA has none."""
+        """Give the GPU, in its primary context, which is PyTorch's; a thread that is
+        new to CUDA has none.
+        """
         library = self._library
         gpu, context, left = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuInit", library.cuInit(ctypes.c_uint(0)))
@@ -167,7 +183,9 @@ class CudaDriver:
 
 
 def record_event(device: "torch.device | int") -> "torch.cuda.Event":
-    """Return an event on this thread's current stream of the GPU, in PyTorch's words; who waits for it sleeps."""
+    """Return an event on this thread's current stream of the GPU, in PyTorch's words;
+    who waits for it sleeps.
+    """
     import torch
 
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -183,9 +201,9 @@ def wait_for_event(event: "torch.cuda.Event") -> None:
         event.synchronize()
 
 
-def load_cuda() -> Cuda:
+def load_cuda(library: str = LIBRARY) -> Cuda:
     """Return CUDA, whether it is there or not."""
     try:
-        return CudaDriver(ctypes.CDLL(_LIBRARY))
+        return CudaDriver(ctypes.CDLL(library))
     except OSError:
         return CudaDriver(None)

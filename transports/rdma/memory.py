@@ -1,4 +1,6 @@
-"""Memory of this process that a peer may read and write by RDMA: where it is, and by which key it is named."""
+"""Memory of this process that a peer may read and write by RDMA: its addresses and
+keys.
+"""
 
 import ctypes
 import mmap
@@ -7,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from infinistore.transports.rdma_plan import Placement
-from infinistore.transports.rdma_verbs import Device, Region
+from infinistore.transports.rdma.plan import Placement
+from infinistore.transports.rdma.verbs import Device, Region
 
 __all__ = ["RegisteredMemory", "RegisteredSpan", "RemoteSpan", "SpanTable", "Staging", "address_of"]
 
@@ -16,7 +18,9 @@ _ADDRESS = attrgetter("address")
 
 
 class RemoteSpan:
-    """A span of memory that a device knows, from `address` to `end`; `shift` is from there to what a peer calls it."""
+    """A span of memory that a device knows, from `address` to `end`; `shift` leads from
+    a local address to the peer's.
+    """
 
     def __init__(self, address: int, length: int, region: Region) -> None:
         self.address = address
@@ -26,12 +30,14 @@ class RemoteSpan:
         self._region = region
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
+        """Unregister: when this returns, no peer reads or writes here any more.
+        Idempotent.
+        """
         self._region.close()
 
 
 class RegisteredSpan(RemoteSpan):
-    """A span of this process's memory. It keeps the memory alive, and is gone for good after `close`."""
+    """A span of this process's memory. It keeps the memory alive; `close` is final."""
 
     def __init__(self, device: Device, view: memoryview) -> None:
         self.view = view
@@ -40,7 +46,9 @@ class RegisteredSpan(RemoteSpan):
         super().__init__(address, len(view), device.register(address, len(view), remote=True, writable=self.writable))
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more. Idempotent."""
+        """Unregister: when this returns, no peer reads or writes here any more.
+        Idempotent.
+        """
         super().close()
         self.view = memoryview(b"")
 
@@ -51,7 +59,8 @@ _AnySpan = TypeVar("_AnySpan", bound=RemoteSpan)
 class SpanTable(Generic[_AnySpan]):
     """Registered spans, by address.
 
-    Lookups may run beside changes in other threads: they see the spans before a change, or after it.
+    Other threads may look up while one changes them: they see the spans before a
+    change, or after it.
     """
 
     def __init__(self) -> None:
@@ -62,11 +71,11 @@ class SpanTable(Generic[_AnySpan]):
         return len(self.table[0])
 
     def add(self, span: _AnySpan) -> None:
-        """Know a span from now on."""
+        """Add a span."""
         self._replace([*self.table[0], span])
 
     def remove(self, span: _AnySpan) -> None:
-        """Forget a span, if it is known."""
+        """Remove a span, if it is there."""
         self._replace([known for known in self.table[0] if known is not span])
 
     def _replace(self, spans: Iterable[_AnySpan]) -> None:
@@ -78,9 +87,10 @@ class RegisteredMemory(SpanTable[RegisteredSpan]):
     """The spans that a caller has registered, to be found by address."""
 
     def locate(self, views: Sequence[memoryview], *, writable: bool) -> Placement | None:
-        """Return where the peer finds these views; None unless every one of them lies in registered memory.
+        """Return where the peer finds these views; None unless every one of them is in
+        registered memory.
 
-        Where spans overlap, the one that begins last counts.
+        Where spans overlap, the one with the highest start counts.
         """
         spans, starts = self.table
         if not spans:
@@ -103,7 +113,7 @@ class RegisteredMemory(SpanTable[RegisteredSpan]):
 
 
 class Staging:
-    """Registered memory of its own, for blocks that lie in memory that is not."""
+    """A registered staging buffer, for blocks in memory that is not registered."""
 
     def __init__(self, device: Device, length: int) -> None:
         memory = mmap.mmap(-1, length)
@@ -125,7 +135,9 @@ class Staging:
 
 
 class _Buffer(ctypes.Structure):
-    """Py_buffer, as far as it is looked at; the rest is room for what the interpreter keeps there."""
+    """The fields of Py_buffer that are read; the rest is space for what the interpreter
+    keeps there.
+    """
 
     _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 120))
 
@@ -138,7 +150,7 @@ _release_buffer.restype = None
 
 
 def address_of(view: memoryview) -> int:
-    """Return where the bytes of a contiguous view are in memory."""
+    """Return the address of a contiguous view."""
     if not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
     buffer = _Buffer()

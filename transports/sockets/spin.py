@@ -1,17 +1,18 @@
-"""Waiting for a moment without going to sleep.
+"""Polling for a moment before a receive sleeps (spinning).
 
-Waking a sleeping process costs 50 us and more on a virtual machine, several times what a look-up takes. So a stream
-whose peer answered quickly before tries again for a few microseconds before it sleeps. It is bounded, it stops where
-it does not help, it stops where others wait for the same thread, and what it burns is counted.
+Waking a sleeping process costs 50 us and more on a virtual machine, several times what
+a lookup takes. So a stream whose peer answered quickly before polls for a few
+microseconds before it sleeps. Spinning is bounded, stops where it does not help, stops
+where other tasks wait for the same thread, and is counted.
 """
 
 import socket
 import time
 from collections.abc import Callable, Sequence
 
-import attrs
+from infinistore.statistics import SpinStatistics
 
-__all__ = ["DEFAULT_SPIN_S", "SpinStatistics", "Spinner"]
+__all__ = ["DEFAULT_SPIN_S", "Spinner"]
 
 DEFAULT_SPIN_S = 400e-6
 _LONGEST_BYTES = 64 * 1024
@@ -21,21 +22,13 @@ _MOST_SKIPPED = 8
 _NOW = socket.MSG_DONTWAIT
 
 
-@attrs.frozen
-class SpinStatistics:
-    """How often waiting awake was tried, how often something came meanwhile, and how long it took in all."""
-
-    spins: int
-    hits: int
-    burned_s: float
-
-
 class Spinner:
-    """Decides when to wait awake, and does it. One for all streams of a thread.
+    """Decides when to spin, and does it. One for all streams of a thread.
 
-    It spins only for the stream that was the last to move bytes, only soon after that (or before a time by which it is
-    known to move some), and only if no other stream has moved any lately. A miss makes it skip the next chance, and
-    each further one twice as many, up to eight: a burst of calls costs one miss, at its end.
+    It spins only for the stream that last moved bytes, only soon after that (or before
+    a time by which the stream is known to move some), and only if no other stream has
+    moved any lately. A miss makes it skip the next chance, and each further miss twice
+    as many, up to eight. So a burst of calls costs one miss, at its end.
     """
 
     def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -58,7 +51,9 @@ class Spinner:
             self._alone_since = now
 
     def may_spin(self, stream: object, until: float = 0.0) -> bool:
-        """Whether to wait awake for a stream: one that is alone, and moved bytes lately or will until this time."""
+        """Whether to spin for a stream: it is alone, and moved bytes lately or will do
+        so until this time.
+        """
         now = self.clock()
         return (
             stream is self._last
@@ -70,16 +65,20 @@ class Spinner:
     def spin(
         self, stream: object, sock: socket.socket, views: Sequence[memoryview], *, until: float = 0.0
     ) -> int | None:
-        """Try to receive from the socket of a stream for a moment; `None` if that was in vain, or not worth it.
+        """Try to receive from the socket of a stream for a moment. Return None if
+        nothing came, or if it is not worth trying.
 
-        A long payload is left alone: taking each packet as it comes is slower than sleeping until there are many, for
-        both ends. `until` is when the stream is known to move bytes: before that, a miss says nothing.
+        It does not spin for a long payload: taking each packet as it comes is slower
+        than sleeping until there are many, for both ends. `until` is when the stream is
+        known to move bytes; a miss before that does not count.
         """
         view = views[0]
-        if len(views) != 1 or len(view) > _LONGEST_BYTES or not self.may_spin(stream, until):
+        if stream is not self._last or len(views) != 1 or len(view) > _LONGEST_BYTES or not self._spin_s:
             return None
         receive, clock = sock.recv_into, self.clock
         now = start = clock()
+        if (now - self._last_at > _RECENT_S and now >= until) or now - self._alone_since < _ALONE_S:
+            return None
         if self._skip and start >= until:
             self._skip -= 1
             return None
@@ -92,6 +91,7 @@ class Spinner:
                 now = clock()
                 continue
             self._hits += 1
+            self._last_at = now
             self._skip, self._skip_next = 0, 1
             self._burned_s += now - start
             return count
@@ -102,5 +102,5 @@ class Spinner:
         return None
 
     def statistics(self) -> SpinStatistics:
-        """What it did so far."""
+        """Return the counts so far."""
         return SpinStatistics(self._spins, self._hits, self._burned_s)

@@ -1,11 +1,14 @@
-"""What an RDMA transfer is made of: which bytes go in one work request, and which work requests go together.
+"""The plan of an RDMA transfer: which bytes go in one work request, and which work
+requests are posted together.
 
-Pure arithmetic on addresses. A transfer is a list of `Piece`s, each one work request: bytes that touch in the pool and
-touch at the client are one piece, as far as the longest message allows. Pieces are posted in batches; only the last of
-a batch asks for a completion, and a `Window` keeps as many of them in flight as the queue has room for.
+Pure arithmetic on addresses. A transfer is a list of `Piece`s, each one a work request.
+Blocks that are adjacent both in the pool and at the client form one piece, up to the
+longest message. Pieces are posted in batches. Only the last one of a batch asks for a
+completion, and a `Window` keeps as many batches in flight as the queue has space for.
 
-A piece has one local span. Gathering several into one request would save requests where blocks touch at the client
-only, but pyverbs cannot change the list of spans of a request that exists, and making one costs 20 times as much.
+A piece has one local span. Gathering several spans into one request would save requests
+where blocks are adjacent at the client only. But pyverbs cannot change the span list of
+an existing request, and a new request costs 20 times as much.
 """
 
 from collections import deque
@@ -17,11 +20,15 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["Piece", "Placement", "Window", "plan_transfer"]
 
 Piece: TypeAlias = tuple[int, int, int, int, int]
-"""One work request: local address, local key, remote address, remote key, length in bytes."""
+"""One work request: local address, local key, remote address, remote key, length in
+bytes.
+"""
 
 
 class Placement(NamedTuple):
-    """Where the blocks of a batch are on one side: the address of each, and the key of the memory it lies in."""
+    """The blocks of a batch on one side: the address of each, and the key of its
+    memory.
+    """
 
     addresses: Sequence[int]
     keys: Sequence[int]
@@ -30,7 +37,8 @@ class Placement(NamedTuple):
 def plan_transfer(local: Placement, remote: Placement, lengths: Sequence[int], *, longest_bytes: int) -> list[Piece]:
     """Return the work requests that move blocks of these lengths, in order.
 
-    No piece is longer than `longest_bytes`. ValueError if the columns are not equally long.
+    No piece is longer than `longest_bytes`. ValueError if the columns are not equally
+    long.
     """
     count = len(lengths)
     if not count == len(local.addresses) == len(local.keys) == len(remote.addresses) == len(remote.keys):
@@ -74,8 +82,9 @@ def _split(piece: Piece, longest_bytes: int) -> Iterable[Piece]:
 class Window:
     """The pieces of one transfer on their way through a queue of bounded depth.
 
-    `next_batch` gives what may be posted now, `complete` notes that the oldest batch, and so all of its pieces, is
-    done. Completions of a reliable connection come in order.
+    `next_batch` returns what may be posted now. `complete` notes that the oldest batch,
+    and so all of its pieces, is done. Completions of a reliable connection arrive in
+    order.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, depth: int, batch: int) -> None:
@@ -87,7 +96,7 @@ class Window:
         self._next = 0
         self._flying: deque[int] = deque()
         self.in_flight = 0
-        """How many work requests are posted and not known to be done."""
+        """How many work requests are posted and not known to be complete."""
 
     @property
     def done(self) -> bool:
@@ -95,7 +104,9 @@ class Window:
         return self._next == len(self._pieces) and not self._flying
 
     def next_batch(self) -> Sequence[Piece]:
-        """Return the pieces to post now as one batch; none if the queue is full or all are posted."""
+        """Return the pieces to post now as one batch; none if the queue is full or
+        everything is posted.
+        """
         count = min(self._batch, len(self._pieces) - self._next)
         if not count or self.in_flight + count > self._depth:
             return ()

@@ -1,0 +1,1 @@
+"""RDMA devices by pyverbs, the Python binding of rdma-core."""

@@ -1,0 +1,1 @@
+"""TCP and Unix sockets as streams, for Trio, asyncio and threads."""

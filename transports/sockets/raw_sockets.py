@@ -1,0 +1,143 @@
+"""What every kind of stream does with a bare socket: options, short sends, descriptors,
+and errors.
+
+Nothing here waits, and nothing here knows an event loop.
+"""
+
+import errno
+import socket
+import struct
+from array import array
+from collections.abc import Sequence
+
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.span import Span
+
+__all__ = [
+    "BACKLOG",
+    "LOOK",
+    "MAX_DESCRIPTORS",
+    "VANISHED_AFTER_MS",
+    "broken",
+    "cannot_connect",
+    "looks_stale",
+    "peer_user",
+    "prepare",
+    "reason",
+    "receive_with_descriptors",
+    "send_at_once",
+]
+
+_CREDENTIALS = struct.Struct("@iII")  # ucred: process, user, group
+_SHORT_BYTES = 128 * 1024
+_FEW_VIEWS = 16
+BACKLOG = 1024
+"""How many connections may wait to be accepted."""
+_PROBE_AFTER_S = 30
+_PROBE_EVERY_S = 10
+_PROBES = 3
+VANISHED_AFTER_MS = (_PROBE_AFTER_S + _PROBE_EVERY_S * _PROBES) * 1000
+"""When a peer that acknowledges nothing is given up."""
+LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # made once: to join two flags takes several calls
+_DESCRIPTORS_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+MAX_DESCRIPTORS = 253
+"""The most descriptors in one message (SCM_MAX_FD of Linux)."""
+
+
+def send_at_once(sock: socket.socket, views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Send a short message as far as possible without waiting; return what is left.
+
+    All of a long message is left.
+
+    Raises:
+        StoreUnavailable: the stream is broken.
+    """
+    total = len(views[0]) if len(views) == 1 else sum(map(len, views))
+    if total > _SHORT_BYTES or len(views) > _FEW_VIEWS:
+        return views
+    try:
+        if len(views) == 1:
+            sent = sock.send(views[0], socket.MSG_DONTWAIT)
+        else:
+            sent = sock.sendmsg(views, (), socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return views
+    except OSError as error:
+        raise broken(error) from error
+    if sent == total:
+        return ()
+    rest = Span(views)
+    rest.advance(sent)
+    return rest.next_views(total)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set the socket options of every connection of a store."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        # A header and its payload leave in one call: Nagle would only hold back the end
+        # of it, for 40 ms.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A peer that vanished without a word is given up after a minute; by default,
+        # after two hours.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+
+
+def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], descriptors: list[int]) -> int:
+    """Receive bytes once, and append the descriptors that come with them to
+    `descriptors`.
+
+    Raises:
+        OSError: the socket's error; EMFILE if this process has no descriptors left.
+    """
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+    count, messages, flags, _ = sock.recvmsg_into(views, room, _DESCRIPTORS_NOW)
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received = array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            descriptors.extend(received)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, "not all descriptors could be received; raise the limit (ulimit -n)")
+    return count
+
+
+def peer_user(sock: socket.socket) -> int:
+    """Return the user id of the process that listens at the other end of a Unix socket
+    (SO_PEERCRED of unix(7)).
+    """
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
+
+
+def looks_stale(sock: socket.socket) -> bool:
+    """Whether the peer of an idle connection has closed it, or said something that
+    nobody asked for.
+    """
+    try:
+        sock.recv(1, LOOK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def cannot_connect(place: str, error: OSError | UnicodeError) -> StoreUnavailable:
+    """Return the error for a server that does not listen."""
+    remedy = "is the server running there?"
+    if isinstance(error, PermissionError) and place.startswith("/"):  # the mode of the socket, or of its folder
+        remedy = "connect as the user who runs the server, or by TCP"
+    return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; {remedy}")
+
+
+def broken(error: OSError) -> StoreUnavailable:
+    """Return the error for a broken socket."""
+    return StoreUnavailable(f"the connection broke: {reason(error)}")
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Return the system's message, without the number."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
