@@ -1,0 +1,406 @@
+"""Demotion: blocks of the pool are written to disks, in commit order, batch by batch.
+
+A batch is leased as by a client, so that its bytes stay where they are, but neither
+touched nor counted; then it is appended to the log of a disk. When it is durable, the
+disk finds its keys. What was put again or deleted meanwhile was forgotten by then
+(`Removals`), so a record that is found is always that of its key's newest block.
+
+Leaves to others: which blocks are due (`AdmissionQueue`), and deletion (`Deletions`).
+"""
+
+from collections.abc import Sequence
+from itertools import compress
+
+from infinistore.core import NO_CHECKSUM, Client, StoreCore
+from infinistore.core.clients import leased_in_quarantine
+from infinistore.core.entry import Entry, checksum_of, extent_of, length_of
+from infinistore.disk.admission import AdmissionQueue, Run, run_of, same_block
+from infinistore.disk.disks import Disk, Disks
+from infinistore.disk.flushes import Flushes
+from infinistore.disk.jobs import HashBlocks, Result
+from infinistore.disk.settings import (
+    LARGEST_READ_BYTES,
+    MOST_BLOCKS_PER_GROUP,
+    MOST_GROUPS,
+    MOST_PINNED_BYTES,
+    TierSettings,
+)
+from infinistore.disk.writers import Group, Writer
+from infinistore.errors import LimitExceeded
+
+__all__ = ["Demotion"]
+
+_MOST_ATTEMPTS = 3
+_PINNED_RATIO = 1 / 8
+_FIRST_RATE = 200e6  # until the first batch was measured
+_RATE_WEIGHT = 0.3
+_LEAST_MEASURED_BYTES = 1 << 20
+
+
+class Demotion:
+    """What is on its way from memory to the disks of one tier."""
+
+    def __init__(
+        self,
+        core: StoreCore,
+        client: Client,
+        *,
+        disks: Disks,
+        queue: AdmissionQueue,
+        flushes: Flushes,
+        settings: TierSettings,
+    ) -> None:
+        self.evicted_blocks = 0
+        """Blocks that were evicted, put again or deleted before it was their turn."""
+        self.failed_blocks = 0
+        """Blocks given up because no disk took them."""
+        self.pinned_bytes = 0
+        """What is leased to be written, by footprint."""
+        self._core = core
+        self._client = client
+        self._disks = disks
+        self._queue = queue
+        self._flushes = flushes
+        self._settings = settings
+        self._writers: dict[Disk, Writer] = {}
+        self._in_flight: dict[str, Entry] = {}
+        self._turn = 0
+
+    # What the tier tells
+
+    def add(self, disk: Disk) -> None:
+        """Write to this disk, too."""
+        self._writers[disk] = Writer(disk)
+
+    def give_up(self, disk: Disk) -> None:
+        """Write nothing more to a disk; what waited for it goes to others.
+
+        What was appended ends when its jobs have returned.
+        """
+        writer = self._writers[disk]
+        while writer.ready:
+            group = writer.ready.popleft()
+            self._end(group)
+            self._retry(group)
+        for run in reversed(writer.clear()):
+            self._queue.put_back(run)
+
+    def remove(self, disk: Disk) -> None:
+        """Forget a disk that has been given up, and whose jobs have all returned."""
+        for group in self._writers.pop(disk).groups.values():
+            self._end(group)
+            self._retry(group)
+
+    def changed(self, keys: Sequence[str], entries: Sequence[Entry] | None) -> tuple[set[str], set[str]]:
+        """Note keys that were put (with these entries) or removed.
+
+        Of those on their way, return the keys whose new blocks are equal, and so need
+        not be written, and the others, which do not count any more.
+        """
+        equal: set[str] = set()
+        outdated: set[str] = set()
+        for position, key in enumerate(keys) if self._in_flight else ():
+            if (other := self._in_flight.get(key)) is not None:
+                if entries is not None and same_block(entries[position], length_of(other), checksum_of(other)):
+                    equal.add(key)
+                else:
+                    outdated.add(key)
+                    del self._in_flight[key]
+        return equal, outdated
+
+    def clear(self) -> None:
+        """Forget what has not been appended: everything was purged."""
+        for writer in self._writers.values():
+            keys = [key for run in writer.clear() for key in run.keys]
+            while writer.ready:
+                group = writer.ready.popleft()
+                keys += group.keys
+                self._end(group)
+            self._flushes.failed(keys)
+        self._in_flight.clear()
+
+    def is_in_flight(self, key: str) -> bool:
+        """Whether the newest block of a key is leased to be written, or appended."""
+        return key in self._in_flight
+
+    def is_appended(self, disk: Disk, key: str) -> bool:
+        """Whether the newest block of a key was appended to this disk, and is not
+        durable yet."""
+        return key in self._in_flight and any(key in group.keys for group in self._writers[disk].groups.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due or on its way."""
+        return not self._queue.due and all(
+            not writer.pending and not writer.under_way for writer in self._writers.values()
+        )
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What is due and not leased yet."""
+        return self._queue.due_bytes + sum(writer.pending_bytes for writer in self._writers.values())
+
+    @property
+    def rate(self) -> float:
+        """What the disks take, in bytes per second, as measured of late."""
+        return sum(disk.write_rate or _FIRST_RATE for disk in self._disks if disk.is_writable)
+
+    def waiting_keys(self) -> list[str]:
+        """Return the keys that are due, or on their way."""
+        runs = [*self._queue.due, *(run for writer in self._writers.values() for run in writer.pending)]
+        return [*(key for run in runs for key in run.keys), *self._in_flight]
+
+    # Working
+
+    def work(self, now: float, *, blocked: Sequence[Disk] = ()) -> bool:
+        """Lease and append a batch for each disk that is not blocked, if it can take
+        one; return whether there may be more to do now."""
+        self._deal(now)
+        has_more = False
+        for writer in self._writers.values():
+            if writer.disk not in blocked and writer.disk.takes_blocks:
+                has_more |= not writer.ready and self._lease(writer, now)
+                has_more |= bool(writer.ready) and self._append(writer, now)
+        return has_more
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when a batch that waits for more has waited long enough; now, if what
+        was dealt was evicted, and there is more."""
+        takers = (writer for writer in self._writers.values() if writer.disk.is_writable)
+        if self._queue.due and any(writer.pending_bytes < self._settings.group_bytes for writer in takers):
+            return now
+        times = (writer.pending_since + self._settings.group_s for writer in self._writers.values() if writer.pending)
+        return min((time for time in times if time > now), default=None)
+
+    def durable(self, disk: Disk, token: int, now: float) -> bool:
+        """Note that a batch is durable; False if it is not one of these."""
+        writer = self._writers[disk]
+        group = writer.groups.pop(token, None)
+        if group is None:
+            return False
+        self._measure(writer, group, now)
+        disk.written_blocks += len(group.keys)
+        disk.written_bytes += group.bytes
+        self._end(group)
+        self._flushes.written(disk, group.keys)
+        return True
+
+    def lost(self, disk: Disk, token: int) -> bool:
+        """Note that a batch was lost; False if it is not one of these."""
+        writer = self._writers[disk]
+        group = writer.groups.pop(token, None)
+        if group is None:
+            return False
+        self._end(group)
+        self._retry(group)
+        return True
+
+    # Dealing
+
+    def _deal(self, now: float) -> None:
+        """Give what is due to the disks, in turn, or to the disk that has to have
+        it."""
+        takers = [writer for writer in self._writers.values() if writer.disk.is_writable]
+        if not takers:
+            self._give_up_due()
+            return
+        while self._queue.due and any(writer.pending_bytes < self._settings.group_bytes for writer in takers):
+            most_bytes = LARGEST_READ_BYTES if len(self._disks) > 1 else self._settings.group_bytes
+            run = self._queue.take(most_bytes, MOST_BLOCKS_PER_GROUP)
+            run = run and self._fresh(run)
+            if run is None:
+                continue
+            while takers[self._turn % len(takers)].pending_bytes >= self._settings.group_bytes:
+                self._turn += 1
+            in_turn = takers[self._turn % len(takers)]
+            self._turn += 1
+            if len(self._disks) == 1:
+                in_turn.add(run, now)
+            else:
+                self._deal_by_disk(run, in_turn, now)
+
+    def _fresh(self, run: Run) -> Run | None:
+        """Return what of a run neither waits for a disk yet nor is being written. What
+        waits is hurried, if the run is urgent."""
+        entries = dict(zip(run.keys, run.entries, strict=True))
+        for writer in self._writers.values():
+            if not writer.pending_entries.keys().isdisjoint(entries):
+                again = {key for key, entry in entries.items() if writer.pending_entries.get(key) == entry}
+                writer.is_urgent |= run.urgent and bool(again)
+                entries = {key: entry for key, entry in entries.items() if key not in again}
+        if not self._in_flight.keys().isdisjoint(entries):
+            entries = {key: entry for key, entry in entries.items() if self._in_flight.get(key) != entry}
+        if len(entries) == len(run.keys):
+            return run
+        return (
+            run_of(list(entries), list(entries.values()), attempts=run.attempts, urgent=run.urgent) if entries else None
+        )
+
+    def _deal_by_disk(self, run: Run, in_turn: Writer, now: float) -> None:
+        chosen = [in_turn.disk] * len(run.keys)
+        for disk in self._disks:
+            # What a disk that goes has does not count when it comes back.
+            for position, lingers in enumerate(() if disk.is_leaving else disk.volume.lingers(run.keys)):
+                if lingers:
+                    chosen[position] = disk
+        for disk in dict.fromkeys(chosen):
+            positions = [i for i, one in enumerate(chosen) if one is disk]
+            keys = [run.keys[i] for i in positions]
+            part = run_of(keys, [run.entries[i] for i in positions], attempts=run.attempts, urgent=run.urgent)
+            # A disk that has to have them, and is slow, does not hold up the others.
+            if disk.is_writable and self._writers[disk].pending_bytes < 2 * self._settings.group_bytes:
+                self._writers[disk].add(part, now)
+            else:
+                self._give_up(keys)
+
+    def _give_up_due(self) -> None:
+        while (run := self._queue.take(self._settings.group_bytes, MOST_BLOCKS_PER_GROUP)) is not None:
+            self._give_up(run.keys)
+
+    def _give_up(self, keys: Sequence[str]) -> None:
+        self.failed_blocks += len(keys)
+        self._flushes.failed(keys)
+
+    # Leasing
+
+    def _lease(self, writer: Writer, now: float) -> bool:
+        """Lease the next batch of a disk; return whether there was one."""
+        if not writer.pending or writer.under_way >= MOST_GROUPS or not self._is_time(writer, now):
+            return False
+        bound = min(MOST_PINNED_BYTES, int(_PINNED_RATIO * self._core.pool.capacity_bytes))
+        most_bytes = min(self._settings.group_bytes, bound - self.pinned_bytes, writer.disk.volume.room())
+        if (most_bytes <= 0 and self.pinned_bytes) or writer.disk.volume.room() <= 0:
+            return False
+        keys, entries, attempts = writer.take(max(1, most_bytes))
+        count = writer.disk.volume.fitting(keys, list(map(length_of, entries)))
+        writer.put_back(keys[count or 1 :], entries[count or 1 :], attempts)
+        writer.pending_since = now
+        if not count:  # the first block is longer than a segment
+            self._give_up(keys[:1])
+            return True
+        group = self._group(writer, keys[:count], entries[:count], attempts)
+        if group is not None:
+            self._hash(writer, group)
+        return True
+
+    def _is_time(self, writer: Writer, now: float) -> bool:
+        return (
+            writer.pending_bytes >= min(self._settings.group_bytes, _PINNED_RATIO * self._core.pool.capacity_bytes)
+            or writer.is_urgent
+            or now >= writer.pending_since + self._settings.group_s
+        )
+
+    def _group(self, writer: Writer, keys: list[str], entries: list[Entry], attempts: int) -> Group | None:
+        """Lease those of the blocks that are still there, and on no disk yet."""
+        current = self._core.index.get_many(keys)
+        gone = [i for i, entry in enumerate(entries) if current[i] != entry]
+        self.evicted_blocks += len(gone)
+        self._flushes.gone([keys[i] for i in gone])
+        found = self._disks.contains(keys)
+        self._flushes.found(list(compress(keys, found)))
+        untrusted = leased_in_quarantine(self._core.clients)
+        wanted = {
+            key: entry
+            for key, entry, now_there, on_disk in zip(keys, entries, current, found, strict=True)
+            if now_there == entry and not on_disk and key not in self._in_flight and entry not in untrusted
+        }
+        self._flushes.failed([key for key, entry in zip(keys, entries, strict=True) if entry in untrusted])
+        if not wanted:
+            return None
+        try:
+            lease = self._core.lease(self._client, list(wanted), touch=False)
+        except LimitExceeded:  # a pool so small that its blocks cannot be pinned beside each other
+            self._give_up(list(wanted))
+            return None
+        self.pinned_bytes += lease.footprint_bytes
+        kept = [(key, entry) for key, entry in zip(wanted, lease.entries, strict=True) if entry == wanted[key]]
+        keys, entries = [key for key, _ in kept], [wanted[key] for key, _ in kept]
+        self._in_flight.update(kept)
+        checksums = list(map(checksum_of, entries))
+        return Group(writer.disk, keys, entries, lease, attempts, checksums, [one == NO_CHECKSUM for one in checksums])
+
+    def _hash(self, writer: Writer, group: Group) -> None:
+        """Have the blocks hashed that have no checksum, and then queue the batch."""
+        positions = [i for i, own in enumerate(group.own_checksums) if own]
+        if not positions:
+            writer.ready.append(group)
+            return
+        writer.hashing += 1
+
+        def hashed(result: Result) -> None:
+            writer.hashing -= 1
+            if result.errno:
+                self._end(group)
+                self._retry(group)
+                return
+            for position, checksum in zip(positions, result.checksums, strict=True):
+                group.checksums[position] = checksum
+            writer.ready.append(group)
+
+        views = self._core.pool.views([extent_of(group.entries[i]) for i in positions], writable=False)
+        writer.disk.traffic.start(HashBlocks(writer.disk.number, views), hashed)
+
+    # Appending
+
+    def _append(self, writer: Writer, now: float) -> bool:
+        """Append the first batch that is ready, without what has changed since;
+        return whether there was room."""
+        group = writer.ready[0]
+        current = self._core.index.get_many(group.keys)
+        kept = [i for i, entry in enumerate(group.entries) if current[i] == entry]
+        if len(kept) < len(group.keys):
+            changed = sorted(set(range(len(group.keys))).difference(kept))
+            self._leave_flight([group.keys[i] for i in changed], [group.entries[i] for i in changed])
+            self.evicted_blocks += len(changed)
+            self._flushes.gone([group.keys[i] for i in changed])
+            for name in ("keys", "entries", "checksums", "own_checksums"):
+                values = getattr(group, name)
+                setattr(group, name, [values[i] for i in kept])
+        if not group.keys:
+            writer.ready.popleft()
+            self._end(group)
+            return True
+        token = writer.disk.volume.append(
+            group.keys,
+            list(map(length_of, group.entries)),
+            group.checksums,
+            self._core.pool.views(list(map(extent_of, group.entries)), writable=False),
+            own_checksums=group.own_checksums,
+        )
+        if token is None:
+            return False
+        writer.ready.popleft()
+        group.token, group.appended_at = token, now
+        writer.groups[token] = group
+        return True
+
+    def _end(self, group: Group) -> None:
+        self._leave_flight(group.keys, group.entries)
+        self.pinned_bytes -= group.lease.footprint_bytes
+        self._core.release(group.lease)
+
+    def _leave_flight(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        for key, entry in zip(keys, entries, strict=True):
+            if self._in_flight.get(key) == entry:
+                del self._in_flight[key]
+
+    def _retry(self, group: Group) -> None:
+        """Queue a batch again that was lost: its blocks are still in memory."""
+        current = self._core.index.get_many(group.keys)
+        there = {key: entry for key, entry in zip(group.keys, current, strict=True) if entry is not None}
+        self._flushes.gone([key for key in group.keys if key not in there])
+        if group.attempts + 1 < _MOST_ATTEMPTS:
+            if there:
+                self._queue.put_back(
+                    run_of(list(there), list(there.values()), attempts=group.attempts + 1, urgent=True)
+                )
+        else:
+            self._give_up(list(there))
+
+    def _measure(self, writer: Writer, group: Group, now: float) -> None:
+        seconds = now - max(group.appended_at, writer.durable_at)
+        writer.durable_at = now
+        if group.bytes >= _LEAST_MEASURED_BYTES and seconds > 0:
+            rate = group.bytes / seconds
+            before = writer.disk.write_rate
+            writer.disk.write_rate = rate if not before else before + _RATE_WEIGHT * (rate - before)

@@ -1,0 +1,228 @@
+"""What is on a disk, for people: looked at, and verified, without writing anything.
+
+An inspection finds the same records as the recovery of a volume, by the same code.
+Verification then reads every block that a table or footer lists, live or not, and
+compares hashes.
+
+It is work in steps, see `tasks`; whoever drives them runs the jobs.
+"""
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import numpy as np
+
+from infinistore.disk.format import END_BYTES, Superblock, decode_end, decode_footer
+from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, aligned
+from infinistore.disk.listings import Listing, joined
+from infinistore.disk.log import Log
+from infinistore.disk.records import SHARDS, Records
+from infinistore.disk.recovery import recover
+from infinistore.disk.search import find_batches, read
+from infinistore.disk.segments import Segment, Segments, SegmentState
+from infinistore.disk.tasks import Steps
+
+__all__ = ["DamagedBlock", "DiskContents", "Inspector", "SegmentContents", "Verified"]
+
+_GROUP_BYTES = 4 << 20
+_GROUPS_AT_ONCE = 8
+
+
+@attrs.frozen(kw_only=True)
+class SegmentContents:
+    """One segment; sizes in bytes."""
+
+    number: int
+    state: str
+    """free, open, sealed or abandoned; full is one that a crash left without its
+    footer."""
+    incarnation: int
+    batches: int
+    blocks: int
+    """That its batches list, also those that were replaced or deleted since."""
+    tombstones: int
+    blocks_bytes: int
+    """Of these blocks, without padding."""
+
+
+@attrs.frozen(kw_only=True)
+class DiskContents:
+    """A disk; sizes in bytes."""
+
+    superblock: Superblock
+    segments: list[SegmentContents]
+    keys: int
+    """That a server finds."""
+    keys_bytes: int
+    """The bytes of their blocks."""
+    damaged_batches: int
+    """Whose table or blocks are not whole: torn by a crash, or damaged since."""
+    unreadable_segments: list[int]
+
+
+@attrs.frozen
+class DamagedBlock:
+    """A block that cannot be read, or does not have its checksum."""
+
+    key: str
+    segment: int
+    offset: int
+    length: int
+    live: bool
+    """Whether a server would look for the key here."""
+    errno: int
+    """Why it cannot be read; 0: its checksum is wrong."""
+
+
+@attrs.frozen
+class Verified:
+    """What was verified of a segment."""
+
+    blocks: int
+    blocks_bytes: int
+    damaged: list[DamagedBlock]
+
+
+class Inspector:
+    """Looks at one disk: `superblock` is its newest copy, `files` are the lengths of
+    its files by name.
+    """
+
+    def __init__(self, superblock: Superblock, files: Mapping[str, int]) -> None:
+        numbers = [int(name.removeprefix("segments/")) for name in files if name.startswith("segments/")]
+        slots = max(numbers, default=0) + 1
+        records = Records(slots * (superblock.segment_bytes // ALIGNMENT_BYTES), slots)
+        self._lengths = files
+        self._log = Log(0, superblock, Segments(superblock.segment_bytes, slots), records)
+        self.numbers = sorted(numbers)
+        """Of the segments."""
+
+    def inspect(self, progress: Callable[[], object]) -> Steps[DiskContents]:
+        """Find what a server would find; call `progress` after each segment."""
+        log = self._log
+        superblock = log.superblock
+        yield from recover(log, self._lengths)
+        segments = []
+        for number in self.numbers:
+            batches, listing = yield from self._listed(log.segments[number])
+            segments.append(_contents(log.segments[number], batches, listing))
+            progress()
+        shards = [log.records.dump(shard) for shard in range(SHARDS)]
+        return DiskContents(
+            superblock=superblock,
+            segments=segments,
+            keys=sum(int(rows.live.sum()) for rows in shards),
+            keys_bytes=sum(int(rows.length[rows.live].sum(dtype=np.int64)) for rows in shards),
+            damaged_batches=log.counters.damaged_batches,
+            unreadable_segments=sorted(log.unread),
+        )
+
+    def verify(self, number: int) -> Steps[Verified]:
+        """After `inspect`: read the blocks of a segment, and compare hashes."""
+        _, listing = yield from self._listed(self._log.segments[number])
+        listing = listing.only(listing.length > 0)
+        lengths, pages = listing.length.tolist(), listing.page.tolist()
+        groups = _groups(lengths, pages)
+        bad: dict[int, int] = {}
+        while groups:
+            some, groups = groups[:_GROUPS_AT_ONCE], groups[_GROUPS_AT_ONCE:]
+            jobs = [_reading(number, group, lengths, pages) for group in some]
+            for group, result in zip(some, (yield jobs), strict=True):
+                if result.errno and len(group) > 1:
+                    groups += [[row] for row in group]  # to learn which of them it is
+                    continue
+                for row, checksum in zip(group, result.checksums, strict=True):
+                    if result.errno or checksum != int(listing.checksum[row]):
+                        bad[row] = result.errno
+        return Verified(len(listing), sum(lengths), self._damaged(number, listing, bad))
+
+    def _damaged(self, number: int, listing: Listing, bad: Mapping[int, int]) -> list[DamagedBlock]:
+        if not bad:
+            return []
+        rows = np.array(sorted(bad))
+        records, keys = self._log.records, listing.keys()
+        slots = records.find(listing.low[rows])
+        here = records.at(slots, np.full(len(rows), number), listing.page[rows])
+        live = here & records.live(slots)
+        return [
+            DamagedBlock(
+                keys[row],
+                number,
+                int(listing.page[row]) * ALIGNMENT_BYTES,
+                int(listing.length[row]),
+                bool(is_live),
+                bad[row],
+            )
+            for row, is_live in zip(rows.tolist(), live.tolist(), strict=True)
+        ]
+
+    def _listed(self, segment: Segment) -> Steps[tuple[int, Listing]]:
+        """Return how many batches a segment has, and their rows."""
+        log = self._log
+        if segment.state is SegmentState.FREE:
+            return 0, joined([])
+        if segment.batches:
+            return len(segment.batches), joined([listing for _, listing in segment.batches])
+        if segment.state is SegmentState.SEALED:
+            found = yield from self._footer(segment)
+            if found is not None:
+                return found
+        tables = yield from find_batches(log, segment.number, segment.incarnation)
+        return len(tables), joined([listing for _, listing in tables])
+
+    def _footer(self, segment: Segment) -> Steps[tuple[int, Listing] | None]:
+        log, number = self._log, segment.number
+        page = yield from read(log, segment.file, log.segment_bytes - END_BYTES, END_BYTES)
+        end = None
+        if page is not None:
+            end = decode_end(page, uuid=log.uuid, seed=log.seed, segment=number, segment_bytes=log.segment_bytes)
+        if end is None:
+            return None
+        length = aligned(end.footer_bytes)
+        data = yield from read(log, segment.file, log.segment_bytes - END_BYTES - length, length)
+        found = data and decode_footer(
+            data[: end.footer_bytes],
+            uuid=log.uuid,
+            seed=log.seed,
+            segment=number,
+            incarnation=segment.incarnation,
+            segment_bytes=log.segment_bytes,
+        )
+        return (len(found[1]), found[3]) if found else None
+
+
+def _contents(segment: Segment, batches: int, listing: Listing) -> SegmentContents:
+    tombstones = int((listing.length == 0).sum())
+    return SegmentContents(
+        number=segment.number,
+        state=segment.state.value,
+        incarnation=segment.incarnation,
+        batches=batches,
+        blocks=len(listing) - tombstones,
+        tombstones=tombstones,
+        blocks_bytes=int(listing.length.sum(dtype=np.int64)),
+    )
+
+
+def _groups(lengths: list[int], pages: list[int]) -> list[list[int]]:
+    """Return rows that lie next to each other, up to so many bytes together."""
+    groups: list[list[int]] = []
+    gathered_bytes = next_page = 0
+    for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
+        if not groups or page != next_page or gathered_bytes + length > _GROUP_BYTES:
+            groups.append([])
+            gathered_bytes = 0
+        groups[-1].append(row)
+        gathered_bytes += aligned(length)
+        next_page = page + aligned(length) // ALIGNMENT_BYTES
+    return groups
+
+
+def _reading(number: int, group: list[int], lengths: list[int], pages: list[int]) -> ReadInto:
+    wanted = [lengths[row] for row in group]
+    memory = memoryview(bytearray(sum(map(aligned, wanted))))
+    views, start = [], 0
+    for length in wanted:
+        views.append(memory[start : start + length])
+        start += aligned(length)
+    return ReadInto(0, f"segments/{number}", pages[group[0]] * ALIGNMENT_BYTES, views, wanted)

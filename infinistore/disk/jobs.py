@@ -1,0 +1,152 @@
+"""Jobs: what the tier asks of a disk, as data, and what comes back.
+
+A job names a disk by its number in the tier, and a file in the folder of that disk:
+`segments/17`, `snapshot` or `disk` (the superblock). Whoever runs a job answers it with
+exactly one `Result`, however late. Jobs compare and hash by identity.
+
+What a runner has to know:
+
+- Offsets in files are multiples of `ALIGNMENT_BYTES`. The views of a job lie one after
+  the other in the file, each from a multiple of `ALIGNMENT_BYTES` on. After a view
+  whose length is no such multiple, there is padding up to the next: zeros when it is
+  written, anything when it is read. O_DIRECT takes addresses and lengths that are such
+  multiples; a runner copies what is not by a bounce buffer.
+- Jobs have no order but what their results give: two that are under way at a time do
+  not depend on each other.
+- A view belongs to the job until its result is handed in, also if nobody waits for it
+  any more. So a job is never answered before the kernel has returned.
+- A runner repeats calls that are interrupted or short. Nothing else is ever repeated:
+  above all not a flush that failed, because the kernel forgets what it could not write.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Allocate",
+    "Flush",
+    "HashBlocks",
+    "Job",
+    "ReadInto",
+    "Replace",
+    "Result",
+    "Write",
+    "WriteSuperblock",
+    "aligned",
+    "file_bytes",
+]
+
+ALIGNMENT_BYTES = 4096
+"""What offsets in files, and with O_DIRECT addresses and lengths, are multiples of."""
+
+
+def aligned(length_bytes: int) -> int:
+    """Return a length rounded up to a multiple of `ALIGNMENT_BYTES`."""
+    return -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def file_bytes(views: Sequence[memoryview]) -> int:
+    """Return how many bytes of a file the views of a job take, with their padding."""
+    return sum(aligned(len(view)) for view in views)
+
+
+@attrs.frozen(eq=False)
+class ReadInto:
+    """Read from a file into views (writable, format "B"), and hash what was read.
+
+    A file that ends before the last view is full is a short read, and no error: see
+    `Result.transferred_bytes`.
+    """
+
+    volume: int
+    file: str
+    offset: int
+    views: Sequence[memoryview] = attrs.field(repr=False)
+    hash_lengths: Sequence[int] = attrs.field(default=(), repr=False)
+    """If not empty, a number for each view: hash so many of its bytes, the first ones
+    (xxh3-64), right where they were read. The hashes are `Result.checksums`; 0 for a
+    view that was not read in full."""
+
+
+@attrs.frozen(eq=False)
+class Write:
+    """Write views (of any length, format "B") to a file. Their padding becomes
+    zeros."""
+
+    volume: int
+    file: str
+    offset: int
+    views: Sequence[memoryview] = attrs.field(repr=False)
+
+
+@attrs.frozen(eq=False)
+class HashBlocks:
+    """Hash each view (xxh3-64) into `Result.checksums`: no I/O, but work for a
+    thread."""
+
+    volume: int
+    views: Sequence[memoryview] = attrs.field(repr=False)
+
+
+@attrs.frozen(eq=False)
+class Flush:
+    """Make what was written to a file durable (fdatasync). Never repeated after it
+    failed."""
+
+    volume: int
+    file: str
+
+
+@attrs.frozen(eq=False)
+class Allocate:
+    """Create a file durably, if there is none, and preallocate `length_bytes` of
+    it."""
+
+    volume: int
+    file: str
+    length_bytes: int
+
+
+@attrs.frozen(eq=False)
+class Replace:
+    """Write a file anew in one step: under another name, flushed, renamed, and the
+    folder flushed."""
+
+    volume: int
+    file: str
+    views: Sequence[memoryview] = attrs.field(repr=False)
+    """Its contents, one after the other without padding."""
+
+
+@attrs.frozen(eq=False)
+class WriteSuperblock:
+    """Write one of the two copies of the superblock, and make it durable."""
+
+    volume: int
+    copy: int
+    """0 or 1: copies are written in turn, so that one is always whole. It is at
+    `copy * ALIGNMENT_BYTES` in the file `disk`."""
+    data: bytes = attrs.field(repr=False)
+    """At most `ALIGNMENT_BYTES`."""
+
+
+Job: TypeAlias = ReadInto | Write | HashBlocks | Flush | Allocate | Replace | WriteSuperblock
+
+
+@attrs.frozen(eq=False)
+class Result:
+    """What became of a job."""
+
+    job: Job
+    errno: int = 0
+    """0 if it was done, else why not, as in `errno`: EIO, ENOSPC, ENOENT, EROFS, and
+    ENOMEM where the runner itself had no memory."""
+    transferred_bytes: int = 0
+    """Of a read or write: how many bytes of the file were read or written, padding
+    included. Of a read without error, fewer than asked for mean that the file ends
+    there."""
+    checksums: Sequence[int] = attrs.field(default=(), repr=False)
+    """The hashes that the job asked for."""

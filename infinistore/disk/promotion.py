@@ -1,0 +1,326 @@
+"""Promotion: blocks are read from disks back into the pool.
+
+A few blocks at a time are read into a reservation, hashed where they were read, and
+committed if nothing was put in their place meanwhile. They stay on disk. A key is read
+once, however many wait for it. What is late, damaged or finds no room is a miss.
+
+Once started, a read goes on, whoever still waits for it: its room in the pool is free
+when the disk has let go of it, and no earlier.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from infinistore.allocators.base import Extent
+from infinistore.core import NO_CHECKSUM, Client, Reservation, StoreCore
+from infinistore.core.entry import length_of
+from infinistore.disk.disks import Disks, Place
+from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Result, aligned
+from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP, MOST_READS
+from infinistore.disk.waits import Wait
+from infinistore.errors import LimitExceeded, OutOfMemory, ValueTooLarge
+
+__all__ = ["Promotion", "leading_at_once"]
+
+_READ_AT_ONCE_RATIO = 1 / 8
+"""The part of the pool that one request reads back at a time."""
+_MOST_READING_RATIO = 1 / 4
+"""The part of the pool that reads under way may have reserved, and that prefetches may
+ask for beyond what they have read: puts need room, too."""
+
+
+@attrs.define(eq=False)
+class _Group:
+    """Blocks that are read and committed together."""
+
+    keys: list[str]
+    places: list[Place]
+    bytes: int
+    waits: list[list[Wait]]
+    is_background: bool
+    reservation: Reservation | None = None
+    jobs: int = 0
+    """Reads that somebody waits for."""
+    hung: int = 0
+    """Reads that nobody waits for any more, and that may still write."""
+    good: set[int] = attrs.field(factory=set)
+    """The positions of blocks that were read and have their checksums."""
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.is_background or any(not wait.settled for waits in self.waits for wait in waits)
+
+
+class Promotion:
+    """What is on its way from the disks of one tier to memory.
+
+    `commit` commits a reservation to the core as blocks that come from a disk, after
+    the journal was followed; `now` returns the time.
+    """
+
+    def __init__(
+        self,
+        core: StoreCore,
+        client: Client,
+        disks: Disks,
+        commit: Callable[[Reservation, list[str], list[int]], object],
+        now: Callable[[], float],
+    ) -> None:
+        self.promoted_blocks = 0
+        self.promoted_bytes = 0
+        self.no_room_blocks = 0
+        """Blocks not read, or read in vain, because the pool had no room for them."""
+        self.late_blocks = 0
+        """Blocks that nobody waited for any more when it was their turn."""
+        self.prefetch_bytes = 0
+        """What prefetches have asked for that was not read yet."""
+        self.on_promoted: Callable[[Sequence[str]], object] | None = None
+        """Called with keys that have just been committed."""
+        self._core = core
+        self._client = client
+        self._disks = disks
+        self._commit = commit
+        self._now = now
+        self._flights: dict[str, tuple[_Group, int]] = {}
+        self._demand: deque[_Group] = deque()
+        self._background: deque[_Group] = deque()
+        self._reading_bytes = 0
+
+    @property
+    def prefetch_room_bytes(self) -> int:
+        """How much more prefetches may ask for."""
+        return int(_MOST_READING_RATIO * self._core.pool.capacity_bytes) - self.prefetch_bytes
+
+    def read(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> None:
+        """Read distinct keys, which are here, in this order; without a wait in the
+        background."""
+        new: list[int] = []
+        for position, key in enumerate(keys):
+            flight = self._flights.get(key)
+            if flight is None:
+                new.append(position)
+            elif wait is not None:
+                group, place = flight
+                group.waits[place].append(wait)
+                if group.is_background and group.reservation is None:
+                    self._hurry(group)
+        for group in self._groups([keys[i] for i in new], [places[i] for i in new], wait):
+            (self._background if group.is_background else self._demand).append(group)
+            if group.is_background:
+                self.prefetch_bytes += group.bytes
+            for position, key in enumerate(group.keys):
+                self._flights[key] = group, position
+
+    def work(self) -> None:
+        """Start what can be read now: first what somebody waits for."""
+        for queue in (self._demand, self._background):
+            for _ in range(len(queue)):
+                group = queue.popleft()
+                if not group.is_wanted or any(place.disk.health.state == "off" for place in group.places):
+                    self.late_blocks += len(group.keys)
+                    self._finish(group)
+                elif not self._may_start(group):
+                    queue.appendleft(group)
+                    break
+                else:
+                    self._start(group)
+
+    def give_up(self) -> None:
+        """Start none of what waits to be read."""
+        for queue in (self._demand, self._background):
+            while queue:
+                self._finish(queue.popleft())
+
+    # Starting
+
+    def _groups(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> list[_Group]:
+        groups: list[_Group] = []
+        for key, place in zip(keys, places, strict=True):
+            size = self._core.pool.footprint(place.location.length)
+            group = groups[-1] if groups else None
+            if group is None or group.bytes + size > LARGEST_READ_BYTES or len(group.keys) == MOST_BLOCKS_PER_GROUP:
+                group = _Group([], [], 0, [], wait is None)
+                groups.append(group)
+            group.keys.append(key)
+            group.places.append(place)
+            group.waits.append([] if wait is None else [wait])
+            group.bytes += size
+        return groups
+
+    def _hurry(self, group: _Group) -> None:
+        self._background.remove(group)
+        self.prefetch_bytes -= group.bytes
+        group.is_background = False
+        self._demand.append(group)
+
+    def _may_start(self, group: _Group) -> bool:
+        if self._reading_bytes and (
+            self._reading_bytes + group.bytes > _MOST_READING_RATIO * self._core.pool.capacity_bytes
+        ):
+            return False
+        return all(
+            disk.traffic.reads < MOST_READS and not disk.traffic.hung for disk in {place.disk for place in group.places}
+        )
+
+    def _start(self, group: _Group) -> None:
+        try:
+            group.reservation = self._core.reserve(self._client, [place.location.length for place in group.places])
+        except (OutOfMemory, LimitExceeded, ValueTooLarge):
+            self.no_room_blocks += len(group.keys)
+            self._finish(group)
+            return
+        self._reading_bytes += group.bytes
+        for positions in _neighbours(group.places):
+            self._start_read(group, group.reservation, positions)
+
+    def _start_read(self, group: _Group, reservation: Reservation, positions: list[int]) -> None:
+        places = [group.places[i] for i in positions]
+        disk, first = places[0].disk, places[0].location
+        views = [self._room(reservation.extents[i]) for i in positions]
+        lengths = [place.location.length for place in places]
+        locations = [place.location for place in places]
+        job = ReadInto(disk.number, f"segments/{first.segment}", first.offset, views, lengths)
+        group.jobs += 1
+        disk.volume.pin(locations)
+
+        is_late = False
+
+        def timed_out() -> None:
+            nonlocal is_late
+            is_late = True
+            group.hung += 1
+            end()
+
+        def ended(result: Result) -> None:
+            if is_late:
+                group.hung -= 1
+                if not group.hung and not group.jobs:
+                    self._core.abort(reservation)  # nothing if it was given up before
+            else:
+                self._check(group, positions, result)
+                end()
+
+        def end() -> None:
+            disk.volume.unpin(locations)
+            group.jobs -= 1
+            if not group.jobs:
+                self._end(group)
+
+        disk.traffic.start(job, ended, timed_out, before_writes=True)
+
+    def _room(self, extent: Extent) -> memoryview:
+        """Return where a block is read to, with its padding if that is its own."""
+        pool = self._core.pool
+        arena, offset, length = extent
+        padded = aligned(length)
+        if offset % ALIGNMENT_BYTES == 0 and padded <= pool.footprint(length):
+            return pool.view((arena, offset, padded))
+        return pool.view(extent)
+
+    # Ending
+
+    def _check(self, group: _Group, positions: list[int], result: Result) -> None:
+        disk = group.places[positions[0]].disk
+        if result.errno:
+            disk.health.read_failed(result.errno, self._now())
+            for i in positions:
+                disk.volume.drop(group.keys[i], group.places[i].location)
+            return
+        for i, checksum in zip(positions, result.checksums, strict=True):
+            location = group.places[i].location
+            if checksum == location.checksum:
+                group.good.add(i)
+                disk.read_blocks += 1
+                disk.read_bytes += location.length
+            else:
+                disk.damaged_blocks += disk.volume.drop(group.keys[i], location)
+
+    def _end(self, group: _Group) -> None:
+        """Commit what was read and is still its key's block, wherever that was moved;
+        the rest are misses."""
+        reservation = group.reservation
+        assert reservation is not None
+        self._reading_bytes -= group.bytes
+        current = self._disks.find(group.keys)
+        kept = [
+            i
+            for i, (place, now_at) in enumerate(zip(group.places, current, strict=True))
+            if i in group.good and now_at is not None and now_at.has_same_block(place)
+        ]
+        if len(kept) < len(group.keys):
+            reservation = self._moved(group, reservation, kept)
+        if reservation is not None:
+            keys = [group.keys[i] for i in kept]
+            locations = [group.places[i].location for i in kept]
+            self._commit(reservation, keys, [NO_CHECKSUM if one.own_checksum else one.checksum for one in locations])
+            self.promoted_blocks += len(keys)
+            self.promoted_bytes += sum(one.length for one in locations)
+            self._disks.note_reads((group.keys[i], group.places[i]) for i in kept)
+        self._finish(group, set(kept) if reservation is not None else set())
+
+    def _moved(self, group: _Group, reservation: Reservation, kept: list[int]) -> Reservation | None:
+        """Return a reservation of only those blocks, with their bytes; None if there
+        are none, or no room. The other one is given up."""
+        moved = None
+        if kept:
+            try:
+                moved = self._core.reserve(self._client, [group.places[i].location.length for i in kept])
+            except (OutOfMemory, LimitExceeded):
+                self.no_room_blocks += len(kept)
+            else:
+                views = reservation.views
+                for i, view in zip(kept, moved.views, strict=True):
+                    view[:] = views[i]
+        if not group.hung:
+            self._core.abort(reservation)
+        return moved
+
+    def _finish(self, group: _Group, met: "set[int] | frozenset[int]" = frozenset()) -> None:
+        if group.is_background:
+            self.prefetch_bytes -= group.bytes
+        for position, key in enumerate(group.keys):
+            del self._flights[key]
+            for wait in group.waits[position]:
+                wait.end(met=position in met)
+        if met and self.on_promoted is not None:
+            self.on_promoted([group.keys[i] for i in sorted(met)])
+
+
+def leading_at_once(core: StoreCore, keys: Sequence[str], on_disk: Mapping[str, Place]) -> int:
+    """Count the leading keys that together take a bounded part of the pool, wherever
+    they are; at least one."""
+    most_bytes = _READ_AT_ONCE_RATIO * core.pool.capacity_bytes
+    total = 0
+    for count, (key, entry) in enumerate(zip(keys, core.index.get_many(keys), strict=True)):
+        if entry is not None:
+            total += core.pool.footprint(length_of(entry))
+        elif key in on_disk:
+            total += core.pool.footprint(on_disk[key].location.length)
+        if total > most_bytes:
+            return max(count, 1)
+    return len(keys)
+
+
+def _neighbours(places: Sequence[Place]) -> list[list[int]]:
+    """Return the positions of blocks that follow each other on a disk, as one read
+    each."""
+    runs: list[list[int]] = []
+    before: Place | None = None
+    for position, place in enumerate(places):
+        if before is not None and _follows(before, place):
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+        before = place
+    return runs
+
+
+def _follows(one: Place, other: Place) -> bool:
+    return (
+        one.disk is other.disk
+        and one.location.segment == other.location.segment
+        and one.location.incarnation == other.location.incarnation
+        and one.location.offset + aligned(one.location.length) == other.location.offset
+    )
