@@ -1,0 +1,314 @@
+"""The folder of a disk: found usable, created, and locked, before anything is written.
+
+A folder belongs to one process at a time. It holds a lock (flock(2)) on the file `disk`
+until it closes the folder or ends, however it ends. Nothing is changed in a folder that
+is in use, that is not a disk of InfiniStore, or that cannot be written. Whatever is
+wrong with a folder is a `ConfigError`, which says what to do.
+
+Leaves to others: what the files contain (`infinistore/disk/`), and to read and write
+them (`files.py`).
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from infinistore.disk.format import COPIES, SUPERBLOCK_BYTES, Superblock
+from infinistore.disk_io.direct_io import PROBE, aligned_memory, direct_io_works
+from infinistore.errors import ConfigError
+from infinistore.forks import let_go_in_child
+from infinistore.sizes import MIB, format_size, in_units
+
+__all__ = ["SEGMENTS", "SUPERBLOCK", "DiskFolder", "lock_holder", "open_existing_folder", "open_folder", "open_folders"]
+
+SUPERBLOCK: Final = "disk"
+SEGMENTS: Final = "segments"
+SNAPSHOT: Final = "snapshot"
+_STAT_BLOCK_BYTES: Final = 512  # whatever the file system's blocks are
+_NOT_FOREIGN: Final = {SUPERBLOCK, "lost+found", PROBE}
+"""What file systems put into their top folder, and what a server that was killed while
+it created a disk leaves."""
+
+_REMEDIES: Final = {
+    errno.ENOENT: "create the folder that it is to be in, or correct the path",
+    errno.ENOTDIR: "give a folder",
+    errno.EACCES: "let this user enter and write it (chown, chmod), or give another folder",
+    errno.EPERM: "let this user enter and write it (chown, chmod), or give another folder",
+    errno.EROFS: "mount it writable, or give another folder",
+    errno.ENOSPC: "free some room, or give another folder",
+    errno.EDQUOT: "raise the quota, or give another folder",
+    errno.ELOOP: "give the folder itself, without symbolic links inside",
+    errno.EISDIR: "give an empty folder",
+}
+
+
+class DiskFolder:
+    """The folder of one disk, open and locked by this process.
+
+    `fd` is the folder's descriptor, `superblock_fd` the locked file's, `direct` whether
+    files are read and written past the page cache, `writable` whether they may be
+    written. Make one with `open_folder`.
+    """
+
+    def __init__(self, path: Path, fd: int, superblock_fd: int, *, direct: bool, writable: bool = True) -> None:
+        self.path = path
+        self.fd = fd
+        self.superblock_fd = superblock_fd
+        self.direct = direct
+        self.writable = writable
+        let_go_in_child(self)
+
+    def superblock(self) -> bytes:
+        """Return all of the file `disk`; empty if the disk is new."""
+        return _superblock(self.superblock_fd)
+
+    def files(self) -> dict[str, int]:
+        """Return the length in bytes of each other file of the disk, by name."""
+        found = {f"{SEGMENTS}/{name}": status.st_size for name, status in self._segments()}
+        with suppress(FileNotFoundError):
+            found[SNAPSHOT] = os.stat(SNAPSHOT, dir_fd=self.fd, follow_symlinks=False).st_size
+        return found
+
+    def used_bytes(self) -> int:
+        """Return how much of its file system the disk's segments take."""
+        return sum(status.st_blocks * _STAT_BLOCK_BYTES for _, status in self._segments())
+
+    def _segments(self) -> Iterator[tuple[str, os.stat_result]]:
+        try:
+            fd = os.open(SEGMENTS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        except FileNotFoundError:
+            return
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.name.isdecimal():
+                        yield entry.name, entry.stat(follow_symlinks=False)
+        finally:
+            os.close(fd)
+
+    def wipe(self) -> None:
+        """Remove all files, durably. The disk is new from the first moment on.
+
+        The folder stays, and so does what is not InfiniStore's. Blocks are not
+        overwritten: who can read the device may still find them.
+        """
+        os.ftruncate(self.superblock_fd, 0)
+        os.fsync(self.superblock_fd)
+        for name in self.files():
+            os.unlink(name, dir_fd=self.fd)
+        with suppress(OSError):  # something else is in it
+            os.rmdir(SEGMENTS, dir_fd=self.fd)
+        os.unlink(SUPERBLOCK, dir_fd=self.fd)
+        os.fsync(self.fd)
+
+    def free_bytes(self) -> int:
+        """Return how much of its file system is left for this user."""
+        room = os.fstatvfs(self.fd)
+        return room.f_bavail * room.f_frsize
+
+    def close(self) -> None:
+        """Unlock the folder; idempotent."""
+        for fd in (self.superblock_fd, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.superblock_fd = self.fd = -1
+
+    def let_go(self) -> None:
+        """In a forked child: close its copies, which would keep the lock after the
+        parent's end.
+        """
+        self.close()
+
+
+def open_folder(path: Path, *, probe: Callable[[int], bool] = direct_io_works) -> DiskFolder:
+    """Open and lock the folder of a disk, and create it if it is missing.
+
+    `probe` tells whether O_DIRECT works in a folder. Blocks for some milliseconds.
+
+    Raises:
+        ConfigError: the folder cannot be used. Nothing that was there was changed.
+    """
+    no_folders = "its file system takes no folders; give one on a disk" if path.parent.is_dir() else ""
+    with _explained(path, missing=no_folders), ExitStack() as undo:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        _check_contents(path, os.listdir(fd))
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        superblock_fd = os.open(SUPERBLOCK, flags, 0o600, dir_fd=fd)
+        undo.callback(os.close, superblock_fd)
+        _check_and_lock(path, superblock_fd, fcntl.LOCK_EX)
+        _check_superblock(path, superblock_fd)
+        if os.fstat(fd).st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+        with suppress(FileExistsError):
+            os.mkdir(SEGMENTS, 0o700, dir_fd=fd)
+        direct = probe(fd)
+        undo.pop_all()
+    return DiskFolder(path, fd, superblock_fd, direct=direct)
+
+
+def open_existing_folder(path: Path, *, to_wipe: bool = False, locked: bool = True) -> DiskFolder:
+    """Open the folder of a disk that exists: to read it, or to wipe it.
+
+    Nothing is created or changed. While it is open to be read, no server can open it,
+    unless `locked` is False: then a server may even be using it, and change it.
+
+    Raises:
+        ConfigError: it is no disk, cannot be used, or is in use.
+    """
+    with _explained(path, missing="give the folder that a server was given with --disk"), ExitStack() as undo:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        if SUPERBLOCK not in os.listdir(fd):
+            raise ConfigError(
+                f"{path} is not a disk of InfiniStore; give the folder that a server was given with --disk"
+            )
+        flags = (os.O_RDWR if to_wipe else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        superblock_fd = os.open(SUPERBLOCK, flags, dir_fd=fd)
+        undo.callback(os.close, superblock_fd)
+        if locked:
+            _check_and_lock(path, superblock_fd, fcntl.LOCK_EX if to_wipe else fcntl.LOCK_SH)
+        _check_superblock(path, superblock_fd)
+        direct = _can_be_read_directly(fd)
+        undo.pop_all()
+    return DiskFolder(path, fd, superblock_fd, direct=direct, writable=to_wipe)
+
+
+def open_folders(
+    disks: Sequence[tuple[Path, int]], *, probe: Callable[[int], bool] = direct_io_works
+) -> list[DiskFolder]:
+    """Open the folders of several disks, each with the bytes that it may use.
+
+    Raises:
+        ConfigError: one of them cannot be used, is given twice, or wants more than its
+            file system has left. None of them stays open.
+    """
+    given: dict[tuple[int, int], Path] = {}
+    wanted_bytes: dict[int, int] = {}
+    with ExitStack() as undo:
+        folders: list[DiskFolder] = []
+        for path, size_bytes in disks:
+            _check_given_once(path, given)
+            folder = open_folder(path, probe=probe)
+            folders.append(folder)
+            undo.callback(folder.close)
+            given[_identity(os.fstat(folder.fd))] = path
+            with _explained(path):
+                _check_room(folder, size_bytes, wanted_bytes)
+        undo.pop_all()
+    return folders
+
+
+def lock_holder(fd: int, locks: Path = Path("/proc/locks")) -> int | None:
+    """Return the process that holds a lock (flock) on an open file, if that is known.
+
+    It is not if the process is in another container.
+    """
+    status = os.fstat(fd)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with suppress(OSError):
+        for line in locks.read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[1:2] == ["FLOCK"] and file in words and int(words[4]) > 0:
+                return int(words[4])
+    return None
+
+
+def _check_contents(path: Path, names: Sequence[str]) -> None:
+    """Refuse a folder that holds anything, but no disk."""
+    foreign = sorted(set(names) - _NOT_FOREIGN)
+    if foreign and SUPERBLOCK not in names:
+        raise ConfigError(
+            f"disk {path} is not empty ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}) and not a disk of"
+            " InfiniStore; give an empty folder, or one that does not exist yet"
+        )
+
+
+def _check_and_lock(path: Path, fd: int, kind: int) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise ConfigError(
+            f"disk {path} is not a disk of InfiniStore: its {SUPERBLOCK} is no file; give an empty folder"
+        )
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = lock_holder(fd)
+        who = "this process" if holder == os.getpid() else f"process {holder}" if holder else "another process"
+        raise ConfigError(f"disk {path} is in use by {who}; end that first, or give another folder") from None
+
+
+def _superblock(fd: int) -> bytes:
+    data = os.pread(fd, COPIES * SUPERBLOCK_BYTES, 0)
+    return data if any(data) else b""  # zeros: a crash lost the first one
+
+
+def _check_superblock(path: Path, fd: int) -> None:
+    data = _superblock(fd)
+    if data and not any(data[copy * SUPERBLOCK_BYTES :].startswith(Superblock.MAGIC) for copy in range(COPIES)):
+        raise ConfigError(
+            f"disk {path} has no superblock of InfiniStore in its file {SUPERBLOCK}; give another folder, or empty this"
+            " one, if nothing in it is needed"
+        )
+
+
+def _can_be_read_directly(folder_fd: int) -> bool:
+    """Whether O_DIRECT works in a folder that may not be written."""
+    try:
+        fd = os.open(SUPERBLOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT, dir_fd=folder_fd)
+    except OSError:
+        return False
+    try:
+        os.preadv(fd, [aligned_memory(SUPERBLOCK_BYTES)], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _check_given_once(path: Path, given: Mapping[tuple[int, int], Path]) -> None:
+    with suppress(OSError):  # `open_folder` creates it, or says what is wrong
+        first = given.get(_identity(path.stat()))
+        if first is not None:
+            raise ConfigError(f"disk {path} is given twice{'' if first == path else f' (as {first})'}; give it once")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _check_room(folder: DiskFolder, size_bytes: int, wanted_bytes: dict[int, int]) -> None:
+    """Check that the disks given so far fit into this one's file system."""
+    device = os.fstat(folder.fd).st_dev
+    others_bytes = wanted_bytes.get(device, 0)
+    used_bytes = folder.used_bytes()
+    wanted_bytes[device] = others_bytes + max(0, size_bytes - used_bytes)
+    free_bytes = folder.free_bytes()
+    if wanted_bytes[device] <= free_bytes:
+        return
+    most_bytes = max(0, free_bytes + used_bytes - others_bytes) // MIB * MIB
+    shared = f", of which other disks want {in_units(others_bytes)}" if others_bytes else ""
+    raise ConfigError(
+        f"disk {folder.path} has no room for {in_units(size_bytes)}: its file system has {in_units(free_bytes)} left"
+        f"{shared}, and the disk has {in_units(used_bytes)} of it already; give at most {format_size(most_bytes)}, or"
+        " free some room"
+    )
+
+
+@contextmanager
+def _explained(path: Path, *, missing: str = "") -> Iterator[None]:
+    """Say of an error of the system what to do about it; `missing`, if it is that
+    something does not exist."""
+    try:
+        yield
+    except OSError as error:
+        remedy = missing if error.errno == errno.ENOENT and missing else ""
+        remedy = remedy or _REMEDIES.get(error.errno or 0, "see the kernel's log (dmesg), or give another folder")
+        raise ConfigError(f"disk {path} cannot be used: {error.strerror}; {remedy}") from error

@@ -1,0 +1,78 @@
+"""The interface of what runs the jobs of the tier: given jobs, it answers with results.
+
+Whoever drives a tier submits its jobs, waits until `fd` is readable, and takes the
+results. That works in an event loop and with poll(2) alike.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import attrs
+
+from infinistore.disk.jobs import Job, Result
+from infinistore.disk_io.folder import DiskFolder
+
+__all__ = ["DiskRunner", "RunnerStatistics"]
+
+
+@attrs.frozen(kw_only=True)
+class RunnerStatistics:
+    """What a runner has to do for one disk."""
+
+    direct: bool
+    """Whether files are read and written past the page cache."""
+    queued_reads: int
+    """Reads that have not begun, in pieces."""
+    queued_writes: int
+    """The same of everything else."""
+    running: int
+    """What threads are at, hung ones included."""
+    oldest_s: float
+    """For how long the oldest of these has been running; 0 without any."""
+
+
+class DiskRunner(ABC):
+    """Runs jobs on disks, and answers each with one `Result`. Thread-safe."""
+
+    fd: int
+    """A descriptor that is readable while there are results to take."""
+
+    @abstractmethod
+    def add(self, volume: int, folder: DiskFolder) -> None:
+        """Serve a disk from now on. The runner closes the folder at the end.
+
+        Raises:
+            StoreUnavailable: this process gets no more threads; the caller keeps the
+                folder.
+        """
+
+    @abstractmethod
+    def remove(self, volume: int, *, timeout_s: float) -> bool:
+        """Serve a disk no longer: forget jobs that have not begun, wait for the others
+        for `timeout_s`, and close the folder.
+
+        Returns False if some of them hang. These still own the memory that they read
+        or write; their results come when, and if, the kernel returns.
+        """
+
+    @abstractmethod
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Begin jobs. It neither blocks nor fails: what goes wrong is in their results.
+
+        Jobs for a disk that is not served end in ENODEV.
+
+        Raises:
+            StoreUnavailable: the runner was closed, or the process is a forked child.
+        """
+
+    @abstractmethod
+    def take(self) -> list[Result]:
+        """Return the results since the last call; never blocks."""
+
+    @abstractmethod
+    def statistics(self) -> dict[int, RunnerStatistics]:
+        """Return what there is to do now, by volume."""
+
+    @abstractmethod
+    def close(self, *, timeout_s: float) -> bool:
+        """Remove all disks, and close `fd`; idempotent. Returns False as `remove`."""

@@ -1,0 +1,109 @@
+"""The disks of one store, opened: their volumes, and the runner of their jobs.
+
+A server and an embedded store open their disks here. Each puts a tier on them and
+drives it.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from random import Random
+
+import attrs
+
+from infinistore.disk.guarded_tier import GuardedTier
+from infinistore.disk.statistics import DiskStatistics as OneDisk
+from infinistore.disk.volume import Volume
+from infinistore.disk_io.folder import DiskFolder, open_folders
+from infinistore.disk_io.runner import DiskRunner
+from infinistore.disk_io.thread_runner import ThreadRunner
+from infinistore.disk_settings import DiskPlace
+from infinistore.statistics import DiskStatistics, DiskTierStatistics
+
+__all__ = ["StoreDisks", "open_disks"]
+
+
+@attrs.frozen
+class StoreDisks:
+    """The disks of one store. Whoever opened them closes the runner, before the pool of
+    the store.
+    """
+
+    volumes: Sequence[Volume]
+    runner: DiskRunner
+    folders: Sequence[DiskFolder]
+    """The folder of each volume, by number."""
+
+    def statistics(self, tier: GuardedTier) -> DiskTierStatistics:
+        """Return the figures of the tier that was put on these disks."""
+        found = tier.statistics()
+        names = {field.name for field in attrs.fields(DiskTierStatistics)} - {"disks"}
+        return DiskTierStatistics(
+            disks=[self._disk_statistics(disk) for disk in found.disks],
+            **{name: getattr(found, name) for name in names},
+        )
+
+    def _disk_statistics(self, disk: OneDisk) -> DiskStatistics:
+        volume = disk.volume
+        folder = self.folders[disk.number]
+        runner = self.runner.statistics().get(disk.number)
+        return DiskStatistics(
+            path=str(folder.path),
+            state="recovering" if volume.state == "recovering" and disk.state == "healthy" else disk.state,
+            alarm=disk.alarm,
+            direct=folder.direct,
+            capacity_bytes=volume.capacity_bytes,
+            used_bytes=volume.used_bytes,
+            keys=volume.records,
+            index_bytes=volume.index_bytes,
+            read_blocks=disk.read_blocks,
+            read_bytes=disk.read_bytes,
+            written_blocks=disk.written_blocks,
+            written_bytes=disk.written_bytes,
+            device_written_bytes=volume.written_bytes,
+            queued_reads=0 if runner is None else runner.queued_reads,
+            queued_writes=0 if runner is None else runner.queued_writes,
+            hung_jobs=disk.hung_jobs,
+            damaged_blocks=disk.damaged_blocks,
+            read_errors=disk.read_errors,
+            write_errors=disk.write_errors,
+        )
+
+
+def open_disks(places: Sequence[DiskPlace], random: Random) -> StoreDisks:
+    """Lock and open disks; their indexes come back while the store serves.
+
+    `random` draws what nobody may foresee: ids of disks and seeds of hashes. Blocks for
+    some milliseconds a disk.
+
+    Raises:
+        ConfigError: a disk cannot be used. Nothing on it was changed.
+        StoreUnavailable: this process gets no more threads.
+    """
+    with ExitStack() as undo:
+        folders = open_folders([(place.folder, place.size_bytes) for place in places])
+        for folder in folders:
+            undo.callback(folder.close)  # which may be done twice
+        volumes = [
+            _volume(number, folder, place.size_bytes, random)
+            for number, (folder, place) in enumerate(zip(folders, places, strict=True))
+        ]
+        runner = ThreadRunner()
+        undo.callback(runner.close, timeout_s=0.0)
+        for volume, folder in zip(volumes, folders, strict=True):
+            runner.add(volume.number, folder)
+        undo.pop_all()
+    return StoreDisks(volumes, runner, folders)
+
+
+def _volume(number: int, folder: DiskFolder, size_bytes: int, random: Random) -> Volume:
+    superblock = folder.superblock()
+    if not superblock:
+        uuid = random.getrandbits(128).to_bytes(16, "little")
+        return Volume.create(number, capacity_bytes=size_bytes, uuid=uuid, seed=random.getrandbits(64))
+    return Volume.open(
+        number,
+        superblock=superblock,
+        files=folder.files(),
+        capacity_bytes=size_bytes,
+        name=f"disk {folder.path}",
+    )
