@@ -1,0 +1,205 @@
+"""Follows a cluster in etcd: reads all of it, watches it, and reads it again now and
+then, because a watch is silent when its member has lost the others.
+
+What is not heard changes nothing: while etcd does not answer, the last view holds. What
+cannot be used, such as a configuration of another version, is logged once, and the last
+view holds, too. If a third of the nodes vanish within the time of one lease, they are
+asked before that is believed (`infinistore.cluster.departures`).
+"""
+
+import logging
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from infinistore.cluster.departures import Departures
+from infinistore.cluster.documents import ClusterConfig
+from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause, Probe
+from infinistore.cluster.etcd.layout import Layout, Listing
+from infinistore.cluster.etcd.messages import (
+    Change,
+    EtcdMisbehaved,
+    EtcdRefused,
+    Found,
+    Item,
+    range_of,
+    read_range,
+    read_watch,
+    watch,
+)
+from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.view import View
+
+__all__ = ["LEASE_S", "READ_AGAIN_S", "Follower"]
+
+_log = logging.getLogger("infinistore.cluster")
+
+LEASE_S: Final = 10
+"""The lease of a node."""
+READ_AGAIN_S: Final = 30.0
+_CREATED_S: Final = 5.0
+"""How long etcd may take to say that it has created a watch."""
+_PROBE_S: Final = 0.5
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+
+
+class Follower:
+    """What one process knows of a cluster in etcd. `run` is a flow that never ends."""
+
+    def __init__(
+        self,
+        session: EtcdSession,
+        layout: Layout,
+        *,
+        clock: Callable[[], float],
+        random: Random,
+        on_view: Callable[[View], None],
+        on_problem: Callable[[str], None] = lambda problem: None,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """`on_view` gets each new view, and `on_problem` what keeps one from coming."""
+        self._session = session
+        self._layout = layout
+        self._clock = clock
+        self._random = random
+        self._on_view = on_view
+        self._on_problem = on_problem
+        self._items: dict[str, Item] = {}
+        self._revision = 0
+        self._departures = Departures(lease_s)
+        self._told: set[str] = set()
+        # An etcd that lost everything says nothing of these, which is no news of them.
+        self._config = ClusterConfig()
+        self._purged_revision = 0
+        self.view: View | None = None
+        self.confirmed_at: float | None = None
+        """When etcd last said what there is, by the clock that was given."""
+
+    async def run(self) -> None:
+        """Follow the cluster, for ever."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            before = self.confirmed_at
+            try:
+                await self._read()
+                await self._watch()
+                pause_s = _FIRST_PAUSE_S
+            except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
+                self._tell(f"etcd: {error}", "etcd")
+                self._session.turn()
+            if self.confirmed_at != before:
+                pause_s = _FIRST_PAUSE_S
+            # Clients that lost etcd at the same time must not come back at the same
+            # time.
+            await Pause(pause_s * (0.5 + self._random.random()))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _read(self) -> bool:
+        """Read all there is. Returns whether it was news."""
+        found: Found = read_range(await self._session.call(range_of(self._layout.prefix)))
+        items = {item.key: item for item in found.items}
+        news = items != self._items
+        self._items, self._revision = items, found.revision
+        self.confirmed_at = self._clock()
+        self._told.discard("etcd")
+        if news or self.view is None or self._departures.kept:
+            await self._believe()
+        return news
+
+    async def _watch(self) -> None:
+        """Watch until the stream ends or what it says cannot be relied on."""
+        await self._session.open_stream(watch(self._layout.prefix, self._revision + 1))
+        read_at = self._clock() + READ_AGAIN_S
+        created_by = self._clock() + _CREATED_S
+        created = False
+        while True:
+            line = await NextLine(max(0.0, (read_at if created else created_by) - self._clock()))
+            if line is not None:
+                change = read_watch(line)
+                if change.canceled:
+                    # Such as one from a revision that is compacted. The stream would
+                    # stay open, and be silent for ever.
+                    return
+                created = True
+                await self._apply(change)
+            elif not created:
+                raise EtcdUnavailable("a watch was not created in time")
+            elif await self._read_while_watching():
+                self._session.turn()
+                return  # the watch missed what is there
+            else:
+                read_at = self._clock() + READ_AGAIN_S
+
+    async def _read_while_watching(self) -> bool:
+        try:
+            return await self._read()
+        except (EtcdUnavailable, EtcdMisbehaved) as error:
+            self._tell(f"etcd: {error}", "etcd")
+            return False
+
+    async def _apply(self, change: Change) -> None:
+        self.confirmed_at = self._clock()
+        # What a range has read may come once more.
+        written = [item for item in change.written if item.mod_revision > self._known(item)]
+        deleted = [item for item in change.deleted if item.key in self._items and item.mod_revision > self._known(item)]
+        for item in written:
+            self._items[item.key] = item
+        for item in deleted:
+            del self._items[item.key]
+        if written or deleted:
+            self._revision = max(item.mod_revision for item in (*written, *deleted))
+            await self._believe()
+
+    def _known(self, item: Item) -> int:
+        return self._items[item.key].mod_revision if item.key in self._items else 0
+
+    async def _believe(self) -> None:
+        """Make a view of what is listed."""
+        try:
+            listing = Listing.of(self._layout, self._items.values())
+        except ValueError as error:
+            self._tell(str(error), self._layout.config)
+            return
+        self._told &= listing.problems.keys()
+        for key, problem in listing.problems.items():
+            self._tell(f"{key} in etcd {problem}", key)
+        self._config = listing.config or self._config
+        self._purged_revision = listing.purged_revision or self._purged_revision
+        doubtful = self._departures.listed(listing.nodes, self._clock())
+        if doubtful:
+            alive = await Probe(doubtful, _PROBE_S)
+            self._departures.answered(alive)
+            if alive:
+                _log.warning(
+                    "nodes vanished from etcd at once; those that answer stay",
+                    extra={"vanished": len(doubtful), "stay": len(alive)},
+                )
+        nodes = self._departures.nodes
+        view = View(
+            epoch=self._revision,
+            nodes=tuple(nodes[node_id] for node_id in sorted(nodes)),
+            copies=self._config.copies,
+            purged_revision=self._purged_revision,
+        )
+        self._publish(view)
+
+    def _publish(self, view: View) -> None:
+        old = self.view
+        if old is not None and (old.nodes, old.copies, old.purged_revision) == (
+            view.nodes,
+            view.copies,
+            view.purged_revision,
+        ):
+            return
+        self.view = view
+        self._on_view(view)
+
+    def _tell(self, problem: str, about: str) -> None:
+        """Log what is wrong once, until it is over: members of etcd may say different
+        things in turn.
+        """
+        if about not in self._told:
+            self._told.add(about)
+            _log.warning("the view of the cluster stays as it is: %s", problem)
+        self._on_problem(problem)

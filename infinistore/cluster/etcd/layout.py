@@ -1,0 +1,94 @@
+"""What stands where in etcd, under `/infinistore/CLUSTER/`.
+
+| key | value |
+|---|---|
+| `config` | the placement version and the number of copies |
+| `nodes/ID` | a node, under a lease; its create revision is the generation |
+| `purge` | anything; its revision is that of the last purge of the whole cluster |
+| `purged/ID` | the last purge that a node has carried out |
+"""
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from infinistore.cluster.documents import ClusterConfig, read_config, read_node
+from infinistore.cluster.etcd.messages import Item
+from infinistore.cluster.view import Node
+
+__all__ = ["Layout", "Listing"]
+
+
+@attrs.frozen
+class Layout:
+    """The keys of one cluster."""
+
+    cluster: str
+
+    @property
+    def prefix(self) -> str:
+        """What all keys of the cluster begin with."""
+        return f"/infinistore/{self.cluster}/"
+
+    @property
+    def config(self) -> str:
+        """The key of the configuration."""
+        return self.prefix + "config"
+
+    @property
+    def purge(self) -> str:
+        """The key of the last purge."""
+        return self.prefix + "purge"
+
+    @property
+    def nodes(self) -> str:
+        """What the keys of nodes begin with."""
+        return self.prefix + "nodes/"
+
+    def node(self, node_id: str) -> str:
+        """The key of a node."""
+        return self.nodes + node_id
+
+    def purged(self, node_id: str) -> str:
+        """The key of the last purge that a node has carried out."""
+        return f"{self.prefix}purged/{node_id}"
+
+
+@attrs.frozen
+class Listing:
+    """What etcd lists of a cluster. `config` is None and `purged_revision` 0 if it says
+    nothing of them. `problems` are half sentences about items that cannot be read, by
+    their keys.
+    """
+
+    config: ClusterConfig | None
+    nodes: Mapping[str, Node]
+    purged_revision: int
+    problems: Mapping[str, str]
+
+    @classmethod
+    def of(cls, layout: Layout, items: Iterable[Item]) -> "Listing":
+        """Read all items of a cluster.
+
+        Raises:
+            ValueError: the configuration cannot be used, as the message says.
+        """
+        config: ClusterConfig | None = None
+        purged_revision = 0
+        nodes: dict[str, Node] = {}
+        problems: dict[str, str] = {}
+        for item in items:
+            if item.key == layout.config:
+                try:
+                    config = read_config(item.value)
+                except ValueError as error:
+                    raise ValueError(f"{layout.config} in etcd {error}") from None
+            elif item.key == layout.purge:
+                purged_revision = item.mod_revision
+            elif item.key.startswith(layout.nodes):
+                node_id = item.key.removeprefix(layout.nodes)
+                try:
+                    nodes[node_id] = read_node(item.value, id=node_id, generation=item.create_revision)
+                except ValueError as error:
+                    problems[item.key] = str(error)
+        return cls(config, nodes, purged_revision, problems)

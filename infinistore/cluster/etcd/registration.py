@@ -1,0 +1,327 @@
+"""Registers one node in etcd, under a lease that it renews.
+
+A node that loses its lease goes on serving and keeps its blocks; it registers again. An
+id that another process uses stops the newcomer, and never the one that was there. What
+stands under the address of this very node was written by an earlier process, which must
+be gone, for this one has its port.
+
+A node that has missed a purge of the cluster purges before it registers. One that joins
+others begins with a part of its weight, so that not everybody puts to an empty store,
+and misses there, at once.
+"""
+
+import enum
+import logging
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any, Final
+
+import attrs
+
+from infinistore.cluster.documents import ClusterConfig, write_config, write_node
+from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Purge
+from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
+from infinistore.cluster.etcd.layout import Layout, Listing
+from infinistore.cluster.etcd.messages import (
+    EtcdMisbehaved,
+    EtcdRefused,
+    Item,
+    delete,
+    grant_lease,
+    keep_alive,
+    put,
+    range_of,
+    read_lease,
+    read_outcome,
+    read_range,
+    read_ttl,
+    revoke_lease,
+    transaction,
+    unless_changed,
+)
+from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.view import Node, NodeState, View
+from infinistore.errors import ConfigError
+
+__all__ = ["Registration", "RegistrationState"]
+
+_log = logging.getLogger("infinistore.cluster")
+
+_CALL_S: Final = 1.0
+_SHORTEST_PAUSE_S: Final = 0.25
+_RETRY_S: Final = 1.0
+_STEPS: Final = 5
+"""In so many steps the weight of a newcomer grows."""
+
+
+class RegistrationState(enum.Enum):
+    """Whether other processes can see this node."""
+
+    REGISTERING = "registering"
+    REGISTERED = "registered"
+    LOST = "lost"
+    """It was registered, and is being registered again."""
+    LEFT = "left"
+
+
+class Registration:
+    """The registration of one node. `run` is a flow that ends with an error, or never;
+    `leave` is one that ends soon.
+    """
+
+    def __init__(
+        self,
+        session: EtcdSession,
+        layout: Layout,
+        node: Node,
+        *,
+        clock: Callable[[], float],
+        random: Random,
+        config: ClusterConfig | None = None,
+        has_old_blocks: bool = False,
+        on_registered: Callable[[], None] = lambda: None,
+        warm_up_s: float = 30.0,
+        lease_s: int = LEASE_S,
+    ) -> None:
+        """`node` has its full weight. `config` is for a cluster that has none yet.
+        `has_old_blocks` says that the node has blocks of an earlier process, from disk.
+        `on_registered` is called each time that the node has been registered.
+        """
+        self._session = session
+        self._layout = layout
+        self._clock = clock
+        self._random = random
+        self._config = config or ClusterConfig()
+        self._node = node
+        self._warm_up_s = warm_up_s
+        self._lease_s = lease_s
+        self._lease = 0
+        self._item = Item(layout.node(node.id))
+        """What is written, as far as is known."""
+        self._draining = False
+        self._joined_at = -math.inf
+        self._conflict_since: float | None = None
+        self._purged: int | None = None if has_old_blocks else 0
+        """The last purge that was carried out; None if only etcd can know."""
+        self._look_soon = False
+        self._on_registered = on_registered
+        self.state = RegistrationState.REGISTERING
+        self.problem = ""
+        """What keeps the node from being registered; empty if nothing does."""
+        self.registrations = 0
+        """How often this process has registered the node."""
+
+    @property
+    def node(self) -> Node:
+        """The node as it ought to stand in etcd now."""
+        if self._draining:
+            return attrs.evolve(self._node, state=NodeState.DRAINING)
+        step = self._step()
+        if step == _STEPS:
+            return self._node
+        weight = max(min(self._node.weight, 1), self._node.weight * step // _STEPS)
+        return attrs.evolve(self._node, state=NodeState.JOINING, weight=weight)
+
+    def drain(self) -> None:
+        """Have others read from this node, and no longer write to it. Takes effect when
+        the flow's pause ends.
+        """
+        self._draining = True
+
+    def seen(self, view: View) -> bool:
+        """Whether a view gives reason to look at what stands in etcd, when the flow's
+        pause ends.
+        """
+        if self.state is RegistrationState.REGISTERED:
+            mine = [node.instance for node in view.nodes if node.id == self._node.id]
+            known = self._purged or 0
+            self._look_soon |= mine != [self._node.instance] or view.purged_revision not in (0, known)
+        return self._look_soon
+
+    async def run(self) -> None:
+        """Register, and stay registered.
+
+        Raises:
+            ConfigError: another process uses the id, the cluster has another placement
+                version, or etcd refuses this user. Only before the first success.
+        """
+        while True:
+            try:
+                await self._register()
+                await self._keep()
+            except (EtcdUnavailable, EtcdMisbehaved) as error:
+                self._tell(f"etcd: {error}")
+            except EtcdRefused as error:
+                if not self.registrations:
+                    raise ConfigError(f"etcd refuses the registration of {self._node.id}: {error}") from None
+                self._tell(f"etcd: {error}")
+            except ConfigError as error:
+                if not self.registrations:
+                    raise
+                self._tell(str(error))
+            await Pause(_RETRY_S * (0.5 + self._random.random()))
+
+    async def leave(self) -> None:
+        """Give the lease up. If etcd does not answer, the lease runs out by itself."""
+        self.state = RegistrationState.LEFT
+        if self._lease:
+            try:
+                await self._session.call(revoke_lease(self._lease), _CALL_S)
+            except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
+                _log.info("the lease in etcd is left to run out", extra={"problem": str(error)})
+
+    async def _register(self) -> None:
+        found = read_range(await self._session.call(range_of(self._layout.prefix)))
+        items = {item.key: item for item in found.items}
+        await self._check_config(items)
+        await self._purge_if_told(items)
+        key = self._layout.node(self._node.id)
+        standing = items.get(key, Item(key))
+        nodes = Listing.of(self._layout, found.items).nodes
+        other = nodes.get(self._node.id)
+        if standing.mod_revision and (other is None or other.instance != self._node.instance):
+            if not await self._displace(standing, other):
+                return
+            standing = Item(key)
+        self._conflict_since = None
+        if not self.registrations and any(node.id != self._node.id for node in nodes.values()):
+            self._joined_at = self._clock()
+        await self._write_under_new_lease(standing)
+
+    async def _write_under_new_lease(self, standing: Item) -> None:
+        lease = read_lease(await self._session.call(grant_lease(self._lease_s), _CALL_S))
+        value = write_node(self.node)
+        then = [put(standing.key, value, lease), self._put_purged()]
+        reply = await self._session.call(transaction([unless_changed(standing)], then, standing.key), _CALL_S)
+        outcome = read_outcome(reply)
+        if not outcome.succeeded:
+            return  # somebody was faster; what stands there now is looked at again
+        created = standing.create_revision or outcome.revision
+        self._item = Item(standing.key, value, created, outcome.revision, lease)
+        self._lease = lease
+        self.registrations += 1
+        self.state = RegistrationState.REGISTERED
+        self.problem = ""
+        self._on_registered()
+        _log.info(
+            "registered in etcd", extra={"node": self._node.id, "cluster": self._layout.cluster, "generation": created}
+        )
+
+    async def _keep(self) -> None:
+        """Renew the lease until it is lost, and write what changes."""
+        left_until = self._clock() + self._lease_s
+        looked_at = self._clock()
+        while self.state is RegistrationState.REGISTERED:
+            left_s = left_until - self._clock()
+            pause_s = max(left_s / 2, _SHORTEST_PAUSE_S) if left_s > 0 else _RETRY_S
+            await Pause(min(pause_s, self._until_next_step_s()))
+            try:
+                ttl_s = read_ttl(await self._session.call(keep_alive(self._lease), _CALL_S))
+                left_until = self._clock() + ttl_s
+                if not ttl_s:
+                    self._lose("the lease ran out")
+                    return
+                if write_node(self.node) != self._item.value:
+                    await self._rewrite()
+                if self._look_soon or self._clock() - looked_at >= READ_AGAIN_S:
+                    self._look_soon = False
+                    looked_at = self._clock()
+                    await self._look()
+                self.problem = ""
+            except (EtcdUnavailable, EtcdMisbehaved) as error:
+                # The lease may live on: an etcd that was away gives leases their time
+                # again.
+                self._tell(f"etcd: {error}")
+
+    def _lose(self, problem: str) -> None:
+        self.state = RegistrationState.LOST
+        self._lease = 0
+        _log.warning(
+            "this node is no longer registered; it keeps its blocks and registers again",
+            extra={"node": self._node.id, "problem": problem},
+        )
+
+    async def _rewrite(self) -> None:
+        value = write_node(self.node)
+        then = [put(self._item.key, value, self._lease)]
+        request = transaction([unless_changed(self._item)], then, self._item.key)
+        outcome = read_outcome(await self._session.call(request, _CALL_S))
+        if outcome.succeeded:
+            self._item = attrs.evolve(self._item, value=value, mod_revision=outcome.revision)
+        else:
+            self._lose("somebody else wrote what stands in etcd")
+
+    async def _look(self) -> None:
+        """See whether what was written still stands, under its lease, and whether there
+        was a purge.
+        """
+        found = read_range(await self._session.call(range_of(self._layout.prefix), _CALL_S))
+        items = {item.key: item for item in found.items}
+        if items.get(self._item.key) != self._item:
+            self._lose("somebody else wrote what stands in etcd, or deleted it")
+        elif await self._purge_if_told(items):
+            await self._session.call(transaction([], [self._put_purged()], self._item.key), _CALL_S)
+
+    async def _check_config(self, items: dict[str, Item]) -> None:
+        try:
+            Listing.of(self._layout, items.values())
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self._layout.config not in items:
+            missing = Item(self._layout.config)
+            write = [put(missing.key, write_config(self._config))]
+            await self._session.call(transaction([unless_changed(missing)], write, missing.key), _CALL_S)
+
+    async def _purge_if_told(self, items: dict[str, Item]) -> bool:
+        """Purge, if the last purge of the cluster is not one that this node has carried
+        out. Revisions of an etcd that was replaced mean nothing, so any other counts.
+        """
+        purge = items.get(self._layout.purge)
+        if purge is None:
+            return False
+        if self._purged is None:
+            done = items.get(self._layout.purged(self._node.id), Item("")).value
+            self._purged = int(done) if done.isdigit() else 0
+        if self._purged == purge.mod_revision:
+            return False
+        await Purge()
+        self._purged = purge.mod_revision
+        return True
+
+    def _put_purged(self) -> dict[str, Any]:
+        return put(self._layout.purged(self._node.id), b"%d" % (self._purged or 0))
+
+    async def _displace(self, standing: Item, other: Node | None) -> bool:
+        """Whether what another process wrote under this id has been deleted."""
+        if other is None or other.address == self._node.address:
+            request = transaction([unless_changed(standing)], [delete(standing.key)], standing.key)
+            return read_outcome(await self._session.call(request, _CALL_S)).succeeded
+        if self._conflict_since is None:
+            self._conflict_since = self._clock()
+        problem = (
+            f"another server, at {other.address}, is registered in the cluster {self._layout.cluster} as "
+            f"{self._node.id!r}: give each its own --node-id"
+        )
+        if not self.registrations and self._clock() - self._conflict_since > self._lease_s + 1:
+            raise ConfigError(problem)
+        self._tell(problem)  # a lease that its process has left behind runs out
+        return False
+
+    def _step(self) -> int:
+        passed_s = self._clock() - self._joined_at
+        return _STEPS if passed_s >= self._warm_up_s else 1 + int(_STEPS * passed_s / self._warm_up_s)
+
+    def _until_next_step_s(self) -> float:
+        step = self._step()
+        if step == _STEPS or self._draining:
+            return math.inf
+        return max(_SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
+
+    def _tell(self, problem: str) -> None:
+        """Log that there is a problem once, until it is over: members of etcd may say
+        different things in turn.
+        """
+        if not self.problem:
+            _log.warning("this node cannot register or renew its lease", extra={"problem": problem})
+        self.problem = problem

@@ -1,0 +1,107 @@
+"""Calls to etcd: its members in turn, and a token where it wants one.
+
+A call that one member does not answer goes to the next. What etcd refuses raises
+`EtcdRefused`, once for all of them.
+"""
+
+from typing import Final
+
+import attrs
+
+from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
+from infinistore.cluster.etcd.messages import (
+    UNAVAILABLE_CODES,
+    Answer,
+    EtcdMisbehaved,
+    EtcdRefused,
+    Request,
+    authenticate,
+    read_error,
+    read_token,
+)
+
+__all__ = ["CALL_S", "Credentials", "EtcdSession"]
+
+CALL_S: Final = 2.0
+"""How long one member may take to answer."""
+_NEEDS_TOKEN: Final = (
+    "user name is empty",
+    "invalid auth token",
+    "revision of auth store is old",
+    "revision in header is old",
+)
+"""What etcd says to a call without a token, or with one that has expired."""
+
+
+@attrs.frozen
+class Credentials:
+    """A user of etcd, and the password."""
+
+    user: str
+    password: str = attrs.field(repr=False)
+
+
+class EtcdSession:
+    """Calls to the members of one etcd, which are named by their index."""
+
+    def __init__(self, members: int, credentials: Credentials | None = None, *, first: int = 0) -> None:
+        self._members = members
+        self._credentials = credentials
+        self._token = ""
+        self.member = first % members
+        """The member that is asked next."""
+
+    def turn(self) -> None:
+        """Ask another member from now on."""
+        self.member = (self.member + 1) % self._members
+
+    async def call(self, request: Request, timeout_s: float = CALL_S) -> bytes:
+        """Send a request, and return the body of the answer.
+
+        Raises:
+            EtcdUnavailable: no member answered within `timeout_s`.
+            EtcdRefused: etcd answered with an error.
+        """
+        problem = ""
+        for _ in range(self._members):
+            try:
+                return await self._ask(request, timeout_s)
+            except (EtcdUnavailable, EtcdMisbehaved) as error:
+                problem = str(error)
+            except EtcdRefused as error:
+                if error.code not in UNAVAILABLE_CODES:
+                    raise
+                problem = str(error)
+            self.turn()
+        raise EtcdUnavailable(problem)
+
+    async def open_stream(self, request: Request, timeout_s: float = CALL_S) -> None:
+        """Open a stream for a request, at the member that is asked next, with the token
+        of the last call.
+
+        Raises:
+            EtcdUnavailable: it did not take the request.
+        """
+        await OpenStream(self.member, request.path, request.encode(), self._token, timeout_s)
+
+    async def _ask(self, request: Request, timeout_s: float) -> bytes:
+        answer = await self._post(request, timeout_s)
+        if answer.status == 200:
+            return answer.body
+        refusal = str(read_error(answer))
+        if not any(text in refusal for text in _NEEDS_TOKEN):
+            raise read_error(answer)
+        if self._credentials is None:
+            raise EtcdRefused(16, "etcd wants a user and a password: set etcd_user and etcd_password_file")
+        self._token = ""
+        answer = await self._post(authenticate(self._credentials.user, self._credentials.password), timeout_s)
+        if answer.status != 200:
+            raise read_error(answer)
+        self._token = read_token(answer.body)
+        answer = await self._post(request, timeout_s)
+        if answer.status != 200:
+            raise read_error(answer)
+        return answer.body
+
+    async def _post(self, request: Request, timeout_s: float) -> Answer:
+        return await Exchange(self.member, request.path, request.encode(), self._token, timeout_s)

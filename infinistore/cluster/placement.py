@@ -1,0 +1,200 @@
+"""Who owns which key: every process with the same view gives the same answer.
+
+The hash tag of a key is the text in its first `{...}`, as in Redis; without one, the
+whole key. Keys with one tag have one owner. The tag's xxh3 selects one of 65,536 slots,
+and each slot ranks the nodes (`rendezvous`): a node that joins takes keys from the
+others and moves none between them, and the keys of a node that leaves go to the node of
+their next rank.
+
+Slots are filled when they are first asked for, and after a change of the view only from
+what has changed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from xxhash import xxh3_64_intdigest
+
+from infinistore.cluster.rendezvous import Rendezvous
+from infinistore.cluster.view import NodeState, View
+from infinistore.errors import StoreUnavailable
+
+__all__ = ["PLACEMENT_VERSION", "SLOTS", "Placement", "hash_tag", "slot_of"]
+
+PLACEMENT_VERSION: Final = 1
+"""The version of the rules in this module and in `rendezvous`."""
+SLOTS: Final = 1 << 16
+_SLOT_BITS: Final = SLOTS - 1
+_NO_KEY: Final = "\0"  # keys have no NUL, so that none begins with it
+
+
+def hash_tag(key: str) -> str:
+    """Return the text in the first `{...}` of a key; the key, if there is none or it is
+    empty.
+    """
+    start = key.find("{")
+    if start >= 0:
+        end = key.find("}", start)
+        if end > start + 1:
+            return key[start + 1 : end]
+    return key
+
+
+def slot_of(key: str) -> int:
+    """Return the slot of a key."""
+    return xxh3_64_intdigest(hash_tag(key).encode()) & _SLOT_BITS
+
+
+class Placement:
+    """Who owns what in a view. Threads may share it.
+
+    Nodes are named by their index in `view.nodes`. A draining node owns nothing that is
+    written, and is read as if it did not drain: `reading` says which of the two is
+    asked for.
+    """
+
+    def __init__(self, view: View, previous: "Placement | None" = None, *, with_numpy: bool = True) -> None:
+        """`previous` is the placement of an older view of the same cluster: what it
+        knows is not computed again. Without numpy, the result is the same.
+        """
+        self.view = view
+        arrays = _import_numpy() if with_numpy else None
+        weights = [node.weight for node in view.nodes]
+        self._readers: _Owners = _Owners(view, weights, arrays, None if previous is None else previous._readers)
+        self._writers = self._readers
+        draining = [node.state is NodeState.DRAINING for node in view.nodes]
+        if any(draining):
+            weights = [0 if drains else weight for weight, drains in zip(weights, draining, strict=True)]
+            self._writers = _Owners(view, weights, arrays, None if previous is None else previous._writers)
+
+    def owners(self, keys: Sequence[str], *, reading: bool = False) -> Sequence[int]:
+        """Return the owner of each key, its rank 1.
+
+        Raises:
+            StoreUnavailable: no node of the view owns anything.
+        """
+        return (self._readers if reading else self._writers).of(keys)
+
+    def split(self, keys: Sequence[str], *, reading: bool = False) -> list[tuple[int, Sequence[int]]]:
+        """Return the owners of the keys, each with the positions of its keys, both in
+        the order of the keys.
+
+        Raises:
+            StoreUnavailable: no node of the view owns anything.
+        """
+        owners = self.owners(keys, reading=reading)
+        if owners and owners.count(owners[0]) == len(owners):
+            return [(owners[0], range(len(owners)))]
+        parts: dict[int, list[int]] = {}
+        for position, owner in enumerate(owners):
+            part = parts.get(owner)
+            if part is None:
+                parts[owner] = [position]
+            else:
+                part.append(position)
+        return list(parts.items())
+
+    def ranked(self, key: str, count: int, *, reading: bool = False) -> Sequence[int]:
+        """Return the first `count` ranks of a key: its owner, then the nodes that would
+        own it if those before them were gone. Fewer, if there are fewer nodes.
+        """
+        return self.ranks([key], count, reading=reading)[0]
+
+    def ranks(self, keys: Sequence[str], count: int, *, reading: bool = False) -> list[Sequence[int]]:
+        """Return the first `count` ranks of each key, as `ranked` does of one."""
+        return (self._readers if reading else self._writers).ranks([slot_of(key) for key in keys], count)
+
+
+def _import_numpy() -> Any:
+    try:
+        import numpy  # late: it takes a tenth of a second, and only a cluster needs it
+    except ImportError:
+        return None
+    return numpy
+
+
+class _Owners:
+    """The owners of all slots. Threads may share it: what they fill in is the same."""
+
+    def __init__(self, view: View, weights: Sequence[int], arrays: Any, older: "_Owners | None") -> None:
+        self._weight_of = {node.id: weight for node, weight in zip(view.nodes, weights, strict=True)}
+        self._nodes = [index for index, weight in enumerate(weights) if weight]
+        self._rendezvous = Rendezvous(list(self._weight_of), weights, arrays)
+        self._table = [-1] * SLOTS
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        # What an older view knew: its table, the indices of its nodes in this view (-1
+        # for one that may have lost slots to any other), and the nodes that may have
+        # gained some.
+        self._older_table: list[int] = []
+        self._new_index: list[int] = []
+        self._gaining: list[int] = []
+        if older is not None:
+            self._inherit(older)
+
+    def _inherit(self, older: "_Owners") -> None:
+        ids = list(self._weight_of)
+        gaining = [node for node in self._nodes if self._weight_of[ids[node]] > older._weight_of.get(ids[node], 0)]
+        if 2 * len(gaining) > len(self._nodes):
+            return
+        self._gaining = gaining
+        self._older_table = older._table
+        index_of = {id_: index for index, id_ in enumerate(ids)}
+        self._new_index = [
+            index_of[id_] if self._weight_of.get(id_, 0) >= max(weight, 1) else -1
+            for id_, weight in older._weight_of.items()
+        ]
+
+    def of(self, keys: Sequence[str]) -> list[int]:
+        """Return the owner of each key."""
+        table = self._table
+        found: list[int] = []
+        append = found.append
+        prefix, owner = _NO_KEY, -1
+        for key in keys:
+            # The keys of a group follow each other, and begin alike up to their tag.
+            if not key.startswith(prefix):
+                tag, prefix = key, _NO_KEY
+                start = key.find("{")
+                if start >= 0:
+                    end = key.find("}", start)
+                    if end > start + 1:
+                        tag, prefix = key[start + 1 : end], key[: end + 1]
+                owner = table[xxh3_64_intdigest(tag.encode()) & _SLOT_BITS]
+            append(owner)
+        if -1 in found:
+            unknown = {position: slot_of(keys[position]) for position, owner in enumerate(found) if owner < 0}
+            self._fill({slot for slot in unknown.values() if table[slot] < 0})
+            for position, slot in unknown.items():
+                found[position] = table[slot]
+        return found
+
+    def ranks(self, slots: Sequence[int], count: int) -> list[Sequence[int]]:
+        """Return the first `count` nodes of each slot, or all if there are fewer."""
+        count = min(count, len(self._nodes))
+        known = self._ranks
+        unknown = sorted({slot for slot in slots if len(known.get(slot, ())) < count})
+        known.update(zip(unknown, self._rendezvous.first(unknown, self._nodes, count), strict=True))
+        return [known[slot][:count] if count else () for slot in slots]
+
+    def _fill(self, slots: Iterable[int]) -> None:
+        if not self._nodes:
+            raise StoreUnavailable(
+                "no node of the cluster takes blocks: each is gone, draining, or has weight 0; start one"
+            )
+        fresh: list[int] = []
+        known: list[int] = []
+        owners: list[int] = []
+        for slot in sorted(slots):
+            former = self._older_table[slot] if self._older_table else -1
+            owner = self._new_index[former] if former >= 0 else -1
+            if owner < 0:
+                fresh.append(slot)
+            else:
+                known.append(slot)
+                owners.append(owner)
+        for slot, (owner,) in zip(fresh, self._rendezvous.first(fresh, self._nodes, 1), strict=True):
+            self._table[slot] = owner
+        if self._gaining:
+            owners = self._rendezvous.better(known, owners, self._gaining)
+        for slot, owner in zip(known, owners, strict=True):
+            self._table[slot] = owner
