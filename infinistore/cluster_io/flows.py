@@ -1,0 +1,101 @@
+"""Runs the flows of `infinistore.cluster.etcd` on Trio."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, TypeVar
+
+import trio
+
+from infinistore.cluster.etcd.effects import (
+    Effect,
+    EtcdUnavailable,
+    Exchange,
+    Flow,
+    NextLine,
+    OpenStream,
+    Pause,
+    Probe,
+    Purge,
+)
+from infinistore.cluster.etcd.messages import EtcdMisbehaved
+from infinistore.cluster.view import Node
+from infinistore.cluster_io.connections import EtcdConnections
+
+__all__ = ["AskInstance", "FlowRunner"]
+
+_T = TypeVar("_T")
+
+AskInstance: TypeAlias = Callable[[Node], Awaitable[str]]
+"""Returns the instance of the server at a node's address; empty if none answers."""
+
+
+async def _nothing() -> None:
+    await trio.lowlevel.checkpoint()
+
+
+class FlowRunner:
+    """Runs one flow at a time over its own connections."""
+
+    def __init__(
+        self,
+        connections: EtcdConnections,
+        *,
+        ask_instance: AskInstance,
+        purge: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        self._connections = connections
+        self._ask_instance = ask_instance
+        self._purge = purge
+        self._wake = trio.Event()
+
+    def wake(self) -> None:
+        """End the flow's pause, or its next one."""
+        self._wake.set()
+
+    async def run(self, flow: Flow[_T]) -> _T:
+        """Run a flow to its end, and return its result."""
+        try:
+            effect = flow.send(None)
+            while True:
+                try:
+                    result = await self._carry_out(effect)
+                except (EtcdUnavailable, EtcdMisbehaved) as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(result)
+        except StopIteration as stop:
+            done: _T = stop.value
+            return done
+        finally:
+            flow.close()
+            await self._connections.close()
+
+    async def _carry_out(self, effect: Effect) -> object:
+        match effect:
+            case Exchange():
+                return await self._connections.exchange(effect)
+            case OpenStream():
+                await self._connections.open_stream(effect)
+            case NextLine():
+                return await self._connections.next_line(effect.timeout_s)
+            case Probe():
+                return await self._probe(effect)
+            case Purge():
+                await self._purge()
+            case Pause():
+                with trio.move_on_after(effect.seconds):
+                    await self._wake.wait()
+                    self._wake = trio.Event()
+        return None
+
+    async def _probe(self, effect: Probe) -> frozenset[str]:
+        answered: set[str] = set()
+
+        async def ask(node: Node) -> None:
+            if await self._ask_instance(node) == node.instance:
+                answered.add(node.id)
+
+        with trio.move_on_after(effect.timeout_s):
+            async with trio.open_nursery() as nursery:
+                for node in effect.nodes:
+                    nursery.start_soon(ask, node)
+        return frozenset(answered)

@@ -1,0 +1,35 @@
+"""Purges a cluster that registers in etcd."""
+
+from random import Random
+
+import trio
+
+from infinistore.cluster.etcd.effects import EtcdUnavailable
+from infinistore.cluster.etcd.layout import Layout
+from infinistore.cluster.etcd.messages import EtcdMisbehaved, EtcdRefused
+from infinistore.cluster.etcd.purging import Purged, purge_cluster
+from infinistore.cluster.locate import EtcdPlace
+from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.memberships import make_session
+from infinistore.cluster_io.probing import instance_asker
+from infinistore.errors import StoreUnavailable
+
+__all__ = ["purge_registered"]
+
+
+async def purge_registered(place: EtcdPlace, timeout_s: float) -> Purged:
+    """Write to etcd that the cluster is purged, and wait until its nodes have done it,
+    but not longer than `timeout_s`.
+
+    Raises:
+        ConfigError: etcd knows no such cluster, or a file that `place` names cannot be
+            used.
+        StoreUnavailable: etcd does not answer, or refuses.
+    """
+    runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(""))
+    session = make_session(place, Random())
+    try:
+        return await runner.run(purge_cluster(session, Layout(place.cluster), trio.current_time, timeout_s))
+    except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
+        raise StoreUnavailable(f"the cluster may not be purged; etcd: {error}") from None
