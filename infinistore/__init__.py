@@ -2,12 +2,13 @@
 
     import infinistore
 
-    async with infinistore.open_store() as store:  # embedded: the same engine in this process, no server
+    async with infinistore.open_store() as store:  # embedded, without a server
         await store.put("layer0/block7", data)
 
-This module lists the public names and holds no code of its own. The errors are here at once; everything else is
-imported when it is first asked for, so that `import infinistore` costs little and brings neither torch nor numpy nor an
-event loop. What is not listed in `__all__` may change without notice.
+This module lists the public names and contains no other code. The errors are imported
+at once. Everything else is imported on first use, so that `import infinistore` is cheap
+and loads neither torch nor numpy nor an event loop. Names that are not in `__all__` may
+change without notice.
 """
 
 from importlib import import_module
@@ -20,6 +21,7 @@ from infinistore.errors import (
     ConfigError,
     DeadlineExceeded,
     DeviceMemoryUnreachable,
+    DiskFailed,
     InfiniStoreException,
     InfiniStoreKeyNotFound,
     InvalidRequest,
@@ -27,6 +29,7 @@ from infinistore.errors import (
     LeaseStillInUse,
     LimitExceeded,
     OutOfMemory,
+    PartialPut,
     ProtocolError,
     StoreUnavailable,
     TransferFailed,
@@ -34,6 +37,7 @@ from infinistore.errors import (
     ValueTooLarge,
     VersionMismatch,
 )
+from infinistore.version import __version__
 
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
@@ -56,6 +60,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DeviceMemoryUnreachable",
+    "DiskFailed",
     "InfiniStoreException",
     "InfiniStoreKeyNotFound",
     "InfinityConnection",
@@ -65,6 +70,7 @@ __all__ = [
     "LimitExceeded",
     "Logger",
     "OutOfMemory",
+    "PartialPut",
     "ProtocolError",
     "ServerConfig",
     "StoreUnavailable",
@@ -82,8 +88,6 @@ __all__ = [
     "register_server",
     "serve",
 ]
-
-__version__ = "0.1.0"
 
 _LAZY_NAMES = {
     "LINK_ETHERNET": "infinistore.dropin.config",

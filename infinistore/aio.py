@@ -1,7 +1,21 @@
-"""The store for asyncio and uvloop: `async with infinistore.aio.open_store(...) as store`."""
+"""The store for asyncio and uvloop: `async with infinistore.aio.open_store(...) as
+store`.
+"""
 
-from infinistore.client.async_store import AsyncStore
-from infinistore.client.asyncio_store import open_store
-from infinistore.client.prefix_match import PrefixMatch
+from infinistore.client.api.leases import AsyncLease, AsyncReservation
+from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.store import AsyncStore
+from infinistore.client.drivers.asyncio_driver import open_store
+from infinistore.client.memory.registration import Registration
+from infinistore.client.requests import Found, Prefetched
 
-__all__ = ["AsyncStore", "PrefixMatch", "open_store"]
+__all__ = [
+    "AsyncLease",
+    "AsyncReservation",
+    "AsyncStore",
+    "Found",
+    "Prefetched",
+    "PrefixMatch",
+    "Registration",
+    "open_store",
+]

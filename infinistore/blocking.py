@@ -1,7 +1,19 @@
 """The store for threads: `with infinistore.blocking.open_store(...) as store`."""
 
-from infinistore.client.blocking_store import BlockingStore
-from infinistore.client.prefix_match import PrefixMatch
-from infinistore.client.thread_store import open_store
+from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
+from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.drivers.blocking_driver import open_store
+from infinistore.client.memory.registration import Registration
+from infinistore.client.requests import Found, Prefetched
 
-__all__ = ["BlockingStore", "PrefixMatch", "open_store"]
+__all__ = [
+    "BlockingLease",
+    "BlockingReservation",
+    "BlockingStore",
+    "Found",
+    "Prefetched",
+    "PrefixMatch",
+    "Registration",
+    "open_store",
+]

@@ -3,8 +3,22 @@
 `open_store` here is the one for Trio; `infinistore.blocking` has the one for threads.
 """
 
-from infinistore.client.async_store import AsyncStore
-from infinistore.client.prefix_match import PrefixMatch
-from infinistore.client.trio_store import open_store
+from infinistore.client.api.leases import AsyncLease, AsyncReservation
+from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.store import AsyncStore
+from infinistore.client.drivers.trio_driver import open_store
+from infinistore.client.memory.registration import Registration
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.requests import Found, Prefetched
 
-__all__ = ["AsyncStore", "PrefixMatch", "open_store"]
+__all__ = [
+    "AsyncLease",
+    "AsyncReservation",
+    "AsyncStore",
+    "Found",
+    "Prefetched",
+    "PrefixMatch",
+    "Registration",
+    "StoreOptions",
+    "open_store",
+]

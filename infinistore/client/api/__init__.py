@@ -1,0 +1,1 @@
+"""What people call: the asynchronous store, its generated blocking twin, and leases."""

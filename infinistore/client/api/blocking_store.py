@@ -1,0 +1,400 @@
+# Generated from store.py by scripts/generate.py: change that one instead.
+"""The methods of a blocking store, with a server and embedded alike.
+
+They check the arguments. A subclass carries the operations out, by one method: `_call`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar, cast
+
+from infinistore.client.api.arguments import (
+    Pairs,
+    batch_to_get,
+    batch_to_put,
+    block_to_put,
+    check_hold,
+    check_hold_token,
+    check_page,
+    check_ratios,
+    key_list,
+    sizes_to_reserve,
+)
+from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
+from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.memory.buffers import BufferLike
+from infinistore.client.memory.device_memory import DeviceBatch, registrable
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.movers.rdma.device_requests import (
+    check_registered,
+    flush,
+    wait_for_gpus,
+)
+from infinistore.client.requests import (
+    Batch,
+    Delete,
+    Evict,
+    Exists,
+    Flush,
+    Found,
+    Get,
+    GetInto,
+    GetStatistics,
+    GetToDevice,
+    ListKeys,
+    MatchPrefix,
+    Prefetch,
+    Prefetched,
+    Purge,
+    Put,
+    PutFromDevice,
+    ReleaseHold,
+    Request,
+    check_all_there,
+)
+from infinistore.errors import KeyNotFound
+from infinistore.keys import CheckedKeys
+from infinistore.statistics import Stats
+from infinistore.transports.cuda.memory import DeviceMemory
+
+__all__ = ["BlockingStore"]
+
+_T = TypeVar("_T")
+
+
+class BlockingStore(ABC):
+    """A store of blocks by key, which any number of threads may use. See `open_store`.
+
+    Data and buffers are contiguous objects with the buffer protocol, or PyTorch tensors
+    on the CPU; tensors on a GPU if their memory is registered (see `register`).
+
+    Each call has a deadline, `deadline_s` of `open_store`. Every method may raise:
+
+    * `StoreUnavailable`: the server cannot be reached, or the connection was lost. A
+      put that fails so may have been stored.
+    * `DeadlineExceeded`: the same, because the deadline has passed.
+    * `ValueError`, `TypeError`: wrong arguments. Nothing was sent.
+    """
+
+    verifies: bool = True
+    """Whether reads check checksums: the option `verify` of `open_store`."""
+    is_cluster: bool = False
+    """Whether the URL names a cluster: keys are spread over its nodes by their hash
+    tags. False for a server with shards, which is found by the first connection.
+    """
+
+    @abstractmethod
+    def _call(self, request: Request[_T]) -> _T:
+        """Carry out a request, and return its result."""
+
+    def put(self, key: str, data: BufferLike) -> None:
+        """Store one block. It replaces what the key had before.
+
+        Raises:
+            OutOfMemory: no space, even after eviction.
+            ValueTooLarge: the block is larger than the store takes.
+        """
+        checked = block_to_put(key, data)
+        if isinstance(checked, DeviceBatch):
+            self.put_batch(checked)
+        else:
+            self._call(Put(checked))
+
+    def put_many(self, items: Pairs, replace: bool = True) -> list[str]:
+        """Store a batch, which becomes visible all at once. Returns the skipped keys.
+
+        `items` is a mapping, or pairs of key and data. With `replace=False`, keys that
+        exist are skipped and their bytes are not moved. A batch over the server's
+        limits is stored in parts, each of which becomes visible at once.
+
+        Raises:
+            OutOfMemory: no space, even after eviction.
+            ValueTooLarge: a block is larger than the store takes.
+            LimitExceeded: a limit of the server was reached.
+        """
+        checked = batch_to_put(items)
+        if isinstance(checked, DeviceBatch):
+            return self.put_batch(checked, replace)
+        return self._call(Put(checked, replace))
+
+    def get(self, key: str) -> bytearray:
+        """Read one block.
+
+        Raises:
+            KeyNotFound: the key does not exist.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        value = (self._call(Get(CheckedKeys((key,)))))[0]
+        if value is None:
+            raise KeyNotFound(f"{key!r} is not in the store")
+        return value
+
+    def get_many(self, keys: Iterable[str]) -> list[bytearray | None]:
+        """Read blocks. Returns None for each key that does not exist.
+
+        Raises:
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        checked = key_list(keys)
+        return self._call(Get(checked))
+
+    def get_into(self, key: str, buffer: BufferLike) -> int:
+        """Read one block into a buffer. Returns the block's length in bytes.
+
+        The rest of the buffer is left as it is, and so is all of it if the block is
+        longer. But if the connection breaks meanwhile, the block is read again: then
+        any byte may have been written before.
+
+        Raises:
+            KeyNotFound: the key does not exist.
+            BufferTooSmall: the block is longer than the buffer.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        length = self.get_many_into([(key, buffer)])[0]
+        if length is None:
+            raise KeyNotFound(f"{key!r} is not in the store")
+        return length
+
+    def get_many_into(self, items: Pairs, all_or_nothing: bool = False) -> list[int | None]:
+        """Read blocks into buffers. Returns stored lengths in bytes, None for a miss.
+
+        `items` is a mapping, or pairs of key and buffer. With `all_or_nothing`, a key
+        that does not exist is an error. After any error but `BufferTooSmall`, the
+        contents of the buffers are undefined.
+
+        Raises:
+            KeyNotFound: with `all_or_nothing`, a key does not exist. Bytes of the other
+                blocks were written only if the batch was read in parts, or if the
+                connection broke meanwhile and the batch was read again.
+            BufferTooSmall: a block is longer than its buffer. No byte was written to
+                any buffer, unless the connection broke meanwhile and the batch was read
+                again. (A batch over the server's limits is read in parts, and this
+                holds for each part.)
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        checked = batch_to_get(items)
+        if isinstance(checked, DeviceBatch):
+            lengths = self.get_batch_into(checked, all_or_nothing)
+        else:
+            lengths = self._call(GetInto(checked, all_or_nothing))
+        if all_or_nothing:
+            check_all_there(checked.keys, lengths)
+        return lengths
+
+    def lease(self, keys: Iterable[str], *, verify: bool = False) -> BlockingLease:
+        """Read blocks in place: `with store.lease(keys) as views`.
+
+        `views` is a list of read-only memoryviews of the pool, None for each key that
+        does not exist. Over TCP they are views of a copy.
+
+        A leased block does not change, whatever becomes of its key. It takes space
+        until the last view, slice, array or tensor of it is gone, even if the store is
+        closed before or the server dies. At the end of the `with` block the views are
+        released: using one is a ValueError from then on. Arrays and tensors made from
+        them stay valid and keep all of the lease alive; the warning `LeaseStillInUse`
+        says so.
+
+        `verify` hashes the blocks in place. A reader who writes to shared memory, by a
+        tensor for example, changes the block for everybody.
+
+        Raises:
+            ChecksumMismatch: with `verify`, the bytes are not those that were written.
+                Over TCP without it, too.
+            LimitExceeded: the server pins no more blocks for this client. Release other
+                leases.
+        """
+        return BlockingLease(self._call, key_list(keys), verify)
+
+    def reserve(self, sizes: Mapping[str, int]) -> BlockingReservation:
+        """Write blocks in place: `with store.reserve(sizes) as views`.
+
+        `sizes` is a mapping of keys to sizes in bytes. `views` is a list of writable
+        memoryviews in the order of the mapping; their contents are undefined at first.
+
+        At the end of the `with` block, the blocks are hashed and stored, and become
+        visible all at once, as by `put_many`. If the `with` block raises, nothing is
+        stored. Over TCP, or where clients may not write to the pool, the views are of
+        private memory, and the blocks are put at the end. Do not write to arrays or
+        tensors made from the views afterwards: readers would find a wrong checksum. If
+        one is still alive, the warning `LeaseStillInUse` says so.
+
+        Raises:
+            OutOfMemory: no space, even after eviction.
+            ValueTooLarge: a block is larger than the store takes.
+            LimitExceeded: more than can be stored at once, or than the server reserves
+                for this client.
+        """
+        return BlockingReservation(self._call, *sizes_to_reserve(sizes))
+
+    def exists(self, key: str) -> bool:
+        """Tell whether the key exists. Does not count as a use of the block."""
+        return self.exists_many([key])[0]
+
+    def exists_many(self, keys: Iterable[str]) -> Found:
+        """Tell for each key whether it exists, in a list. Does not count as a use of a
+        block.
+
+        `in_memory` of the list says how many of the keys are in memory: all that exist,
+        unless the store has disks.
+        """
+        checked = key_list(keys)
+        return cast("Found", self._call(Exists(checked)))
+
+    def match_prefix(self, keys: Iterable[str], hold_s: float = 0) -> PrefixMatch:
+        """Count the leading keys that exist, up to the first that does not.
+
+        With `hold_s`, the counted blocks are not evicted for that many seconds, or
+        until `release_hold(match.hold)`. `match.in_memory` of the counted keys are in
+        memory: all, unless the store has disks.
+
+        Raises:
+            LimitExceeded: the hold is too long, or too much would be held.
+        """
+        checked = key_list(keys)
+        check_hold(hold_s)
+        return PrefixMatch(*self._call(MatchPrefix(checked, hold_s)))
+
+    def prefetch(self, keys: Iterable[str], hold_s: float = 0) -> Prefetched:
+        """Begin to read blocks that are on disk into memory, the first ones first.
+
+        Returns at once: a later read of the keys finds them in memory, or waits for
+        less. Reading ahead takes a bounded part of the pool, so the last keys may be
+        skipped. With `hold_s`, what is there is not evicted for that many seconds, or
+        until `release_hold(prefetched.hold)`. A store without disks reads nothing.
+
+        Raises:
+            LimitExceeded: the hold is too long, or too much would be held.
+        """
+        checked = key_list(keys)
+        check_hold(hold_s)
+        return self._call(Prefetch(checked, hold_s))
+
+    def flush(self, keys: Iterable[str]) -> int:
+        """Write blocks to disk now, and wait until they are durable.
+
+        Durable blocks survive a crash of the store and of its machine. Returns how many
+        of the keys have a durable block: fewer than given if some do not exist, or if a
+        disk has no room for them or fails. A store without disks returns 0 at once.
+        """
+        checked = key_list(keys)
+        return self._call(Flush(checked))
+
+    def release_hold(self, hold: str) -> bool:
+        """End a hold early. False if it has ended before, or is another server's."""
+        check_hold_token(hold)
+        return bool(hold) and self._call(ReleaseHold(hold))
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Delete keys. Returns how many of them existed."""
+        checked = key_list(keys)
+        return self._call(Delete(checked))
+
+    def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
+        """List up to `limit` keys that begin with `prefix`, in code point order.
+
+        Only keys after `after` are listed: for the next page, give the last key of this
+        one. Looks at every key of the store: not for hot paths.
+        """
+        check_page(prefix, limit, after)
+        return self._call(ListKeys(prefix, limit, after))
+
+    def evict(self, min_ratio: float, max_ratio: float) -> int:
+        """Evict cold blocks if more than `max_ratio` of the pool is used.
+
+        Eviction stops when at most `min_ratio` is used. Returns how many blocks were
+        evicted. Ratios are of the pool's bytes, 0 to 1.
+        """
+        low, high = check_ratios(min_ratio, max_ratio)
+        return self._call(Evict(low, high))
+
+    def purge(self) -> int:
+        """Delete everything. Returns how many keys there were."""
+        return self._call(Purge())
+
+    def register(self, buffer: BufferLike) -> Registration:
+        """Register memory for RDMA: blocks in it are moved without a copy.
+
+        The returned registration keeps the memory alive. Close it before the memory is
+        used for something else. Without RDMA the call only checks its argument, so that
+        callers need not know which path is in use. Registering pins the memory and
+        takes 0.1 s or more per GiB, during which this process waits: register once, not
+        for each transfer.
+
+        The memory may be a GPU's: a CUDA tensor. `put`, `put_many`, `get_into`,
+        `get_many_into` and `infinistore.tensors` then take slices of it by RDMA, which
+        bypass this process's memory. A transfer waits for the work that this thread's
+        current stream was given before the call. Such blocks have no checksum, whatever
+        `verify` says. Without RDMA such a call raises `DeviceMemoryUnreachable`.
+
+        Raises:
+            LimitExceeded: the system does not let so much memory be pinned.
+            DeviceMemoryUnreachable: memory of a GPU cannot be registered here. The
+                message names the remedy.
+        """
+        return self._register(registrable(buffer))
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return Registration(len(memory))
+
+    def has_registered(self, blocks: Sequence[DeviceMemory]) -> bool:
+        """Tell whether an RDMA device knows all of this memory of GPUs."""
+        rdma = self._rdma()
+        return rdma is not None and rdma.device_memory.locate(blocks) is not None
+
+    def _rdma(self) -> StoreRdma | None:
+        """What is registered for RDMA, if this store may ever use that."""
+        return None
+
+    def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True) -> list[str]:
+        """Store a batch that was checked before. Returns the skipped keys.
+
+        For packages that extend the client: as `put_many`, but keys and memory are not
+        checked again. A batch on GPUs is stored after the work that `batch.wait` waits
+        for, instead of that of this thread's current stream.
+
+        Raises:
+            DeviceMemoryUnreachable: memory of a GPU is not registered, or there is no
+                RDMA. Nothing was stored.
+        """
+        if not isinstance(batch, DeviceBatch):
+            return self._call(Put(batch, replace))
+        check_registered(self._rdma(), batch)
+        wait_for_gpus(batch)
+        return self._call(PutFromDevice(batch, replace))
+
+    def get_batch_into(self, batch: Batch | DeviceBatch, all_or_nothing: bool = False) -> list[int | None]:
+        """Read into a batch that was checked before. Returns stored lengths in bytes.
+
+        It is to `get_many_into` what `put_batch` is to `put_many`. With
+        `all_or_nothing`, the caller looks for missing keys in the result.
+
+        Raises:
+            DeviceMemoryUnreachable: memory of a GPU is not registered, or there is no
+                RDMA.
+        """
+        if not isinstance(batch, DeviceBatch):
+            return self._call(GetInto(batch, all_or_nothing))
+        check_registered(self._rdma(), batch)
+        wait_for_gpus(batch)
+        lengths = self._call(GetToDevice(batch, all_or_nothing))
+        flush(batch)
+        return lengths
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the pool as far as it is mapped into this process.
+
+        There is one pair for each arena: its bytes for reading, and for writing if
+        clients may write. Copy only what a lease or a reservation covers. The list is
+        empty if the pool is out of reach, and before the first connection.
+        """
+        return []
+
+    def stats(self, details: bool = False) -> Stats:
+        """Return statistics of the store.
+
+        `transport` says which path is in use, `transport_reason` why. With `details`, a
+        server adds its operations, connections, arenas and keys by prefix, which takes
+        it a few milliseconds.
+        """
+        return self._call(GetStatistics(details))

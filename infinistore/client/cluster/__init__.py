@@ -1,0 +1,1 @@
+"""A store made of stores: one for each node of a cluster."""

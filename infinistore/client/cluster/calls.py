@@ -1,0 +1,186 @@
+"""Calls to a cluster: from a request to the requests for its nodes.
+
+Written once for Trio, asyncio and threads. A node that does not answer is *lost*: the
+circuit breaker of its store opens after two silences, and from then on nothing is sent
+to it, except a question in the background whether it is there again. What a lost node
+has is missing. Nothing here moves a key to another node: only a membership does that.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import attrs
+
+from infinistore.client.cluster.nodes import PING, Nodes, NodeStore, ViewInUse
+from infinistore.client.connection.effects import Background, ClusterCall, InThread, Outcome, Part, Sleep, Together
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma, register
+from infinistore.client.options.options import Options
+from infinistore.client.requests import Exists, MatchPrefix, Prefetch, ReleaseHold, Request
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.kept_errors import KeptError
+from infinistore.transports.cuda.memory import DeviceMemory
+
+__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "error_of", "is_lost"]
+
+_T = TypeVar("_T")
+LOST: Final = (StoreUnavailable, DeadlineExceeded)
+"""What says that a node does not answer. Any other error is an answer."""
+_LATE_S: Final = 2.0
+"""Whoever asks a lost node in the background should have done so by then."""
+_LOOKUPS: Final = frozenset((Exists, MatchPrefix, Prefetch, ReleaseHold))
+"""What a server answers at once, and is asked in vain if it takes longer."""
+
+
+def is_lost(outcome: Outcome) -> bool:
+    """Whether a part has met a lost node."""
+    return isinstance(outcome, KeptError) and issubclass(outcome.kind, LOST)
+
+
+@attrs.define
+class Counters:
+    """What a store has seen of its cluster since it was opened."""
+
+    lost_reads: int = 0
+    """Keys that count as missing because their node was lost."""
+    lost_copies: int = 0
+    """Keys that a put stored on fewer nodes than it should."""
+    warmed: int = 0
+    """Blocks copied to a node that had joined."""
+    warming_bytes: int = 0
+    """What is being copied now."""
+
+
+def error_of(node: NodeStore[Any], outcome: KeptError) -> BaseException:
+    """Return the error of a node, to be raised: it names the node."""
+    error = outcome.again()
+    error.args = (f"{error} ({node})",)
+    return error
+
+
+class CallInView:
+    """One call, and the view that it uses."""
+
+    def __init__(self, calls: "ClusterCalls", view: ViewInUse[Any]) -> None:
+        self.calls = calls
+        self.view = view
+        self.counters = calls.counters
+
+    async def ask(self, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
+        """Send requests to nodes, named by their index, at the same time.
+
+        An outcome is a result, or a `KeptError` for which `is_lost` is true. Any other
+        error is raised, when all parts are over.
+        """
+        outcomes = await self.ask_all(parts)
+        for (index, _), outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, KeptError) and not is_lost(outcome):
+                raise self.error(index, outcome)
+        return outcomes
+
+    async def ask_all(self, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
+        """Do the same, and leave all errors to the caller."""
+        calls = self.calls
+        nodes = self.view.nodes
+        outcomes: list[Outcome] = [None] * len(parts)
+        sent: list[Part] = []
+        places: list[int] = []
+        for place, (index, request) in enumerate(parts):
+            node = nodes[index]
+            if node.lost and not calls.may_ask(node):
+                outcomes[place] = KeptError(StoreUnavailable(node.problem or f"{node} does not answer"))
+            else:
+                sent.append(Part(node.store, request, calls.lookup_s if type(request) in _LOOKUPS else None))
+                places.append(place)
+        for place, outcome in zip(places, await Together(sent), strict=True):
+            outcomes[place] = outcome
+            if isinstance(outcome, KeptError):
+                await calls.watch(nodes[parts[place][0]])
+        return outcomes
+
+    def error(self, index: int, outcome: KeptError) -> BaseException:
+        """Return an error to be raised, which names its node."""
+        return error_of(self.view.nodes[index], outcome)
+
+
+class ClusterCalls:
+    """Makes calls to the nodes of a cluster.
+
+    A lookup that a node has not answered within `lookup_s` seconds finds nothing
+    there. `clock` is that of the nodes' stores.
+    """
+
+    def __init__(self, nodes: Nodes[Any], handlers: "Handlers", options: Options, clock: Callable[[], float]) -> None:
+        self.nodes = nodes
+        self.lookup_s = options.lookup_deadline_s
+        self._deadline_s = options.deadline_s
+        self.clock = clock
+        self.counters = Counters()
+        self._handlers = handlers
+
+    async def call(self, request: Request[_T]) -> _T:
+        """Carry out a request."""
+        view = self.nodes.begin()
+        if view.view.epoch < 0:
+            view = await self._know(view)
+        try:
+            result: _T = await self._handlers[type(request)](CallInView(self, view), request)
+            return result
+        finally:
+            self.nodes.end(view)
+
+    async def check(self) -> None:
+        """Ask all nodes whether they are there.
+
+        Raises:
+            StoreUnavailable: none of them answers.
+        """
+        view = self.nodes.begin()
+        if view.view.epoch < 0:
+            view = await self._know(view)
+        try:
+            call = CallInView(self, view)
+            outcomes = await call.ask([(index, PING) for index in range(len(view.nodes))])
+            if not outcomes:
+                raise StoreUnavailable("the cluster has no nodes; start one")
+            if all(map(is_lost, outcomes)):
+                raise outcomes[0].again()
+        finally:
+            self.nodes.end(view)
+
+    async def _know(self, view: ViewInUse[Any]) -> ViewInUse[Any]:
+        """Wait for the first view of the cluster, which ends the use of `view`."""
+        self.nodes.end(view)
+        await InThread(lambda: self.nodes.membership.wait_known(self._deadline_s))
+        return self.nodes.begin()
+
+    def may_ask(self, node: NodeStore[Any]) -> bool:
+        """Whether a call may be what finds out if a lost node is there again: if nobody
+        else does.
+        """
+        patience_s = _LATE_S if node.probing else 0.0
+        return node.store is not None and self.clock() >= node.ask_again_at + patience_s
+
+    def register(self, rdma: StoreRdma, memory: memoryview | DeviceMemory) -> Registration:
+        """Register memory of the caller's, once for all nodes."""
+        self.nodes.check_open()
+        return register(rdma, memory)
+
+    async def watch(self, node: NodeStore[Any]) -> None:
+        """If a node was lost just now, have it asked in the background."""
+        if node.lost and not node.probing:
+            node.probing = True
+            if not await Background(self._ask_until_there(node)):
+                node.probing = False
+
+    async def _ask_until_there(self, node: NodeStore[Any]) -> None:
+        try:
+            while node.lost and not node.closed and not self.nodes.closed:
+                await Sleep(max(0.0, node.ask_again_at - self.clock()))
+                await Together([Part(node.store, PING, self.lookup_s)])
+        finally:
+            node.probing = False
+
+
+Handlers = Mapping[type[Any], Callable[[CallInView, Any], ClusterCall[Any]]]
+"""What carries out each kind of request."""

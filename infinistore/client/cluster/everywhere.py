@@ -1,0 +1,108 @@
+"""Requests that concern all nodes of a cluster, whoever owns which key."""
+
+from typing import Final, TypeVar
+
+import attrs
+
+from infinistore.client import requests
+from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
+from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_hold
+from infinistore.client.cluster.reads import exists, lease, read
+from infinistore.client.cluster.writes import check_done, commit, delete, flush, put, reserve
+from infinistore.client.connection.effects import Outcome
+from infinistore.client.requests import Evict, GetStatistics, ListKeys, Purge, Request
+from infinistore.errors import StoreUnavailable
+from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats
+from infinistore.summed_statistics import summed
+
+__all__ = ["HANDLERS"]
+
+_T = TypeVar("_T")
+
+
+async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]:
+    return await call.ask([(index, request) for index in range(len(call.view.nodes))])
+
+
+async def list_keys(call: CallInView, request: ListKeys) -> list[str]:
+    """Return one page of keys, in code point order, of the nodes that answer."""
+    pages = await _ask_everyone(call, request)
+    return sorted({key for page in pages if not is_lost(page) for key in page})[: request.limit]
+
+
+async def evict(call: CallInView, request: Evict) -> int:
+    """Evict cold blocks of all nodes that answer; return how many."""
+    return sum(count for count in await _ask_everyone(call, request) if not is_lost(count))
+
+
+async def purge(call: CallInView, request: Purge) -> int:
+    """Delete everything.
+
+    Raises:
+        StoreUnavailable: a node could not be reached. The others are empty.
+    """
+    counts = await _ask_everyone(call, request)
+    check_done(call, range(len(counts)), counts, "purged")
+    return sum(counts)
+
+
+async def statistics(call: CallInView, request: GetStatistics) -> Stats:
+    """Add up the statistics of all nodes that answer.
+
+    Raises:
+        StoreUnavailable: none does.
+    """
+    outcomes = await _ask_everyone(call, request)
+    found: list[Stats] = [outcome for outcome in outcomes if not is_lost(outcome)]
+    if not outcomes:
+        raise StoreUnavailable("the cluster has no nodes; start one")
+    if not found:
+        raise outcomes[0].again()
+    view = call.view.view
+    nodes = [
+        NodeStatistics(
+            id=node.id,
+            address=node.address,
+            state=node.state.value,
+            problem=str(outcome.again()) if is_lost(outcome) else "",
+            stats=None if is_lost(outcome) else outcome,
+        )
+        for node, outcome in zip(view.nodes, outcomes, strict=True)
+    ]
+    counters = call.counters
+    return attrs.evolve(
+        summed(found),
+        transport_reason="; ".join(f"{node.id}: {node.stats.transport_reason}" for node in nodes if node.stats),
+        cluster=ClusterStatistics(
+            epoch=view.epoch,
+            view_age_s=call.calls.nodes.membership.age_s,
+            copies=view.copies,
+            lost_reads=counters.lost_reads,
+            lost_copies=counters.lost_copies,
+            warmed_blocks=counters.warmed,
+            nodes=nodes,
+        ),
+    )
+
+
+HANDLERS: Final[Handlers] = {
+    requests.Put: put,
+    requests.PutFromDevice: put,
+    requests.Get: read,
+    requests.GetInto: read,
+    requests.GetToDevice: read,
+    requests.Lease: lease,
+    requests.Reserve: reserve,
+    requests.Commit: commit,
+    requests.Exists: exists,
+    requests.MatchPrefix: match_prefix,
+    requests.ReleaseHold: release_hold,
+    requests.Delete: delete,
+    requests.Flush: flush,
+    requests.Prefetch: prefetch,
+    requests.ListKeys: list_keys,
+    requests.Evict: evict,
+    requests.Purge: purge,
+    requests.GetStatistics: statistics,
+}
+"""What carries out each kind of request."""

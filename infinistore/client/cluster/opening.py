@@ -1,0 +1,183 @@
+"""What the stores of a cluster have in common, whatever drives them.
+
+A server with shards is a cluster, too. The first connection tells where its shards are
+(`ShardsFound`). From then on, a store goes on as that of a static cluster, until its
+server says otherwise: it was started again with another number of shards.
+"""
+
+import posixpath
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+from urllib.parse import quote
+
+import attrs
+
+from infinistore.client.cluster.calls import LOST, ClusterCalls
+from infinistore.client.cluster.everywhere import HANDLERS
+from infinistore.client.cluster.nodes import PING, Nodes, OpenStore
+from infinistore.client.connection.calls import Calls, Terms
+from infinistore.client.environment import Environment
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.options.options import Options
+from infinistore.client.options.url import StoreUrl
+from infinistore.cluster.locate import ClusterUrl, StaticPlace
+from infinistore.cluster.view import Node
+from infinistore.cluster_io.thread import open_membership
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.shards import Shard
+from infinistore.transports.cuda.memory import DeviceMemory
+
+__all__ = [
+    "SILENT_AFTER",
+    "ClusterStore",
+    "check_not_silent",
+    "check_there",
+    "cluster_of",
+    "open_shards",
+    "options_of_shard",
+]
+
+_Cluster = TypeVar("_Cluster")
+SILENT_AFTER: Final = 1.25
+"""After how many times its deadline of a lookup a node that sends nothing is asked
+whether it is there. A lookup gives up first, so that the question is never asked while
+it is asked."""
+_FAILURES_TO_OPEN: Final = 2
+_LEAST_CONNECTIONS: Final = 2
+
+
+class ClusterStore:
+    """What the stores of a cluster have in common: under Trio, asyncio and threads.
+
+    `make` makes the store of one node. `connect` connects to a node, unless the
+    environment does: called with the options, with a function that returns the node's
+    store, and with what an environment's `connect` is called with. `clock` is that of
+    the nodes' stores. `rdma` and `shard_ports` are given if the nodes are the shards of
+    one server, whose store was open before.
+    """
+
+    is_cluster = True
+
+    def __init__(
+        self,
+        url: ClusterUrl,
+        options: Options,
+        environment: Environment,
+        make: Callable[..., Any],
+        *,
+        connect: Callable[..., Any],
+        clock: Callable[[], float],
+        rdma: StoreRdma | None = None,
+        shard_ports: tuple[int, ...] | None = None,
+    ) -> None:
+        self.verifies = options.verify == "always"
+        self._owns_rdma = rdma is None
+        self.rdma = shared = rdma or StoreRdma(options, clock, forced=options.transport == "rdma")
+
+        def make_node(address: StoreUrl, instance: str) -> Any:
+            terms = Terms(_FAILURES_TO_OPEN, instance, shared, shard_ports)
+            if environment.connect is not None:
+                return make(address, options, environment, terms=terms)
+            made: list[Any] = []
+            connecting = attrs.evolve(environment, connect=partial(connect, options, lambda: made[0]))
+            made.append(make(address, options, connecting, terms=terms))
+            return made[0]
+
+        membership = environment.membership(url) if environment.membership else open_membership(url, options.token)
+        self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, clock)
+
+    def _close_nodes(self) -> None:
+        """Close the stores of the nodes; their connections when the calls under way
+        end.
+        """
+        self.calls.nodes.close()
+        if self._owns_rdma:
+            self.rdma.close()
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the pools of the nodes if all of them are mapped into this process."""
+        return self.calls.nodes.mapped_arenas()
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self.calls.register(self.rdma, memory)
+
+    def _rdma(self) -> StoreRdma:
+        return self.rdma
+
+
+async def check_there(store: Any, patience_s: float) -> None:
+    """Ask a node that is silent whether it is there, under Trio or asyncio.
+
+    Raises:
+        StoreUnavailable: it does not answer.
+    """
+    try:
+        await store._call(PING, patience_s)
+    except LOST as error:
+        check_not_silent(store, error)
+
+
+def check_not_silent(store: OpenStore, error: Exception) -> None:
+    """Take this error of `PING`.
+
+    Raises:
+        StoreUnavailable: the node did not answer. Else too many others are asking.
+    """
+    if store.calls.breaker.failures:
+        raise StoreUnavailable(f"{store.calls.address} is silent") from error
+
+
+def cluster_of(address: StoreUrl, shards: Sequence[Shard]) -> ClusterUrl:
+    """Return the cluster of these shards of the server at an address. They are reached
+    as the address says: over TCP at the same host, or by sockets in the same folder.
+
+    Raises:
+        StoreUnavailable: a shard has no such socket.
+    """
+    nodes = [Node(f"shard-{index}", _place(address, shard)) for index, shard in enumerate(shards)]
+    return ClusterUrl(str(address), StaticPlace(tuple(nodes)), {})
+
+
+def _place(address: StoreUrl, shard: Shard) -> str:
+    if not address.path:
+        return str(attrs.evolve(address, port=shard.port))
+    # Its folder is trusted, for the caller has named a socket there.
+    if posixpath.dirname(shard.unix_socket) != posixpath.dirname(posixpath.abspath(address.path)):
+        raise StoreUnavailable(
+            f"a shard of the server at {address} has no socket in the same folder, but "
+            f"{shard.unix_socket or 'none at all'}; use infinistore://HOST:PORT"
+        )
+    return f"{address.scheme}://{quote(shard.unix_socket)}"
+
+
+def options_of_shard(options: Options, count: int) -> Options:
+    """Return the options of the store of one of `count` shards, which share the
+    connections of the whole.
+    """
+    share = -(-options.max_connections // count)
+    return attrs.evolve(options, max_connections=max(share, min(_LEAST_CONNECTIONS, options.max_connections)))
+
+
+def open_shards(
+    make_cluster: Callable[..., _Cluster],
+    calls: Calls[Any],
+    shards: Sequence[Shard],
+    environment: Environment,
+    make: Callable[..., Any],
+) -> _Cluster | None:
+    """Return what a store with these calls goes on as: the store of a cluster, or None
+    if its server has no shards now. They use the store's device and registered memory.
+    """
+    if not shards:
+        return None
+    calls.pool.close_idle()
+    return make_cluster(
+        cluster_of(calls.address, shards),
+        options_of_shard(calls.options, len(shards)),
+        environment,
+        make,
+        rdma=calls.rdma,
+        shard_ports=tuple(shard.port for shard in shards),
+    )

@@ -1,0 +1,218 @@
+"""Reads from a cluster: cut by owner, and merged in the order of the caller.
+
+Usually each key has one place. With copies, and while nodes join or leave, a key may be
+in several: the first one is asked first, and the next one for what is missing there or
+whose node is lost. What was found elsewhere than on a node that has just joined is
+copied there, in the background.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import attrs
+
+from infinistore.client.cluster.calls import CallInView, is_lost
+from infinistore.client.cluster.nodes import part_of
+from infinistore.client.connection.effects import Background, Part, Together
+from infinistore.client.memory.views import Leased
+from infinistore.client.requests import Batch, Exists, Found, Get, GetInto, GetToDevice, KeyedRequest, Lease, Put
+from infinistore.cluster.view import NodeState
+from infinistore.errors import InfiniStoreException
+from infinistore.kept_errors import KeptError
+
+__all__ = ["exists", "lease", "places_of", "present_anywhere", "read"]
+
+_T = TypeVar("_T")
+_WARMING_BYTES: Final = 64 * 1024 * 1024
+"""How much may be on its way to nodes that have joined."""
+
+
+def places_of(call: CallInView, keys: Sequence[str]) -> list[Sequence[int]]:
+    """Return for each key the nodes that may have it, those that should have it first.
+
+    Then comes who had it before a node joined, and a draining node.
+    """
+    view, placement = call.view, call.view.placement
+    copies = view.view.copies
+    ranks = placement.ranks(keys, copies + view.joining)
+    if view.joining:
+        joins = [node.state is NodeState.JOINING for node in view.view.nodes]
+        ranks = [rank if any(joins[index] for index in rank) else rank[:copies] for rank in ranks]
+    if view.draining:
+        before = placement.ranks(keys, copies, reading=True)
+        ranks = [tuple(dict.fromkeys((*rank, *others))) for rank, others in zip(ranks, before, strict=True)]
+    return ranks
+
+
+async def read(call: CallInView, request: KeyedRequest[_T]) -> list[_T]:
+    """Read into new memory, into the caller's, or into that of GPUs."""
+    return await _found(call, request, None)
+
+
+async def exists(call: CallInView, request: Exists) -> list[bool]:
+    """Tell for each key whether it is there."""
+    return await _found(call, request, False)
+
+
+async def _found(call: CallInView, request: KeyedRequest[_T], absent: Any) -> list[_T]:
+    view = call.view
+    if not view.has_one_place:
+        return await _found_in_places(call, request, absent)
+    parts = view.parts(request.keys)
+    whole = len(parts) == 1
+    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    if whole and not is_lost(outcomes[0]):
+        found: list[_T] = outcomes[0]
+        return found
+    merged = []
+    for (_, positions), outcome in zip(parts, outcomes, strict=True):
+        if is_lost(outcome):
+            call.counters.lost_reads += len(positions)
+            outcome = [absent] * len(positions)  # noqa: PLW2901
+        merged.append((positions, outcome))
+    return request.merge(merged)
+
+
+async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: Any) -> list[_T]:
+    keys = request.keys
+    if isinstance(request, GetInto | GetToDevice) and request.all_or_nothing:
+        # What is missing in one place may be in another; then all others are wanted.
+        request = attrs.evolve(request, all_or_nothing=False)  # type: ignore[assignment]
+    places = places_of(call, keys)
+    found: list[Any] = [absent] * len(keys)
+    lost: set[int] = set()
+    on_disk = 0
+    warm: dict[int, list[int]] = {}
+    left: Sequence[int] = [position for position, place in enumerate(places) if place]
+    asked = 0
+    while left:
+        parts = _by_place(places, left, asked)
+        outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+        for (_, positions), outcome in zip(parts, outcomes, strict=True):
+            if is_lost(outcome):
+                lost.update(positions)
+                continue
+            on_disk += outcome.on_disk if isinstance(outcome, Found) else 0
+            for position, value in zip(positions, outcome, strict=True):
+                found[position] = value
+                if asked and value is not absent:
+                    _note_cold(call, places[position], position, warm)
+        asked += 1
+        left = [position for position in left if found[position] is absent and len(places[position]) > asked]
+    call.counters.lost_reads += sum(found[position] is absent for position in lost)
+    if warm and isinstance(request, Get | GetInto):
+        await _warm(call, request, found, warm)
+    if isinstance(request, Exists):
+        found = Found.partly_on_disk(found, on_disk)
+    return found
+
+
+def _by_place(places: Sequence[Sequence[int]], left: Sequence[int], rank: int) -> list[tuple[int, Sequence[int]]]:
+    """Return the nodes that come at this rank, each with the positions of its keys."""
+    parts: dict[int, list[int]] = {}
+    for position in left:
+        parts.setdefault(places[position][rank], []).append(position)
+    return list(parts.items())
+
+
+def _note_cold(call: CallInView, places: Sequence[int], position: int, warm: dict[int, list[int]]) -> None:
+    if call.view.view.nodes[places[0]].state is NodeState.JOINING:
+        warm.setdefault(places[0], []).append(position)
+
+
+async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict[int, list[int]]) -> None:
+    """Copy what was found elsewhere to the nodes that have joined and own it now."""
+    counters = call.counters
+    parts: list[Part] = []
+    size_bytes = blocks = 0
+    for index, positions in warm.items():
+        node = call.view.nodes[index]
+        if node.lost:
+            continue
+        keys: list[str] = []
+        copies: list[memoryview] = []
+        for position in positions:
+            value = found[position] if isinstance(request, Get) else request.batch.views[position][: found[position]]
+            if counters.warming_bytes + size_bytes + len(value) > _WARMING_BYTES:
+                break
+            size_bytes += len(value)
+            keys.append(request.keys[position])
+            copies.append(memoryview(bytes(value)))  # the caller's memory is the caller's when the call is over
+        if keys:
+            blocks += len(keys)
+            parts.append(Part(node.store, Put(Batch(keys, copies), replace=False)))
+    if not parts:
+        return
+    counters.warming_bytes += size_bytes
+
+    async def copy() -> None:
+        try:
+            outcomes = await Together(parts)
+            counters.warmed += 0 if any(isinstance(one, KeptError) for one in outcomes) else blocks
+        finally:
+            counters.warming_bytes -= size_bytes
+
+    if not await Background(copy()):
+        counters.warming_bytes -= size_bytes
+
+
+async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
+    """Return for each key the first of its places that has it, -1 if none has: all are
+    asked at the same time.
+    """
+    places = places_of(call, keys)
+    parts = [
+        part
+        for rank in range(max(map(len, places), default=0))
+        for part in _by_place(places, [position for position, place in enumerate(places) if len(place) > rank], rank)
+    ]
+    outcomes = await call.ask([(index, Exists([keys[i] for i in positions])) for index, positions in parts])
+    found = [-1] * len(keys)
+    for (index, positions), outcome in zip(parts, outcomes, strict=True):
+        if is_lost(outcome):
+            continue
+        for position, there in zip(positions, outcome, strict=True):
+            if there and found[position] < 0:
+                found[position] = index
+    for (_, positions), outcome in zip(parts, outcomes, strict=True):
+        if is_lost(outcome):
+            call.counters.lost_reads += sum(found[position] < 0 for position in positions)
+    return found
+
+
+async def lease(call: CallInView, request: Lease) -> Leased:
+    """Pin blocks on several nodes; if one refuses, the others are released."""
+    view = call.view
+    count = len(request.keys)
+    places: list[Sequence[int]] = []
+    if view.has_one_place:
+        parts = view.parts(request.keys)
+    else:
+        places = places_of(call, request.keys)
+        parts = _by_place(places, [position for position, place in enumerate(places) if place], 0)
+    leased: list[tuple[Sequence[int], Leased]] = []
+    there: set[int] = set()
+    lost: set[int] = set()
+    asked = 0
+    try:
+        while parts:
+            outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts])
+            for (_, positions), outcome in zip(parts, outcomes, strict=True):
+                if isinstance(outcome, Leased):
+                    leased.append((positions, outcome))
+            for (index, positions), outcome in zip(parts, outcomes, strict=True):
+                if is_lost(outcome):
+                    lost.update(positions)
+                elif isinstance(outcome, KeptError):
+                    raise call.error(index, outcome)
+                else:
+                    there.update(p for p, seen in zip(positions, outcome.handed, strict=True) if seen is not None)
+            asked += 1
+            left = [position for position, place in enumerate(places) if len(place) > asked and position not in there]
+            parts = _by_place(places, left, asked)
+    except InfiniStoreException:
+        for _, part in leased:
+            part.leave(quietly=True, stacklevel=1)
+        raise
+    call.counters.lost_reads += len(lost - there)
+    return leased[0][1] if len(leased) == 1 and len(leased[0][0]) == count else Leased.merged(count, leased)

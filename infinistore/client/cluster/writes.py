@@ -1,0 +1,177 @@
+"""Writes to a cluster: each part is finished, whatever becomes of the others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from infinistore.client.cluster.calls import CallInView, error_of, is_lost
+from infinistore.client.cluster.nodes import part_of
+from infinistore.client.cluster.reads import places_of, present_anywhere
+from infinistore.client.connection.calls import unknown_outcome
+from infinistore.client.connection.effects import Outcome, Part, Together
+from infinistore.client.memory.views import ReservedRoom
+from infinistore.client.requests import Batch, Commit, Delete, Flush, Put, PutFromDevice, Reserve
+from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
+from infinistore.kept_errors import KeptError
+
+__all__ = ["check_done", "commit", "delete", "flush", "put", "reserve"]
+
+_WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/layer 3', so that one node has them all"
+
+
+def _written_to(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Sequence[int]]]]:
+    """Return the nodes to write to, each with the positions of its keys: a list for
+    each copy.
+    """
+    view = call.view
+    first = view.parts(keys)
+    if view.view.copies == 1:
+        return [first]
+    ranks = view.placement.ranks(keys, view.view.copies)
+    copies: list[list[tuple[int, Sequence[int]]]] = [first]
+    for rank in range(1, view.view.copies):
+        parts: dict[int, list[int]] = {}
+        for position, owners in enumerate(ranks):
+            if len(owners) > rank:
+                parts.setdefault(owners[rank], []).append(position)
+        copies.append(list(parts.items()))
+    return copies
+
+
+async def put(call: CallInView, request: Put | PutFromDevice) -> list[str]:
+    """Store a batch; return the keys that were skipped because they were there.
+
+    Raises:
+        PartialPut: the nodes of some keys could not be reached.
+    """
+    keys = request.keys
+    parts = [part for copy in _written_to(call, keys) for part in copy]
+    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    if any(map(is_lost, outcomes)):
+        _tell_lost(call, keys, parts, outcomes)
+    if len(parts) == 1:
+        skipped: list[str] = outcomes[0]
+        return skipped
+    names = {key for outcome in outcomes if not is_lost(outcome) for key in outcome}
+    return [key for key in keys if key in names] if names else []
+
+
+def _tell_lost(
+    call: CallInView, keys: Sequence[str], parts: Sequence[tuple[int, Sequence[int]]], outcomes: Sequence[Outcome]
+) -> None:
+    """Raise `PartialPut` if a key is nowhere for certain."""
+    stored: set[int] = set()
+    unknown: set[int] = set()
+    missed: set[int] = set()
+    problems: list[str] = []
+    for (_, positions), outcome in zip(parts, outcomes, strict=True):
+        if not is_lost(outcome):
+            stored.update(positions)
+            continue
+        error: Any = outcome.again()
+        problems.append(str(error))
+        missed.update(positions)
+        if error.outcome_is_unknown:
+            unknown.update(positions)
+    call.counters.lost_copies += len(missed)
+    missed -= stored
+    if not missed:
+        return
+    lost = [index for (index, _), outcome in zip(parts, outcomes, strict=True) if is_lost(outcome)]
+    raise PartialPut(
+        f"{len(missed)} of {len(keys)} blocks were not stored: {problems[0]} ({_names(call, lost)})",
+        [keys[position] for position in sorted(stored)],
+        [keys[position] for position in sorted(missed - unknown)],
+        [keys[position] for position in sorted(missed & unknown)],
+    )
+
+
+async def delete(call: CallInView, request: Delete) -> int:
+    """Delete keys wherever they are; return how many were there.
+
+    Raises:
+        StoreUnavailable: a node could not be reached. The keys of the others were
+            deleted.
+    """
+    keys = request.keys
+    view = call.view
+    if view.has_one_place:
+        parts = view.parts(keys)
+        count = -1
+    else:
+        count = sum(place >= 0 for place in await present_anywhere(call, list(dict.fromkeys(keys))))
+        by_node: dict[int, list[int]] = {}
+        for position, places in enumerate(places_of(call, keys)):
+            for index in places:
+                by_node.setdefault(index, []).append(position)
+        parts = [*by_node.items()]
+    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    check_done(call, [index for index, _ in parts], outcomes, "deleted")
+    return sum(outcomes) if count < 0 else count
+
+
+def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:
+    """Raise `StoreUnavailable` if a part has met a lost node."""
+    lost = [(index, outcome) for index, outcome in zip(indices, outcomes, strict=True) if is_lost(outcome)]
+    if lost:
+        raise unknown_outcome(
+            StoreUnavailable(
+                f"not everything was {what}: {lost[0][1].again()} ({_names(call, [index for index, _ in lost])})"
+            ),
+            any(outcome.again().outcome_is_unknown for _, outcome in lost),
+        )
+
+
+def _names(call: CallInView, indices: Sequence[int]) -> str:
+    return ", ".join(str(call.view.nodes[index]) for index in dict.fromkeys(indices))
+
+
+async def flush(call: CallInView, request: Flush) -> int:
+    """Make blocks durable on all nodes that should have them; return for how many keys
+    the first of these has a durable one.
+    """
+    copies = _written_to(call, request.keys)
+    parts = [part for copy in copies for part in copy]
+    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    return sum(outcome for outcome in outcomes[: len(copies[0])] if not is_lost(outcome))
+
+
+async def reserve(call: CallInView, request: Reserve) -> ReservedRoom:
+    """Take room on the one node that owns all keys.
+
+    Raises:
+        LimitExceeded: several nodes do.
+    """
+    owners = call.view.parts(request.keys)
+    if len(owners) > 1:
+        raise LimitExceeded(
+            f"a reservation is stored in one step, and these {len(request.keys)} keys belong to {len(owners)} nodes;"
+            f" {_WHERE}, or use put_many"
+        )
+    index = owners[0][0] if owners else 0
+    (outcome,) = await call.ask([(index, request)])
+    if is_lost(outcome):
+        raise call.error(index, outcome)
+    request.kept.place = call.view.nodes[index]
+    room: ReservedRoom = outcome
+    return room
+
+
+async def commit(call: CallInView, request: Commit) -> None:
+    """Store what was written to reserved room, on its node and those of its copies."""
+    node = request.kept.place
+    room = request.room
+    copies = _written_to(call, room.keys)
+    # First the others: as long as the room is not committed, nobody else writes there.
+    parts = [
+        Part(call.view.nodes[index].store, Put(Batch(room.keys, room.memory).at(positions)))
+        for copy in copies
+        for index, positions in copy
+        if call.view.nodes[index] is not node and not call.view.nodes[index].lost
+    ]
+    for outcome in await Together(parts) if len(copies) > 1 else ():
+        if isinstance(outcome, KeptError):
+            call.counters.lost_copies += 1
+    (outcome,) = await Together([Part(node.store, request)])
+    if isinstance(outcome, KeptError):
+        await call.calls.watch(node)
+        raise error_of(node, outcome)

@@ -1,0 +1,1 @@
+"""What waits: Trio, asyncio, and threads."""

@@ -1,0 +1,424 @@
+"""`open_store` for asyncio and uvloop."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
+
+from infinistore.client.api.store import AsyncStore
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
+from infinistore.client.connection.routing import ShardsFound
+from infinistore.client.environment import Environment
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.operations.embedded import EmbeddedStore
+from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.options import Options, make_options
+from infinistore.client.options.url import StoreUrl
+from infinistore.client.requests import Request
+from infinistore.client.worker_threads import in_thread
+from infinistore.cluster.locate import ClusterUrl
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.shards import Shard
+from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, connect_tcp, connect_unix
+from infinistore.transports.sockets.spin import Spinner
+
+if TYPE_CHECKING:
+    from infinistore.client.drivers.asyncio_cluster import ClusterAsyncioStore
+
+__all__ = ["RemoteAsyncioStore", "open_store"]
+
+_T = TypeVar("_T")
+_LOOK_AGAIN_S = 1.0
+"""A loop that is closed with a slot on its way tells nobody."""
+
+
+@asynccontextmanager
+async def open_store(
+    url: str | None = None,
+    *,
+    environment: Environment | None = None,
+    **given: Unpack[StoreOptions],
+) -> AsyncGenerator[AsyncStore, None]:
+    """Open a store, for asyncio: `async with open_store(...) as store`.
+
+    Any number of tasks may share it, in the loop that opened it or in another one, in
+    another thread. Without a URL the store is embedded: the engine runs in this
+    process, and the store ends with the block.
+
+    Args:
+        url: Where the server is, and over which transport to reach it. Options may
+            follow, as in `?deadline_s=5`; arguments take precedence. Without a URL, the
+            store is embedded. The URLs are:
+            * `infinistore://HOST:PORT`: shared memory on the server's host; elsewhere
+              RDMA if both sides have a device, or else TCP
+            * `tcp://HOST:PORT`: TCP only
+            * `unix:///PATH`: the server's Unix socket on this host, without shared
+              memory
+            * `shm:///PATH`: shared memory only, through the server's Unix socket; with
+              shm://HOST:PORT, the client asks for its path
+            * `rdma://HOST:PORT`: RDMA only
+        deadline_s: How long one call may take, retries included, in seconds. Default:
+            30.
+        verify: Whether writes compute checksums and reads verify them. Default: always.
+        token: The token of a server with --token-file. Without it, the client takes the
+            file that the URL names by token_file, or else the variable
+            INFINISTORE_TOKEN. With a server only. Default: none.
+        max_connections: How many connections may carry blocks at a time; in a cluster 2
+            to each node, unless given. Two more carry lookups. With a server only.
+            Default: 8.
+        transport: The only transport to use: inline, shm, rdma, or the name of one that
+            another package brings. Without it, the URL decides. With a server only.
+            Default: the best one.
+        spin_us: How long to spin for the reply of a fast server before sleeping, in
+            microseconds; 0 disables spinning. The Trio client never spins, so that
+            other tasks can run. With a server only. Default: 400.
+        name: What the server's statistics call this client. With a server only.
+            Default: HOST:PID.
+        lazy: Connect with the first call instead of at once. While the server is down,
+            calls raise StoreUnavailable. With a server only. Default: False.
+        inline_bytes: The largest batch, in bytes, that goes over the control stream
+            although there is shared memory or RDMA: it takes one round trip instead of
+            two. With a server only. Default: 65536 (64 KiB).
+        copy_threads: How many threads, the caller's included, may copy and hash one
+            batch of 8 MiB or more whose blocks have 256 KiB or more on average. Never
+            more than there are cores. The others belong to the store, and need numpy.
+            Over shared memory only. Default: 2.
+        known_blocks: Of how many blocks to remember the locations, approximately. Such
+            a block is read again without a request to the server; 0 sends one for each
+            read. Over shared memory only. Default: 65536.
+        device: The RDMA device to use, such as mlx5_0. With one, RDMA comes before
+            shared memory. Over RDMA only. Default: the best one.
+        ib_port: The port of the device. Over RDMA only. Default: 1.
+        gid_index: The GID to prefer if it is usable; -1 means no preference. Over RDMA
+            only. Default: -1.
+        staging_bytes: The size of a staging buffer, in bytes: registered memory for
+            blocks that lie elsewhere. Over RDMA only. Default: 16777216 (16 MiB).
+        lookup_deadline_s: How long a node may take to answer a lookup, in seconds. Then
+            its keys count as missing, and the second time in a row the node counts as
+            lost. A node that sends nothing of a block for so long is asked whether it
+            is there. With a cluster, or a server with shards only. Default: 0.4.
+        pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
+            (256 MiB).
+        minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
+            multiple of it. Embedded only. Default: 65536 (64 KiB).
+        allocator: The name of the allocator. Embedded only. Default: bitmap.
+        huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
+            Default: False.
+        disk: A folder for blocks that memory has no room for, and how much it may take,
+            as PATH:SIZE; a list for several disks. Embedded only. Default: none.
+        disk_admission: When a block is written to disk: lazy once a quarter of the pool
+            has been put after it, eager at once, second-use when it was read once.
+            Embedded only. Default: lazy.
+        disk_wait_s: How long a read waits for blocks on disk, in seconds; then they
+            count as missing. Embedded only. Default: 5.
+        environment: What the store takes from its process, for simulations: the
+            network, chance, shared memory. It is an `Environment` of
+            `infinistore.client.extension`. With a server only. Default: sockets, and a
+            generator of random numbers.
+
+    Raises:
+        ConfigError: an option or the URL cannot be used.
+        StoreUnavailable: no server answers there. Not with `lazy`.
+        AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
+        OutOfMemory: no memory for an embedded store.
+    """
+    address, options = make_options(url, given)
+    if address is None:
+        # Taking the memory of the pool takes a moment, and leaves no thread behind when
+        # it is cancelled.
+        embedded = open_embedded(options)
+        try:
+            yield _EmbeddedAsyncioStore(embedded, options)
+        finally:
+            if embedded.disks is None:
+                embedded.close()
+            else:  # which takes a while
+                await in_thread(embedded.close)
+        return
+    if isinstance(address, ClusterUrl):
+        from infinistore.client.drivers.asyncio_cluster import ClusterAsyncioStore  # late: few need it
+
+        cluster = ClusterAsyncioStore(address, options, environment or Environment(), RemoteAsyncioStore)
+        try:
+            if not options.lazy:
+                await cluster.connect()
+            yield cluster
+        finally:
+            cluster.close()
+            await cluster.ended()
+        return
+    store = RemoteAsyncioStore(address, options, environment)
+    try:
+        if not options.lazy:
+            await store.connect()
+        yield store
+    finally:
+        store.close()
+        await store.ended()
+
+
+class _EmbeddedAsyncioStore(AsyncStore):
+    def __init__(self, store: EmbeddedStore, options: Options) -> None:
+        self.embedded = store
+        """The engine."""
+        self.verifies = options.verify == "always"
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self.embedded.mapped_arenas()
+
+    async def _call(self, request: Request[_T]) -> _T:
+        self.embedded.check_usable()
+        await asyncio.sleep(0)
+        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        exchange = operations.handlers[type(request)](operations, request)
+        try:
+            while True:
+                effect = exchange.send(None)
+                if isinstance(effect, AwaitDisk):
+                    await asyncio.wrap_future(effect.done)
+                else:
+                    await asyncio.sleep(0)
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        finally:
+            exchange.close()
+            operations.close()
+
+
+class RemoteAsyncioStore(AsyncStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind
+    blocks.
+
+    It connects when it is first used, or at once by `connect`; whoever makes one calls
+    `close`, from any thread.
+    """
+
+    def __init__(
+        self,
+        address: StoreUrl,
+        options: Options,
+        environment: Environment | None = None,
+        *,
+        terms: Terms = PLAIN,
+    ) -> None:
+        environment = environment or Environment()
+        self._connect = environment.connect or self._connect_sockets
+        self.verifies = options.verify == "always"
+        self.calls: Calls[AsyncioSocketStream] = Calls(
+            address, options, time.monotonic, environment.random, environment.machine, terms=terms
+        )
+        self.payload_slots = Slots(options.max_connections)
+        self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
+        self._owes_a_turn = False
+        self._environment = environment
+        self._sharded: ClusterAsyncioStore | None = None  # since its server was found to have shards
+        self._going_on = threading.Lock()
+
+    async def connect(self) -> None:
+        """Make the first connection, without retries: a wrong address or token is known
+        at once.
+        """
+        attempt = self.calls.attempt()
+        try:
+            async with asyncio.timeout(self.calls.options.deadline_s):
+                await self._drive(self.calls.first(attempt), attempt)
+        except ShardsFound as found:
+            sharded = self._go_on(found.shards, None)
+        except TimeoutError:
+            raise self.calls.deadline_exceeded(attempt) from None
+        else:
+            return
+        if sharded is not None:
+            await sharded.connect()
+
+    def close(self) -> None:
+        """Close the connections; those of calls under way, when they end. Any number of
+        times.
+        """
+        if self._sharded is not None:
+            self._sharded.close()
+        self.calls.close()
+
+    async def ended(self) -> None:
+        """Wait until what goes on in the background has ended, after `close`."""
+        if self._sharded is not None:
+            await self._sharded.ended()
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped into this process."""
+        return (self._sharded or self.calls).mapped_arenas()
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self.calls.register(memory)
+
+    def _rdma(self) -> StoreRdma:
+        return self.calls.rdma
+
+    async def _call(self, request: Request[_T], within_s: float | None = None) -> _T:
+        if self._sharded is not None:
+            return await self._call_shards(request)
+        self.calls.pool.check_open()
+        attempt = self.calls.attempt(idempotent=request.idempotent, within_s=within_s)
+        limit_s = self.calls.options.deadline_s if within_s is None else within_s
+        slots = self.payload_slots if request.moves_blocks else self.lookup_slots
+        if self._owes_a_turn:  # and now, when nothing is lost if this is cancelled
+            self._owes_a_turn = False
+            await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(limit_s), slots:
+                return await self._drive(self.calls.call(request, attempt), attempt)
+        except ShardsFound as found:
+            if self.calls.is_node:
+                raise
+            self._go_on(found.shards, None)
+        except TimeoutError:
+            raise self.calls.deadline_exceeded(attempt) from None
+        return await self._call_shards(request)
+
+    async def _call_shards(self, request: Request[_T]) -> _T:
+        while (sharded := self._sharded) is not None:
+            try:
+                return await sharded._call(request)
+            except ShardsFound as found:
+                self._go_on(found.shards, sharded)
+        return await self._call(request)
+
+    def _go_on(self, shards: Sequence[Shard], former: "ClusterAsyncioStore | None") -> "ClusterAsyncioStore | None":
+        """Go on with these shards, or with none, if no other call has noticed yet."""
+        with self._going_on:
+            if self._sharded is former:
+                from infinistore.client.cluster.opening import open_shards
+                from infinistore.client.drivers.asyncio_cluster import ClusterAsyncioStore  # late: few need them
+
+                self._sharded = open_shards(
+                    ClusterAsyncioStore, self.calls, shards, self._environment, RemoteAsyncioStore
+                )
+                if former is not None:
+                    former.close()
+            return self._sharded
+
+    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: PLR0912  # one dispatch
+        """Run a call. A broken stream is raised inside it, so that it can try again."""
+        stream: Any = None
+        result: Any = None
+        try:
+            effect: CallEffect = call.send(None)
+            while True:
+                if attempt.stream is not stream:
+                    stream = attempt.stream
+                    stream.waited = False
+                try:
+                    if isinstance(effect, Receive):
+                        result = await stream.receive_into(effect.views)
+                    elif isinstance(effect, Send):
+                        await stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        result = await stream.receive_descriptors(effect.views, effect.descriptors)
+                    elif isinstance(effect, Connect):
+                        result = await self._connect(effect.address)
+                    elif isinstance(effect, Sleep):
+                        await asyncio.sleep(effect.seconds)
+                    elif isinstance(effect, Pause):
+                        await asyncio.sleep(0)
+                    else:
+                        assert_never(effect)
+                except StoreUnavailable as error:
+                    effect = call.throw(error)
+                else:
+                    effect = call.send(result)
+        except StopIteration as stop:
+            self._owes_a_turn = stream is None or not stream.waited  # it was quick, and nobody else had theirs
+            return cast("_T", stop.value)
+        finally:
+            call.close()
+
+    async def _connect_sockets(self, address: StoreUrl) -> AsyncioSocketStream:
+        spinner = Spinner(self.calls.options.spin_us * 1e-6)
+        if address.path:
+            return await connect_unix(address.path, spinner)
+        return await connect_tcp(address.host, address.port, spinner)
+
+
+class Slots:
+    """A semaphore with `free` slots for tasks of any loop and thread, first in first
+    out.
+
+    A waiting task checks every `look_again_s` seconds for slots that were handed to a
+    loop that has been closed.
+    """
+
+    def __init__(self, free: int, look_again_s: float = _LOOK_AGAIN_S) -> None:
+        self._look_again_s = look_again_s
+        self._lock = threading.Lock()
+        self.free = free
+        """How many more may go at once."""
+        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self._on_the_way: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}  # told, and perhaps never resumed
+
+    async def __aenter__(self) -> None:
+        if self._on_the_way:
+            self._take_back()
+        with self._lock:
+            if self.free:
+                self.free -= 1
+                return
+            loop = asyncio.get_running_loop()
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting[turn] = loop
+        try:
+            while not turn.done():
+                await asyncio.wait([turn], timeout=self._look_again_s)
+                self._take_back()
+        except BaseException:  # cancelled; or nobody will go on with this
+            self._leave_line(turn)
+            raise
+        self._on_the_way.pop(turn, None)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._hand_on()
+
+    def _leave_line(self, turn: "asyncio.Future[None]") -> None:
+        with self._lock:
+            waited = self._waiting.pop(turn, None) is not None
+        if not waited and self._on_the_way.pop(turn, None) is not None:  # the slot was for the one who leaves
+            self._hand_on()
+
+    def _take_back(self) -> None:
+        """Hand on the slots that were on their way to loops that have been closed
+        since.
+        """
+        for turn, loop in list(self._on_the_way.items()):
+            if loop.is_closed() and self._on_the_way.pop(turn, None) is not None:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Give the slot to the first in line, or put it back. A loop that has been
+        closed since is passed over.
+        """
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self.free += 1
+                    return
+                turn = next(iter(self._waiting))
+                loop = self._on_the_way[turn] = self._waiting.pop(turn)
+            try:
+                loop.call_soon_threadsafe(_set, turn)
+            except RuntimeError:
+                if self._on_the_way.pop(turn, None) is None:  # somebody else has taken it back
+                    return
+                continue
+            return
+
+
+def _set(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -1,0 +1,339 @@
+"""`open_store` for threads: plain blocking sockets and no event loop."""
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
+
+from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
+from infinistore.client.connection.routing import ShardsFound
+from infinistore.client.connection.turns import Turn, Turns, new_turn
+from infinistore.client.environment import Environment
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.operations.embedded import EmbeddedStore
+from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.options import Options, make_options
+from infinistore.client.options.url import StoreUrl
+from infinistore.client.requests import Request
+from infinistore.cluster.locate import ClusterUrl
+from infinistore.errors import InfiniStoreException, StoreUnavailable
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.shards import Shard
+from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
+
+if TYPE_CHECKING:
+    from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
+
+__all__ = ["RemoteBlockingStore", "open_store"]
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def open_store(
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
+) -> Generator[BlockingStore, None, None]:
+    """Open a store, for threads: `with open_store(...) as store`.
+
+    Any number of threads may share it. Without a URL the store is embedded: the engine
+    runs in this process, and the store ends with the block.
+
+    Args:
+        url: Where the server is, and over which transport to reach it. Options may
+            follow, as in `?deadline_s=5`; arguments take precedence. Without a URL, the
+            store is embedded. The URLs are:
+            * `infinistore://HOST:PORT`: shared memory on the server's host; elsewhere
+              RDMA if both sides have a device, or else TCP
+            * `tcp://HOST:PORT`: TCP only
+            * `unix:///PATH`: the server's Unix socket on this host, without shared
+              memory
+            * `shm:///PATH`: shared memory only, through the server's Unix socket; with
+              shm://HOST:PORT, the client asks for its path
+            * `rdma://HOST:PORT`: RDMA only
+        deadline_s: How long one call may take, retries included, in seconds. Default:
+            30.
+        verify: Whether writes compute checksums and reads verify them. Default: always.
+        token: The token of a server with --token-file. Without it, the client takes the
+            file that the URL names by token_file, or else the variable
+            INFINISTORE_TOKEN. With a server only. Default: none.
+        max_connections: How many connections may carry blocks at a time; in a cluster 2
+            to each node, unless given. Two more carry lookups. With a server only.
+            Default: 8.
+        transport: The only transport to use: inline, shm, rdma, or the name of one that
+            another package brings. Without it, the URL decides. With a server only.
+            Default: the best one.
+        spin_us: How long to spin for the reply of a fast server before sleeping, in
+            microseconds; 0 disables spinning. The Trio client never spins, so that
+            other tasks can run. With a server only. Default: 400.
+        name: What the server's statistics call this client. With a server only.
+            Default: HOST:PID.
+        lazy: Connect with the first call instead of at once. While the server is down,
+            calls raise StoreUnavailable. With a server only. Default: False.
+        inline_bytes: The largest batch, in bytes, that goes over the control stream
+            although there is shared memory or RDMA: it takes one round trip instead of
+            two. With a server only. Default: 65536 (64 KiB).
+        copy_threads: How many threads, the caller's included, may copy and hash one
+            batch of 8 MiB or more whose blocks have 256 KiB or more on average. Never
+            more than there are cores. The others belong to the store, and need numpy.
+            Over shared memory only. Default: 2.
+        known_blocks: Of how many blocks to remember the locations, approximately. Such
+            a block is read again without a request to the server; 0 sends one for each
+            read. Over shared memory only. Default: 65536.
+        device: The RDMA device to use, such as mlx5_0. With one, RDMA comes before
+            shared memory. Over RDMA only. Default: the best one.
+        ib_port: The port of the device. Over RDMA only. Default: 1.
+        gid_index: The GID to prefer if it is usable; -1 means no preference. Over RDMA
+            only. Default: -1.
+        staging_bytes: The size of a staging buffer, in bytes: registered memory for
+            blocks that lie elsewhere. Over RDMA only. Default: 16777216 (16 MiB).
+        lookup_deadline_s: How long a node may take to answer a lookup, in seconds. Then
+            its keys count as missing, and the second time in a row the node counts as
+            lost. A node that sends nothing of a block for so long is asked whether it
+            is there. With a cluster, or a server with shards only. Default: 0.4.
+        pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
+            (256 MiB).
+        minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
+            multiple of it. Embedded only. Default: 65536 (64 KiB).
+        allocator: The name of the allocator. Embedded only. Default: bitmap.
+        huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
+            Default: False.
+        disk: A folder for blocks that memory has no room for, and how much it may take,
+            as PATH:SIZE; a list for several disks. Embedded only. Default: none.
+        disk_admission: When a block is written to disk: lazy once a quarter of the pool
+            has been put after it, eager at once, second-use when it was read once.
+            Embedded only. Default: lazy.
+        disk_wait_s: How long a read waits for blocks on disk, in seconds; then they
+            count as missing. Embedded only. Default: 5.
+        environment: What the store takes from its process, for simulations: the
+            network, chance, shared memory. It is an `Environment` of
+            `infinistore.client.extension`. With a server only. Default: sockets, and a
+            generator of random numbers.
+
+    Raises:
+        ConfigError: an option or the URL cannot be used.
+        StoreUnavailable: no server answers there. Not with `lazy`.
+        AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
+        OutOfMemory: no memory for an embedded store.
+    """
+    address, options = make_options(url, given)
+    if address is None:
+        embedded = open_embedded(options)
+        try:
+            yield _EmbeddedBlockingStore(embedded, options)
+        finally:
+            embedded.close()
+        return
+    if isinstance(address, ClusterUrl):
+        from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore  # late: few need it
+
+        cluster = ClusterBlockingStore(address, options, environment or Environment(), RemoteBlockingStore)
+        try:
+            if not options.lazy:
+                cluster.connect()
+            yield cluster
+        finally:
+            cluster.close()
+        return
+    store = RemoteBlockingStore(address, options, environment)
+    try:
+        if not options.lazy:
+            store.connect()
+        yield store
+    finally:
+        store.close()
+
+
+class _EmbeddedBlockingStore(BlockingStore):
+    def __init__(self, store: EmbeddedStore, options: Options) -> None:
+        self.embedded = store
+        """The engine."""
+        self.verifies = options.verify == "always"
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self.embedded.mapped_arenas()
+
+    def _call(self, request: Request[_T]) -> _T:
+        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        exchange = operations.handlers[type(request)](operations, request)
+        try:
+            while True:
+                effect = exchange.send(None)
+                if isinstance(effect, AwaitDisk):
+                    effect.done.result()
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        finally:
+            exchange.close()
+            operations.close()
+
+
+class RemoteBlockingStore(BlockingStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind
+    blocks.
+
+    It connects when it is first used, or at once by `connect`; whoever makes one calls
+    `close`, from any thread.
+    """
+
+    def __init__(
+        self,
+        address: StoreUrl,
+        options: Options,
+        environment: Environment | None = None,
+        *,
+        terms: Terms = PLAIN,
+    ) -> None:
+        self.verifies = options.verify == "always"
+        environment = environment or Environment()
+        self._connect = environment.connect or self._connect_sockets
+        self.calls: Calls[BlockingSocketStream] = Calls(
+            address, options, time.monotonic, environment.random, environment.machine, terms=terms
+        )
+        self.payload_turns = Turns(options.max_connections)
+        self.lookup_turns = Turns(LOOKUP_CONNECTIONS)
+        self._environment = environment
+        self._sharded: ClusterBlockingStore | None = None  # since its server was found to have shards
+        self._going_on = threading.Lock()
+
+    def connect(self) -> None:
+        """Make the first connection, without retries: a wrong address or token is known
+        at once.
+        """
+        attempt = self.calls.attempt()
+        attempt.turn = turn = new_turn()
+        try:
+            with turn:
+                self._drive(self.calls.first(attempt), attempt)
+        except ShardsFound as found:
+            sharded = self._go_on(found.shards, None)
+        else:
+            return
+        if sharded is not None:
+            sharded.connect()
+
+    def close(self) -> None:
+        """Close the connections; those of calls under way, when they end. Any number of
+        times.
+        """
+        if self._sharded is not None:
+            self._sharded.close()
+        self.calls.close()
+        self.calls.pool.close_interrupted()
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped into this process."""
+        return (self._sharded or self.calls).mapped_arenas()
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self.calls.register(memory)
+
+    def _rdma(self) -> StoreRdma:
+        return self.calls.rdma
+
+    def _call(self, request: Request[_T], within_s: float | None = None) -> _T:
+        if self._sharded is not None:
+            return self._call_shards(request)
+        calls = self.calls
+        pool = calls.pool
+        if pool.closed:
+            pool.check_open()
+        turn = new_turn()
+        limit_s = calls.options.deadline_s if within_s is None else within_s
+        attempt = Attempt(calls.clock() + limit_s, turn, None, request.idempotent, within_s)
+        turns = self.payload_turns if request.moves_blocks else self.lookup_turns
+        with turn:
+            turns.under_way[turn] = None
+            if len(turns.under_way) > 1 or pool.kept:  # else it is alone, and need not queue
+                turns.end(turn)
+                self._queue(turns, turn, attempt)
+            try:
+                result = self._drive(calls.call(request, attempt), attempt)
+            except InfiniStoreException as error:
+                turns.end(turn)
+                if not isinstance(error, ShardsFound) or calls.is_node:
+                    raise
+                self._go_on(error.shards, None)
+            else:
+                del turns.under_way[turn]  # as `end` does
+                if turns.waiting:
+                    turns.tell()
+                return result
+        return self._call_shards(request)
+
+    def _call_shards(self, request: Request[_T]) -> _T:
+        while (sharded := self._sharded) is not None:
+            try:
+                return sharded._call(request)
+            except ShardsFound as found:
+                self._go_on(found.shards, sharded)
+        return self._call(request)
+
+    def _go_on(self, shards: Sequence[Shard], former: "ClusterBlockingStore | None") -> "ClusterBlockingStore | None":
+        """Go on with these shards, or with none, if no other call has noticed yet."""
+        with self._going_on:
+            if self._sharded is former:
+                from infinistore.client.cluster.opening import open_shards
+                from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore  # late: few need them
+
+                self._sharded = open_shards(
+                    ClusterBlockingStore, self.calls, shards, self._environment, RemoteBlockingStore
+                )
+                if former is not None:
+                    former.close()
+            return self._sharded
+
+    def _queue(self, turns: Turns, turn: Turn, attempt: Attempt) -> None:
+        """Wait until a call may begin, and close what interrupted ones have left."""
+        try:
+            if turns.begin(turn, attempt.deadline) or self.calls.pool.kept:
+                self.calls.pool.close_interrupted()
+        except TimeoutError:
+            raise self.calls.deadline_exceeded(attempt) from None
+
+    def _drive(self, call: Call[_T], attempt: Attempt) -> _T:
+        """Run a call. A broken stream is raised inside it, so that it can try again."""
+        result: Any = None
+        try:
+            effect: CallEffect = call.send(None)
+            while True:
+                stream: Any = attempt.stream
+                try:
+                    if isinstance(effect, Receive):
+                        stream.deadline = attempt.deadline
+                        result = stream.receive_into(effect.views)
+                    elif isinstance(effect, Send):
+                        stream.deadline = attempt.deadline
+                        stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        stream.deadline = attempt.deadline
+                        result = stream.receive_descriptors(effect.views, effect.descriptors)
+                    elif isinstance(effect, Connect):
+                        result = self._connect(effect.address, attempt.deadline)
+                    elif isinstance(effect, Sleep):
+                        time.sleep(effect.seconds)
+                    elif not isinstance(effect, Pause):  # other threads run as it is
+                        assert_never(effect)
+                except StoreUnavailable as error:
+                    effect = call.throw(error)
+                else:
+                    effect = call.send(result)
+        except StopIteration as stop:
+            done: _T = stop.value
+            return done
+        except TimeoutError:
+            raise self.calls.deadline_exceeded(attempt) from None
+        finally:
+            call.close()
+
+    def _connect_sockets(self, address: StoreUrl, deadline: float) -> BlockingSocketStream:
+        spin_s = self.calls.options.spin_us * 1e-6
+        if address.path:
+            return connect_unix(address.path, deadline, spin_s=spin_s)
+        return connect_tcp(address.host, address.port, deadline, spin_s=spin_s)

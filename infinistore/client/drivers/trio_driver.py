@@ -1,0 +1,338 @@
+"""`open_store` for Trio."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
+
+import trio
+
+from infinistore.client.api.store import AsyncStore
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
+from infinistore.client.connection.routing import ShardsFound
+from infinistore.client.environment import Environment
+from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.operations.embedded import EmbeddedStore
+from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.options import Options, make_options
+from infinistore.client.options.url import StoreUrl
+from infinistore.client.requests import Request
+from infinistore.client.worker_threads import in_thread
+from infinistore.cluster.locate import ClusterUrl
+from infinistore.errors import StoreUnavailable
+from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.shards import Shard
+from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
+
+if TYPE_CHECKING:
+    from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+
+__all__ = ["RemoteTrioStore", "open_store"]
+
+_T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def open_store(
+    url: str | None = None,
+    *,
+    environment: Environment | None = None,
+    **given: Unpack[StoreOptions],
+) -> AsyncGenerator[AsyncStore, None]:
+    """Open a store, for Trio: `async with open_store(...) as store`.
+
+    Any number of tasks may share it. Without a URL the store is embedded: the engine
+    runs in this process, and the store ends with the block.
+
+    Args:
+        url: Where the server is, and over which transport to reach it. Options may
+            follow, as in `?deadline_s=5`; arguments take precedence. Without a URL, the
+            store is embedded. The URLs are:
+            * `infinistore://HOST:PORT`: shared memory on the server's host; elsewhere
+              RDMA if both sides have a device, or else TCP
+            * `tcp://HOST:PORT`: TCP only
+            * `unix:///PATH`: the server's Unix socket on this host, without shared
+              memory
+            * `shm:///PATH`: shared memory only, through the server's Unix socket; with
+              shm://HOST:PORT, the client asks for its path
+            * `rdma://HOST:PORT`: RDMA only
+        deadline_s: How long one call may take, retries included, in seconds. Default:
+            30.
+        verify: Whether writes compute checksums and reads verify them. Default: always.
+        token: The token of a server with --token-file. Without it, the client takes the
+            file that the URL names by token_file, or else the variable
+            INFINISTORE_TOKEN. With a server only. Default: none.
+        max_connections: How many connections may carry blocks at a time; in a cluster 2
+            to each node, unless given. Two more carry lookups. With a server only.
+            Default: 8.
+        transport: The only transport to use: inline, shm, rdma, or the name of one that
+            another package brings. Without it, the URL decides. With a server only.
+            Default: the best one.
+        spin_us: How long to spin for the reply of a fast server before sleeping, in
+            microseconds; 0 disables spinning. The Trio client never spins, so that
+            other tasks can run. With a server only. Default: 400.
+        name: What the server's statistics call this client. With a server only.
+            Default: HOST:PID.
+        lazy: Connect with the first call instead of at once. While the server is down,
+            calls raise StoreUnavailable. With a server only. Default: False.
+        inline_bytes: The largest batch, in bytes, that goes over the control stream
+            although there is shared memory or RDMA: it takes one round trip instead of
+            two. With a server only. Default: 65536 (64 KiB).
+        copy_threads: How many threads, the caller's included, may copy and hash one
+            batch of 8 MiB or more whose blocks have 256 KiB or more on average. Never
+            more than there are cores. The others belong to the store, and need numpy.
+            Over shared memory only. Default: 2.
+        known_blocks: Of how many blocks to remember the locations, approximately. Such
+            a block is read again without a request to the server; 0 sends one for each
+            read. Over shared memory only. Default: 65536.
+        device: The RDMA device to use, such as mlx5_0. With one, RDMA comes before
+            shared memory. Over RDMA only. Default: the best one.
+        ib_port: The port of the device. Over RDMA only. Default: 1.
+        gid_index: The GID to prefer if it is usable; -1 means no preference. Over RDMA
+            only. Default: -1.
+        staging_bytes: The size of a staging buffer, in bytes: registered memory for
+            blocks that lie elsewhere. Over RDMA only. Default: 16777216 (16 MiB).
+        lookup_deadline_s: How long a node may take to answer a lookup, in seconds. Then
+            its keys count as missing, and the second time in a row the node counts as
+            lost. A node that sends nothing of a block for so long is asked whether it
+            is there. With a cluster, or a server with shards only. Default: 0.4.
+        pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
+            (256 MiB).
+        minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
+            multiple of it. Embedded only. Default: 65536 (64 KiB).
+        allocator: The name of the allocator. Embedded only. Default: bitmap.
+        huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
+            Default: False.
+        disk: A folder for blocks that memory has no room for, and how much it may take,
+            as PATH:SIZE; a list for several disks. Embedded only. Default: none.
+        disk_admission: When a block is written to disk: lazy once a quarter of the pool
+            has been put after it, eager at once, second-use when it was read once.
+            Embedded only. Default: lazy.
+        disk_wait_s: How long a read waits for blocks on disk, in seconds; then they
+            count as missing. Embedded only. Default: 5.
+        environment: What the store takes from its process, for simulations: the
+            network, chance, shared memory. It is an `Environment` of
+            `infinistore.client.extension`. With a server only. Default: sockets, and a
+            generator of random numbers.
+
+    Raises:
+        ConfigError: an option or the URL cannot be used.
+        StoreUnavailable: no server answers there. Not with `lazy`.
+        AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
+        OutOfMemory: no memory for an embedded store.
+    """
+    address, options = make_options(url, given)
+    if address is None:
+        embedded = await in_thread(lambda: open_embedded(options))
+        try:
+            yield _EmbeddedTrioStore(embedded, options)
+        finally:
+            if embedded.disks is None:
+                embedded.close()
+            else:  # which takes a while
+                with trio.CancelScope(shield=True):
+                    await in_thread(embedded.close)
+        return
+    if isinstance(address, ClusterUrl):
+        from infinistore.client.drivers.trio_cluster import ClusterTrioStore  # late: few need it
+
+        cluster = ClusterTrioStore(address, options, environment or Environment(), RemoteTrioStore)
+        try:
+            if not options.lazy:
+                await cluster.connect()
+            yield cluster
+        finally:
+            await cluster.aclose()
+        return
+    store = RemoteTrioStore(address, options, environment)
+    try:
+        if not options.lazy:
+            await store.connect()
+        yield store
+    finally:
+        await store.aclose()
+
+
+class _EmbeddedTrioStore(AsyncStore):
+    def __init__(self, store: EmbeddedStore, options: Options) -> None:
+        self.embedded = store
+        """The engine."""
+        self.verifies = options.verify == "always"
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self.embedded.mapped_arenas()
+
+    async def _call(self, request: Request[_T]) -> _T:
+        self.embedded.check_usable()
+        await trio.lowlevel.checkpoint()
+        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        exchange = operations.handlers[type(request)](operations, request)
+        try:
+            while True:
+                effect = exchange.send(None)
+                if isinstance(effect, AwaitDisk):
+                    await _disk(effect)
+                else:
+                    await trio.lowlevel.checkpoint()
+        except StopIteration as stop:
+            result: _T = stop.value
+            return result
+        finally:
+            exchange.close()
+            operations.close()
+
+
+async def _disk(effect: AwaitDisk) -> None:
+    """Wait until a disk is done, in a thread of the store."""
+    done = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def wake(_: object) -> None:
+        with suppress(trio.RunFinishedError):  # nobody waits any more
+            token.run_sync_soon(done.set)
+
+    effect.done.add_done_callback(wake)
+    await done.wait()
+
+
+class RemoteTrioStore(AsyncStore):
+    """Calls to a server. Look-ups have connections of their own, and never wait behind
+    blocks.
+
+    `environment` is that of this process, unless a simulation gives another.
+    """
+
+    def __init__(
+        self,
+        address: StoreUrl,
+        options: Options,
+        environment: Environment | None = None,
+        *,
+        terms: Terms = PLAIN,
+    ) -> None:
+        environment = environment or Environment()
+        self.verifies = options.verify == "always"
+        self.calls: Calls[SocketStream] = Calls(
+            address, options, trio.current_time, environment.random, environment.machine, terms=terms
+        )
+        self._connect = environment.connect or _connect
+        self.payload_slots = trio.Semaphore(options.max_connections)
+        self.lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
+        self._environment = environment
+        self._sharded: ClusterTrioStore | None = None  # since its server was found to have shards
+
+    async def connect(self) -> None:
+        """Make the first connection, without retries: a wrong address or token is known
+        at once.
+        """
+        attempt = self.calls.attempt()
+        try:
+            with trio.CancelScope(deadline=attempt.deadline):
+                await self._drive(self.calls.first(attempt), attempt)
+                return
+        except ShardsFound as found:
+            sharded = self._go_on(found.shards, None)
+        else:
+            raise self.calls.deadline_exceeded(attempt)
+        if sharded is not None:
+            await sharded.connect()
+
+    def close(self) -> None:
+        """Close the connections; those of calls under way, when they end."""
+        if self._sharded is not None:
+            self._sharded.close()
+        self.calls.close()
+
+    async def aclose(self) -> None:
+        """Close the store, and wait until what goes on in the background has ended."""
+        self.close()
+        if self._sharded is not None:
+            await self._sharded.aclose()
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped into this process."""
+        return (self._sharded or self.calls).mapped_arenas()
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self.calls.register(memory)
+
+    def _rdma(self) -> StoreRdma:
+        return self.calls.rdma
+
+    async def _call(self, request: Request[_T], within_s: float | None = None) -> _T:
+        if self._sharded is not None:
+            return await self._call_shards(request)
+        calls = self.calls
+        calls.pool.check_open()
+        attempt = calls.attempt(idempotent=request.idempotent, within_s=within_s)
+        try:
+            with trio.CancelScope(deadline=attempt.deadline):
+                async with self.payload_slots if request.moves_blocks else self.lookup_slots:
+                    return await self._drive(calls.call(request, attempt), attempt)
+        except ShardsFound as found:
+            if calls.is_node:
+                raise
+            self._go_on(found.shards, None)
+        else:
+            raise calls.deadline_exceeded(attempt)
+        return await self._call_shards(request)
+
+    async def _call_shards(self, request: Request[_T]) -> _T:
+        while (sharded := self._sharded) is not None:
+            try:
+                return await sharded._call(request)
+            except ShardsFound as found:
+                self._go_on(found.shards, sharded)
+        return await self._call(request)
+
+    def _go_on(self, shards: Sequence[Shard], former: "ClusterTrioStore | None") -> "ClusterTrioStore | None":
+        """Go on with these shards, or with none, if no other call has noticed yet."""
+        if self._sharded is former:
+            from infinistore.client.cluster.opening import open_shards
+            from infinistore.client.drivers.trio_cluster import ClusterTrioStore  # late: few need them
+
+            self._sharded = open_shards(ClusterTrioStore, self.calls, shards, self._environment, RemoteTrioStore)
+            if former is not None:
+                former.close()
+        return self._sharded
+
+    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:
+        """Run a call. A broken stream is raised inside it, so that it can try again."""
+        result: Any = None
+        try:
+            effect: CallEffect = call.send(None)
+            while True:
+                stream: Any = attempt.stream
+                try:
+                    if isinstance(effect, Receive):
+                        result = await stream.receive_into(effect.views)
+                    elif isinstance(effect, Send):
+                        result = await stream.send_all(effect.views)
+                    elif isinstance(effect, ReceiveDescriptors):
+                        result = await stream.receive_descriptors(effect.views, effect.descriptors)
+                    elif isinstance(effect, Connect):
+                        result = await self._connect(effect.address)
+                    elif isinstance(effect, Sleep):
+                        await trio.sleep(effect.seconds)
+                    elif isinstance(effect, Pause):
+                        await trio.lowlevel.checkpoint()
+                    else:
+                        assert_never(effect)
+                except StoreUnavailable as error:
+                    effect = call.throw(error)
+                else:
+                    effect = call.send(result)
+        except StopIteration as stop:
+            return cast("_T", stop.value)
+        finally:
+            call.close()
+
+
+async def _connect(address: StoreUrl) -> SocketStream:
+    if address.path:
+        return await connect_unix(address.path)
+    return await connect_tcp(address.host, address.port)

@@ -1,0 +1,1 @@
+"""Blocks in shared memory: copied by the client itself."""

@@ -1,0 +1,448 @@
+"""Blocks in shared memory: the client copies from and to the server's pool.
+
+A put reserves room, copies and commits; a get leases, copies and releases. Small
+batches go inline over the socket: one round trip beats two. A call that is given up in
+between closes its connection, which gives room and pins back.
+
+Where the server has the tables for it, a put does not wait at its end: the names of the
+blocks go to the server before they are copied, with the request for room, and a number
+in shared memory makes them visible. Blocks whose place in the pool is known are read
+without asking (`known_reads.py`).
+
+Two puts of the same sizes make a third likely. From the second on, each put asks for
+the room of the next one, whose answer is read then. That saves a round trip for each
+put. A release is not delayed like that: it has no reply, nothing would say when to send
+it if no request follows, and it wakes the server for the request that does follow.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from infinistore.client import requests
+from infinistore.client.memory.copying import hash_blocks
+from infinistore.client.memory.pins import Owed
+from infinistore.client.memory.views import Leased, ReservedRoom
+from infinistore.client.movers.base import GetPart, Mover, PutPart
+from infinistore.client.movers.channel import Channel, expect, present_in
+from infinistore.client.movers.inline import read_payload, skipped_keys
+from infinistore.client.movers.shm.descriptors import ask_tables, learn_arenas
+from infinistore.client.movers.shm.known_blocks import Places
+from infinistore.client.movers.shm.known_reads import KnownReads, PinnedBlocks, is_too_long
+from infinistore.client.movers.shm.mapped_pool import MappedPool
+from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
+from infinistore.protocol.codec import encode_head, pack_u64
+from infinistore.protocol.messages import (
+    MISSING,
+    NO_CHECKSUM,
+    Abort,
+    Commit,
+    Keys,
+    Lease,
+    LeaseReply,
+    Numbers,
+    Prepare,
+    PrepareReply,
+    PutReply,
+    Release,
+    Request,
+    Reserve,
+    ReserveReply,
+    Touch,
+)
+from infinistore.protocol.states import State
+
+__all__ = ["ShmMover"]
+
+_Room: TypeAlias = ReserveReply | PrepareReply
+"""Room that the server has taken: a number, and the place of each block."""
+
+
+class ShmMover(Mover):
+    """Copies blocks between memory and the mapped pool, for one connection."""
+
+    name = "shm"
+
+    def __init__(self, channel: Channel, pool: MappedPool, inline_bytes: int) -> None:
+        self._channel = channel
+        self._connection = channel.connection
+        self.pool = self.mapped = pool
+        self._pins = channel.pins
+        self._inline_bytes = inline_bytes
+        self._known_reads = KnownReads(pool.known, channel.pins, pool.machine.map_memory)
+        self._last_sizes = pack_u64()  # of the last put
+        self._spare: ReserveReply | None = None  # room for a put like the last
+        self.handlers = {
+            PutPart: self.put,
+            GetPart: self.get,
+            requests.Lease: self.lease,
+            requests.Reserve: self.reserve,
+            requests.Commit: self.commit,
+            requests.Exists: self.exists,
+            requests.MatchPrefix: self.match_prefix,
+        }
+
+    def why_not(self, request: object) -> str:
+        """Say why it cannot carry a request; empty if it can."""
+        if isinstance(request, PutPart):
+            if request.total_bytes <= self._inline_bytes:
+                return "a small batch is quicker inline"
+            if self.pool.arena_count and not self.pool.writable:
+                return "clients may not write to the pool"
+        return ""
+
+    async def _read_spare(self) -> None:
+        """Read the reply to the request for spare room."""
+        try:
+            reply = expect(ReserveReply, await self._connection.late_reply())
+        except (StoreUnavailable, ProtocolError):
+            raise
+        # there is no room; the next put asks again, and gets the error
+        except InfiniStoreException:
+            return
+        self._spare = reply if reply.reservation else None
+
+    async def _spare_room(self, alike: bool) -> ReserveReply | None:
+        """Return the spare room if this put has the same sizes; else give it up."""
+        if alike:
+            spare, self._spare = self._spare, None
+            return spare
+        await self._give_up_spare()
+        return None
+
+    async def _give_up_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await self._connection.notify(Abort(spare.reservation))
+
+    async def put(self, part: PutPart) -> list[str] | None:
+        """Put a part; None if clients may not write to the pool."""
+        channel = self._channel
+        if channel.late is not None:
+            await channel.read_late_reply()
+        if not self.pool.arena_count:
+            await learn_arenas(self._channel, self.pool)
+        if not self.pool.writable:
+            return None
+        replace = part.replace
+        if replace and self._known_reads.wants_tables:
+            await ask_tables(self._channel, self._known_reads)
+        sizes = Numbers(array("Q", part.sizes))
+        alike = sizes == self._last_sizes
+        self._last_sizes = sizes
+        room: _Room | None = None
+        if self._spare is not None:
+            room = await self._spare_room(alike)
+            channel.holding = room is not None
+        # Puts often come in rows of equal sizes: this one requests the room of the
+        # next.
+        then = Reserve(sizes, spare=True) if alike and part.total_bytes in self.pool.machine.spare_bytes else None
+        if replace and self._known_reads.can_commit(len(sizes)):
+            room, hashes, committed = await self._put_named(part, sizes, room, then)
+            if committed:
+                return []
+            then = None
+        else:
+            if room is None:
+                room = expect(ReserveReply, await channel.ask(Reserve(sizes)))
+            channel.holding = True
+            await self._open_room(room, len(sizes))
+            hashes = await self._copy_in(part, room)
+        commit = Commit(room.reservation, Keys(part.keys), hashes, replace)
+        request = self._connection.encode(commit, deadline_us=channel.remaining_us(), then=then)
+        if then is not None:
+            channel.late = self._read_spare
+        reply = expect(PutReply, await self._connection.ask(request))
+        channel.holding = False
+        return skipped_keys(part.keys, reply)
+
+    async def _put_named(
+        self, part: PutPart, sizes: Numbers, room: _Room | None, then: Request | None
+    ) -> tuple[_Room, Numbers, bool]:
+        """Put blocks whose names the server knows before they are copied.
+
+        This also takes the room if there is none yet. Returns the room, the hashes, and
+        False if a `Commit` is still needed.
+        """
+        if room is not None:
+            await self._open_room(room, len(sizes))
+        reservation, asked = (0, sizes) if room is None else (room.reservation, pack_u64())
+        prepare = Prepare(reservation, Keys(part.keys), asked, self._channel.verify)
+        request = self._connection.encode(prepare, deadline_us=self._channel.remaining_us(), then=then)
+        if then is not None:
+            self._channel.late = self._read_spare
+        await self._connection.send(request)
+        if room is None:
+            reply: Any = await self._connection.reply_to(request)
+            room = reply
+            self._channel.holding = True
+            await self._open_room(room, len(sizes))
+            hashes = await self._copy_in(part, room)
+        else:
+            hashes = await self._copy_in(part, room)
+            reply = await self._connection.reply_to(request)
+        if not reply.accepted:
+            if self._channel.late is not None:
+                await self._channel.read_late_reply()
+            return room, hashes, False
+        self._known_reads.commit(room.reservation, hashes)
+        self._channel.holding = False
+        known = hashes or pack_u64(bytes(8 * len(sizes)))
+        self.pool.known.note(part.keys, room.places, sizes, known, reply.removals)
+        return room, hashes, True
+
+    async def _open_room(self, room: _Room, blocks: int) -> None:
+        """Get ready to write to room that the server has taken."""
+        if not room.reservation or len(room.places) != blocks:
+            raise ProtocolError(f"{len(room.places)} places for {blocks} blocks, by the number {room.reservation}")
+        if max(room.places) >= self.pool.known_end:
+            if self._channel.late is not None:
+                await self._channel.read_late_reply()
+            await learn_arenas(self._channel, self.pool, room.places)
+
+    async def _copy_in(self, part: PutPart, room: _Room) -> Numbers:
+        """Copy blocks into the pool; return their hashes, if they are wanted."""
+        _, views, lengths, total, _, _ = part
+        targets = self.pool.blocks(room.places.tolist(), lengths, writable=True)
+        copying = self.pool.copier.copy(views, targets, lengths, total, hash_targets=self._channel.verify)
+        return Numbers(array("Q", await copying))
+
+    async def get(self, part: GetPart) -> int:
+        """Read a part; return how many of its keys were answered for."""
+        keys = part.keys
+        if await self._read_known(part):
+            return len(keys)
+        lease = Lease(keys, part.capacities, self._inline_bytes)
+        reply = expect(LeaseReply, await self._channel.ask(lease))
+        self._channel.holding = bool(reply.lease)
+        self._take_note(lease, reply)
+        targets = part.destination(reply.sizes, part.first)
+        if reply.lease:
+            await self._copy_out(part, reply, targets)
+        else:
+            await read_payload(self._channel, part, reply, targets)
+        return len(reply.sizes)
+
+    async def _copy_out(self, part: GetPart, reply: LeaseReply, targets: list[memoryview]) -> None:
+        places, sizes = self._placed(reply)
+        if not self.pool.knows(places):
+            await learn_arenas(self._channel, self.pool, places)
+        sources = self.pool.blocks(places, sizes, writable=False)
+        # encoded here, while what that takes is in the cache
+        release = encode_head(Release(reply.lease), request_id=0)
+        verify = part.verify
+        checksums = await self.pool.copier.copy(sources, targets, sizes, sum(sizes), hash_targets=verify)
+        await self._connection.notify_encoded(release)
+        self._channel.holding = False
+        if verify:
+            there = present_in(reply)
+            await self._compare([part.keys[i] for i in there], [reply.checksums[i] for i in there], checksums)
+
+    async def _compare(self, keys: Sequence[str], expected: Sequence[int], found: Sequence[int]) -> None:
+        bad = [key for key, e, c in zip(keys, expected, found, strict=True) if e not in (NO_CHECKSUM, c)]
+        if bad:
+            await self._channel.report(bad, len(keys))
+
+    async def _pin(self, keys: Keys, known: Places) -> PinnedBlocks | None:
+        """Pin known blocks without a request, inside `with pins.lock` only.
+
+        Returns None if the server has to be asked.
+        """
+        if self._known_reads.wants_tables:
+            await ask_tables(self._channel, self._known_reads)
+        if not self.pool.knows(known.places):
+            await learn_arenas(self._channel, self.pool, known.places)
+        return self._known_reads.pin(keys, known)
+
+    async def _read_known(self, part: GetPart) -> bool:
+        """Read a part without a request; False, without effect, if one is needed."""
+        keys = part.keys
+        known = self.pool.known.find(keys)
+        if known is None or is_too_long(known, part.capacities, self._channel.hello.max_batch_bytes):
+            return False
+        with self._pins.lock:
+            pinned = await self._pin(keys, known)
+        if pinned is None:
+            return False
+        self._channel.holding = True
+        sizes = pinned.sizes.tolist()
+        total = sum(sizes)
+        touch = encode_head(Touch(keys), request_id=0)  # while what that takes is in the cache
+        done = False
+        checksums: list[int] = []
+        try:
+            sources = self.pool.blocks(pinned.places.tolist(), sizes, writable=False)
+            targets = part.destination(pinned.sizes, part.first)
+            checksums = await self.pool.copier.copy(sources, targets, sizes, total, hash_targets=part.verify)
+            done = True
+        except OutOfMemory:  # where there is no room to map the pool, short blocks go over the socket
+            if total > self._inline_bytes:
+                raise
+        with self._pins.lock:
+            self._known_reads.unpin(pinned)
+        if done:
+            await self._note_use(touch)
+        self._channel.holding = False
+        if done and part.verify and pinned.checksums.tolist() != checksums:
+            await self._compare(keys, pinned.checksums, checksums)
+        return done
+
+    async def _note_use(self, touch: bytes) -> None:
+        """Tell the server which blocks were used.
+
+        It knows at the latest when a client needs room, or asks what was used.
+        """
+        if not self._known_reads.log(touch):
+            await self._connection.notify_encoded(touch)
+
+    async def exists(self, request: requests.Exists) -> requests.Found | None:
+        """Return which keys are present, if all of them are known to be."""
+        if self.pool.known.are_there(request.keys):
+            return requests.Found([True] * len(request.keys))
+        return None
+
+    async def match_prefix(self, request: requests.MatchPrefix) -> requests.Matched | None:
+        """Count the leading keys that are present, if all of them are known to be."""
+        keys = request.keys
+        if request.hold_s or len(keys) > self._channel.hello.max_batch_keys or not self.pool.known.are_there(keys):
+            return None
+        if self._known_reads.wants_tables:
+            await ask_tables(self._channel, self._known_reads)
+        await self._note_use(encode_head(Touch(self._channel.key_part(keys, 0), read=False), request_id=0))
+        return requests.Matched(len(keys))
+
+    async def lease(self, request: requests.Lease) -> Leased:
+        """Pin the batch in the server's pool and return views of it.
+
+        The server decides into how many parts it is cut.
+        """
+        keys, verify = request.keys, request.verify
+        with self._pins.lock:
+            if self._spare is not None:
+                await self._give_up_spare()  # puts will go by other connections
+            owed = Owed()
+            watch = self._pins.watch(owed)
+            views: list[memoryview | None] = []
+            checksums: list[int] = []
+            is_asked = False
+            try:
+                while len(views) < len(keys):
+                    part = self._channel.key_part(keys, len(views))
+                    known = self.pool.known.find(part)
+                    if known is not None and not is_too_long(known, pack_u64(), self._channel.hello.max_batch_bytes):
+                        read = await self._pin(part, known)
+                    else:
+                        read = None
+                    if read is not None:
+                        owed.hazards.append(read.hazard)
+                        self._count_leased(owed, read.sizes)
+                        await self._note_use(encode_head(Touch(part), request_id=0))
+                        views += self.pool.views(read.places.tolist(), read.sizes.tolist(), writable=False, watch=watch)
+                        checksums += read.checksums
+                        continue
+                    lease = Lease(part, pack_u64())
+                    is_asked = True
+                    reply = expect(LeaseReply, await self._channel.ask(lease))
+                    is_asked = False
+                    if reply.lease:
+                        owed.messages.append(Release(reply.lease))
+                    self._take_note(lease, reply)
+                    places, sizes = self._placed(reply)
+                    self._count_leased(owed, sizes)
+                    if not self.pool.knows(places):
+                        await learn_arenas(self._channel, self.pool, places)
+                    found = self.pool.views(places, sizes, writable=False, watch=watch)
+                    views += found if len(found) == len(reply.sizes) else _in_order(reply.sizes, found)
+                    if verify:
+                        checksums += reply.checksums
+                if verify:
+                    await self._check_in_place(keys, views, checksums)
+            except BaseException:
+                if is_asked and self._connection.state is State.REPLYING:
+                    # no one will read the reply that numbers the lease
+                    owed.messages.append(Release(0))
+                watch.withdraw([view for view in views if view is not None])
+                raise
+            return Leased(views, watch)
+
+    def _count_leased(self, owed: Owed, sizes: Sequence[int]) -> None:
+        """Count a part of a lease at once: this limits what the next part may pin."""
+        footprint_bytes = self._known_reads.footprint(sizes)
+        owed.leased_bytes += footprint_bytes
+        self._pins.leased_bytes += footprint_bytes
+
+    def _take_note(self, lease: Lease, reply: LeaseReply) -> None:
+        """Check a reply, and note the locations of the blocks."""
+        self._channel.check_reply(lease, reply)
+        if len(reply.places) != len(reply.sizes):
+            raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
+        self.pool.known.note(lease.keys, reply.places, reply.sizes, reply.checksums, reply.removals)
+
+    @staticmethod
+    def _placed(reply: LeaseReply) -> tuple[list[int], list[int]]:
+        """Return places and sizes of the present blocks as lists; see
+        `_check_reply`.
+        """
+        sizes = reply.sizes.tolist()
+        if MISSING not in sizes:  # the usual case
+            return reply.places.tolist(), sizes
+        there = present_in(reply)
+        return [reply.places[i] for i in there], [sizes[i] for i in there]
+
+    async def _check_in_place(
+        self, keys: Sequence[str], views: Sequence[memoryview | None], checksums: Sequence[int]
+    ) -> None:
+        present = [(key, view, c) for key, view, c in zip(keys, views, checksums, strict=True) if view is not None]
+        hashes = await hash_blocks([view for _, view, _ in present])
+        there, expected = [key for key, _, _ in present], [checksum for _, _, checksum in present]
+        del present
+        await self._compare(there, expected, hashes)
+
+    async def reserve(self, request: requests.Reserve) -> ReservedRoom | None:
+        """Take room for a batch in the pool, for the caller to write.
+
+        Returns None if clients may not write to the pool.
+        """
+        if not self.pool.arena_count:
+            await learn_arenas(self._channel, self.pool)
+        if not self.pool.writable or not request.keys:
+            return None
+        with self._pins.lock:
+            wanted = pack_u64(request.sizes)
+            reply = None
+            if self._spare is not None:
+                reply = await self._spare_room(wanted == self._last_sizes)
+            if reply is None:
+                reply = expect(ReserveReply, await self._channel.ask(Reserve(wanted)))
+            owed = Owed([Abort(reply.reservation)])
+            watch = self._pins.watch(owed)
+            self._pins.reserved = True
+            await self._open_room(reply, len(wanted))
+            memory = self.pool.views(reply.places, request.sizes, writable=True, watch=watch)
+            return ReservedRoom(request.keys, memory, watch, reply.reservation, owed)
+
+    async def commit(self, request: requests.Commit) -> bool | None:
+        """Hash the written blocks in place, and make them visible.
+
+        Returns None if they lie in private memory.
+        """
+        room = request.room
+        if room.reservation is None:
+            return None
+        checksums = (await hash_blocks(room.memory)) if self._channel.verify else []
+        with self._pins.lock:
+            commit = Commit(room.reservation, Keys(room.keys), pack_u64(checksums))
+            expect(PutReply, await self._channel.ask(commit))
+            room.owed.messages.clear()
+            self._pins.reserved = False
+        return True
+
+    def close(self) -> None:
+        """Let go of the tables."""
+        self._known_reads.close()
+
+
+def _in_order(sizes: Sequence[int], found: Iterable[memoryview]) -> list[memoryview | None]:
+    """Return what was found with None for what is missing."""
+    present = iter(found)
+    return [None if size == MISSING else next(present) for size in sizes]

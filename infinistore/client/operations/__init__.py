@@ -1,0 +1,1 @@
+"""What a store can do: over a connection, and embedded."""

@@ -1,0 +1,405 @@
+"""The embedded store: the same engine in this process, without a server.
+
+Every call into the core is under one lock, so a store may be used from several threads.
+Bytes are copied outside the lock, under a pin or into a reservation, so that a long
+copy keeps nobody from looking up a key.
+"""
+
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import compress
+from operator import not_
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from infinistore.allocators import create_allocator
+from infinistore.client import requests
+from infinistore.client.memory.copying import PAUSE_BYTES, copy_blocks, hash_blocks
+from infinistore.client.memory.views import Leased, ReservedRoom, Returns, Watch, views_at
+from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.options.options import Options
+from infinistore.client.requests import Batch, Found, Matched, Prefetched, check_all_there
+from infinistore.core.arena import create_arena
+from infinistore.core.clients import Client, Lease, Reservation
+from infinistore.core.entry import NO_CHECKSUM
+from infinistore.core.journal import Journal
+from infinistore.core.limits import CoreLimits
+from infinistore.core.pool import Pool
+from infinistore.core.store import StoreCore
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
+from infinistore.forks import FORKED, let_go_in_child
+from infinistore.protocol.effects import Pause
+from infinistore.sizes import in_units
+from infinistore.statistics import Stats
+
+if TYPE_CHECKING:
+    from infinistore.client.operations.embedded_disks import EmbeddedDisks
+
+__all__ = ["EmbeddedOperations", "EmbeddedStore", "hold_token"]
+
+_Buffer = TypeVar("_Buffer", bytearray, memoryview)
+_MAX_BATCH_KEYS = 1024 * 1024
+
+
+class _CoreReturns(Returns[Lease | Reservation]):
+    """The lock around a core."""
+
+    def __init__(self, core: StoreCore) -> None:
+        super().__init__()
+        self._core = core
+
+    def give_back(self, things: Sequence[Lease | Reservation]) -> int:
+        for thing in things:
+            if isinstance(thing, Lease):
+                self._core.release(thing)
+            else:
+                self._core.abort(thing)  # does nothing after a commit
+        return len(things)
+
+
+class EmbeddedStore:
+    """A core with its pool, for one process. Blocking to make: it takes the memory of
+    the pool.
+    """
+
+    def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
+        self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
+        journal = Journal(reads=options.disk_admission == "second-use") if options.disk else None
+        limits = CoreLimits(max_batch_keys=_MAX_BATCH_KEYS)
+        self.core = StoreCore(self.pool, clock=clock, limits=limits, journal=journal)
+        self.returns = _CoreReturns(self.core)
+        self.lock = self.returns.lock
+        """Around every call into the core; taken by `with` alone."""
+        self.clock = clock
+        self.deadline_s = options.deadline_s
+        self.disks: EmbeddedDisks | None = None
+        """The disks below the pool, if there are any; set by who opens the store."""
+        self.operations = EmbeddedOperations
+        """What carries out requests."""
+        self._looker: Client | None = None
+        self._closed = ""
+        self.forked = False
+        """Whether this is a forked child, which has to leave it alone."""
+        let_go_in_child(self)
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody looks at it. With disks, write what
+        waits for them first, which takes some seconds at most.
+        """
+        with self.lock:
+            first = not self._closed
+            self._closed = self._closed or "this store is closed; open another one"
+        if first and self.disks is not None:
+            self.disks.close()
+        with self.lock:
+            self.pool.close()
+        self.returns.flush()
+
+    def let_go(self) -> None:
+        """In a forked child: the memory is not there, and the lock may be held by a
+        thread that is not there either.
+        """
+        self._closed = FORKED
+        self.forked = True
+        self.returns = _CoreReturns(self.core)
+        self.lock = self.returns.lock
+        for arena in self.pool.arenas:
+            arena.abandon()
+        if self.disks is not None:
+            self.disks.let_go()
+
+    @property
+    def looker(self) -> Client:
+        """Whose pins outlive the calls that make them: those of leases and reservations
+        in place. Under the lock.
+        """
+        if self._looker is None:
+            self._looker = self.core.open_client("in place")
+        return self._looker
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return all the bytes of each arena, to be read and to be written; none when
+        the store is closed.
+        """
+        with self.lock:
+            return [] if self._closed else [(arena.memory, arena.memory) for arena in self.pool.arenas]
+
+    def arena(self, index: int) -> memoryview:
+        """Return all the bytes of an arena."""
+        return self.pool.arenas[index].memory
+
+    def check_usable(self) -> None:
+        """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
+        if self._closed:
+            raise StoreUnavailable(self._closed)
+
+
+class EmbeddedOperations:
+    """The operations of an embedded store, for one caller: its pins are its own."""
+
+    def __init__(self, store: EmbeddedStore, *, verify: bool) -> None:
+        self._store = store
+        self._lock = store.lock
+        self._verify = verify
+        with self._lock:
+            self._client = self._core.open_client("embedded")
+
+    def close(self) -> None:
+        """Give back what the caller has pinned. Its copies are done: they are made by
+        the thread that calls this.
+        """
+        if self._store.forked:  # and nobody may be there to release the lock
+            return
+        with self._lock:
+            self._store.core.close_client(self._client)
+        if self._store.returns.left:  # meanwhile
+            self._store.returns.flush()
+
+    @property
+    def _core(self) -> StoreCore:
+        """For a call, under the lock. StoreUnavailable: the store was closed."""
+        self._store.check_usable()
+        return self._store.core
+
+    async def put(self, request: requests.Put) -> list[str]:
+        """Put the batch; return the keys that were skipped because they were there."""
+        batch, replace = request.batch, request.replace
+        if replace:
+            return await self._put(batch, replace)
+        present = await self.exists(requests.Exists(batch.keys))
+        with self._lock:
+            self._core.touch(list(compress(batch.keys, present)))
+        missing = batch.where(map(not_, present))
+        skipped = list(compress(batch.keys, present))
+        skipped += await self._put(missing, replace)
+        with self._lock:  # what was there already must not end colder than what follows it
+            self._core.touch(batch.keys)
+        return skipped
+
+    async def _put(self, batch: Batch, replace: bool) -> list[str]:
+        if not batch.keys:  # an empty reservation would go on with an eviction that is under way
+            return []
+        keys = batch.keys
+        with self._lock:
+            reservation = self._core.reserve(self._client, list(map(len, batch.views)))
+            room = reservation.views
+        try:
+            checksums = await copy_blocks(batch.views, room, hash_targets=self._verify)
+            with self._lock:
+                again = self._core.commit(reservation, keys, checksums if self._verify else None, replace=replace)
+        finally:
+            with self._lock:
+                self._store.core.abort(reservation)  # does nothing after a commit
+        return [keys[index] for index in again]
+
+    async def get(self, request: requests.Get) -> list[bytearray | None]:
+        """Read the batch into memory of its own; None for what is missing."""
+        keys = request.keys
+
+        def room(lease: Lease) -> list[bytearray | None]:
+            return [bytearray(length) if length else None for length in lease.lengths]
+
+        return await self._read(keys, room)
+
+    async def get_into(self, request: requests.GetInto) -> list[int | None]:
+        """Read the batch into the caller's memory; return the stored lengths, None for
+        what is missing.
+        """
+        batch, all_or_nothing = request.batch, request.all_or_nothing
+
+        def room(lease: Lease) -> list[memoryview | None]:
+            for key, view, length in zip(*batch, lease.lengths, strict=True):
+                if length > len(view):
+                    raise BufferTooSmall(f"{key[:100]!r} has {in_units(length)}, its buffer {in_units(len(view))}")
+            if all_or_nothing:
+                check_all_there(batch.keys, lease.entries)
+            return [view[:length] if length else None for view, length in zip(batch.views, lease.lengths, strict=True)]
+
+        filled = await self._read(batch.keys, room)
+        return [None if view is None else len(view) for view in filled]
+
+    async def _read(self, keys: Sequence[str], room: Callable[[Lease], list[_Buffer | None]]) -> list[_Buffer | None]:
+        """Copy leased blocks into the buffers that `room` finds for them, and check
+        them there.
+        """
+        to_wait_for = self._reading(keys)
+        taken: tuple[Lease, list[memoryview | None]] | None = None
+        while taken is None:
+            with self._lock:
+                wait = to_wait_for and to_wait_for()
+                if wait is None:
+                    lease = self._core.lease(self._client, keys)
+                    taken = lease, lease.views
+            if wait is not None:
+                await wait
+        lease, views = taken
+        try:
+            buffers = room(lease)
+            bad: list[str] = []
+            copied = 0
+            for key, buffer, view, checksum in zip(keys, buffers, views, lease.checksums, strict=True):
+                if buffer is None or view is None:
+                    continue
+                memoryview(buffer)[:] = view
+                if self._verify and checksum != NO_CHECKSUM and xxh3_64_intdigest(buffer) != checksum:
+                    bad.append(key)
+                copied += len(view)
+                if copied >= PAUSE_BYTES:
+                    copied = 0
+                    await Pause()
+        finally:
+            with self._lock:
+                self._store.core.release(lease)
+        self._report(bad, len(keys))
+        return buffers
+
+    def _reading(self, keys: Sequence[str]) -> Callable[[], AwaitDisk | None] | None:
+        """Return what says, under the lock, what to wait for before these keys are
+        leased; None without disks.
+        """
+        return None
+
+    def _report(self, bad: list[str], count: int) -> None:
+        """If blocks are not what was written, forget those that are bad in the pool,
+        too, and raise.
+        """
+        if bad:
+            with self._lock:
+                for key in bad:
+                    self._core.verify(key)
+            raise ChecksumMismatch(f"{len(bad)} of {count} blocks are not what was written, first {bad[0][:100]!r}")
+
+    async def lease(self, request: requests.Lease) -> Leased:
+        """Pin the batch, and return views of the pool."""
+        keys, verify = request.keys, request.verify
+        to_wait_for = self._reading(keys)
+        taken: tuple[Lease, Watch, list[memoryview]] | None = None
+        while taken is None:
+            with self._lock:
+                wait = to_wait_for and to_wait_for()
+                if wait is None:
+                    lease = self._core.lease(self._store.looker, keys)
+                    watch = Watch(self._store.returns, lease)
+                    taken = lease, watch, views_at(watch, self._store.arena, lease.extents, writable=False)
+            if wait is not None:
+                await wait
+        lease, watch, present = taken
+        found = iter(present)
+        views = [None if entry is None else next(found) for entry in lease.entries]
+        try:
+            if verify:
+                hashes = await hash_blocks(present)
+                there = compress(zip(keys, lease.checksums, strict=True), lease.entries)
+                bad = [key for (key, c), found in zip(there, hashes, strict=True) if c not in (NO_CHECKSUM, found)]
+                self._report(bad, len(keys))
+        except BaseException:
+            watch.withdraw(present)
+            raise
+        return Leased(views, watch)
+
+    async def reserve(self, request: requests.Reserve) -> ReservedRoom:
+        """Take room for a batch in the pool, which the caller writes."""
+        keys, sizes = request.keys, request.sizes
+        with self._lock:
+            reservation = self._core.reserve(self._store.looker, sizes)
+            watch = Watch(self._store.returns, reservation)
+            memory = views_at(watch, self._store.arena, reservation.extents, writable=True)
+        return ReservedRoom(keys, memory, watch, reservation)
+
+    async def commit(self, request: requests.Commit) -> None:
+        """Hash what was written where it lies, and make it visible."""
+        room = request.room
+        checksums = (await hash_blocks(room.memory)) if self._verify else None
+        with self._lock:
+            self._core.commit(room.reservation, room.keys, checksums)
+
+    async def exists(self, request: requests.Exists) -> Found:
+        """Ask which keys are there."""
+        with self._lock:
+            return Found(map(bool, self._core.exists(request.keys)))
+
+    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+        """Count the leading keys that are there."""
+        keys, hold_s = request.keys, request.hold_s
+        with self._lock:
+            if not hold_s:
+                return Matched(self._core.match_prefix(keys))
+            matched, hold = self._core.hold_prefix(self._client, keys, hold_s)
+            return Matched(matched, hold_token(hold))
+
+    async def flush(self, request: requests.Flush) -> int:
+        """Return how many keys have a durable block: none, without a disk."""
+        self._store.check_usable()
+        return 0
+
+    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+        """Hold what is there, if that is wanted. Nothing has to be read."""
+        if not request.hold_s:
+            self._store.check_usable()
+            return Prefetched(0)
+        held = await self.match_prefix(requests.MatchPrefix(request.keys, request.hold_s))
+        return Prefetched(0, hold=held.hold)
+
+    async def release_hold(self, request: requests.ReleaseHold) -> bool:
+        """End a hold; False if it has ended, or if it was a server's."""
+        try:
+            hold_id = int(request.hold, 16)
+        except ValueError:
+            return False
+        with self._lock:
+            return self._release_hold(hold_id)
+
+    def _release_hold(self, hold_id: int) -> bool:
+        return self._core.release_hold(hold_id)
+
+    async def delete(self, request: requests.Delete) -> int:
+        """Delete keys; return how many were there."""
+        with self._lock:
+            return self._core.delete(request.keys)
+
+    async def list_keys(self, request: requests.ListKeys) -> list[str]:
+        """One page of keys, in code point order."""
+        with self._lock:
+            return self._core.keys(request.prefix, request.limit, request.after)
+
+    async def evict(self, request: requests.Evict) -> int:
+        """Evict cold blocks; return how many."""
+        with self._lock:
+            return self._core.evict(request.low, request.high)
+
+    async def purge(self, request: requests.Purge) -> int:
+        """Delete everything; return how many keys there were."""
+        with self._lock:
+            return self._core.purge()
+
+    async def statistics(self, request: requests.GetStatistics) -> Stats:
+        """The statistics of the store; the details are a server's."""
+        with self._lock:
+            return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())
+
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+        requests.Put: put,
+        requests.Get: get,
+        requests.GetInto: get_into,
+        requests.Lease: lease,
+        requests.Reserve: reserve,
+        requests.Commit: commit,
+        requests.Exists: exists,
+        requests.MatchPrefix: match_prefix,
+        requests.ReleaseHold: release_hold,
+        requests.Delete: delete,
+        requests.Flush: flush,
+        requests.Prefetch: prefetch,
+        requests.ListKeys: list_keys,
+        requests.Evict: evict,
+        requests.Purge: purge,
+        requests.GetStatistics: statistics,
+    }
+    """What carries out each kind of request."""
+
+
+def hold_token(hold_id: int) -> str:
+    """Return what names a hold to callers; an empty text if there is none."""
+    return f"{hold_id:x}" if hold_id else ""

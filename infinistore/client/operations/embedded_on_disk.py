@@ -1,0 +1,149 @@
+"""The operations of an embedded store that has disks, too.
+
+They say what both tiers have, and wait for disks where they must: reads until blocks
+are in memory, `delete` and `purge` until no crash can bring a key back, `flush` until
+blocks are durable. Calls that wait for a disk end at the store's deadline.
+"""
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import attrs
+
+from infinistore.client import requests
+from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.operations.embedded import EmbeddedOperations, hold_token
+from infinistore.client.operations.embedded_disks import EmbeddedDisks
+from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
+from infinistore.disk.fetching import Fetch
+from infinistore.statistics import Stats
+
+__all__ = ["OperationsOnDisk"]
+
+_T = TypeVar("_T")
+
+
+class OperationsOnDisk(EmbeddedOperations):
+    """The operations for one caller. What they leave as it is, the class above has."""
+
+    @property
+    def _disks(self) -> EmbeddedDisks:
+        """For a call, under the lock. StoreUnavailable: the store was closed."""
+        self._store.check_usable()
+        assert self._store.disks is not None
+        return self._store.disks
+
+    async def get(self, request: requests.Get) -> list[bytearray | None]:
+        """Read the batch into memory of its own; None for what is missing."""
+        return await self._in_parts(request.keys, lambda part: super(OperationsOnDisk, self).get(request.at(part)))
+
+    async def get_into(self, request: requests.GetInto) -> list[int | None]:
+        """Read the batch into the caller's memory; return the stored lengths, None for
+        what is missing.
+        """
+        if request.all_or_nothing:
+            present = await self.exists(requests.Exists(request.keys))
+            check_all_there(request.keys, [there or None for there in present])
+        return await self._in_parts(request.keys, lambda part: super(OperationsOnDisk, self).get_into(request.at(part)))
+
+    async def _in_parts(self, keys: Sequence[str], read: Callable[[range], Coroutine[Any, Any, list[_T]]]) -> list[_T]:
+        """Read a batch, in parts if the pool has no room for all that is on disk."""
+        found: list[_T] = []
+        while len(found) < len(keys):
+            with self._lock:
+                count = self._disks.tier.fitting(keys[len(found) :])
+            found += await read(range(len(found), len(found) + count))
+        return found
+
+    def _reading(self, keys: Sequence[str]) -> Callable[[], AwaitDisk | None]:
+        """Return what says what to wait for, until what is on disk is in memory, too.
+
+        What is late, fails, or finds no room stays missing.
+        """
+        fetch: Fetch | None = None
+
+        def to_wait_for() -> AwaitDisk | None:
+            nonlocal fetch
+            disks = self._disks
+            fetch = fetch or Fetch(disks.tier, keys, self._deadline)
+            wait = fetch.next()
+            return None if wait is None else AwaitDisk(disks.waiting(wait))
+
+        return to_wait_for
+
+    @property
+    def _deadline(self) -> float:
+        return self._store.clock() + self._store.deadline_s
+
+    async def exists(self, request: requests.Exists) -> Found:
+        """Ask which keys are there."""
+        with self._lock:
+            present = self._disks.tier.exists(request.keys)
+        return Found.partly_on_disk(map(bool, present), present.count(2))
+
+    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+        """Count the leading keys that are there."""
+        keys, hold_s = request.keys, request.hold_s
+        with self._lock:
+            tier = self._disks.tier
+            match = tier.hold_prefix(self._client, keys, hold_s) if hold_s else tier.match_prefix(keys)
+        return Matched(match.matched, hold_token(match.hold_id), match.matched - match.in_memory)
+
+    def _release_hold(self, hold_id: int) -> bool:
+        return self._disks.tier.release_hold(hold_id)
+
+    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+        """Have blocks read ahead."""
+        with self._lock:
+            ahead = self._disks.tier.prefetch(request.keys, request.hold_s or None)
+        return Prefetched(ahead.reading, ahead.skipped, hold_token(ahead.hold_id))
+
+    async def flush(self, request: requests.Flush) -> int:
+        """Make blocks durable; return how many keys have a durable one."""
+        with self._lock:
+            disks = self._disks
+            wait = disks.tier.flush(request.keys, self._deadline)
+            done = disks.waiting(wait)
+        await AwaitDisk(done)
+        wait.check()
+        return len(set(request.keys)) - wait.unmet
+
+    async def delete(self, request: requests.Delete) -> int:
+        """Delete keys; return how many were there."""
+        with self._lock:
+            disks = self._disks
+            deletion = disks.tier.delete(request.keys, self._deadline)
+            done = disks.waiting(deletion.wait)
+        await AwaitDisk(done)
+        deletion.wait.check(in_time=True)
+        return deletion.deleted
+
+    async def purge(self, request: requests.Purge) -> int:
+        """Delete everything; return how many keys there were in memory."""
+        with self._lock:
+            disks = self._disks
+            wait = disks.tier.purge(self._deadline)
+            done = disks.waiting(wait)
+        await AwaitDisk(done)
+        deleted = await super().purge(request)
+        wait.check(in_time=True)
+        return deleted
+
+    async def statistics(self, request: requests.GetStatistics) -> Stats:
+        """The statistics of the store and of its disks."""
+        stats = await super().statistics(request)
+        with self._lock:
+            return attrs.evolve(stats, disk=self._disks.statistics())
+
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+        **EmbeddedOperations.handlers,
+        requests.Get: get,
+        requests.GetInto: get_into,
+        requests.Exists: exists,
+        requests.MatchPrefix: match_prefix,
+        requests.Prefetch: prefetch,
+        requests.Flush: flush,
+        requests.Delete: delete,
+        requests.Purge: purge,
+        requests.GetStatistics: statistics,
+    }

@@ -1,0 +1,445 @@
+"""Requests over one connection: cut to the server's limits, and handed to its
+movers.
+"""
+
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import compress
+from operator import not_
+from typing import Any, ClassVar, TypeAlias
+
+from infinistore.client import requests
+from infinistore.client.memory.views import Leased, PrivateBlocks, ReservedRoom, private_room
+from infinistore.client.movers.base import Destination, GetPart, Handler, Mover, PutPart
+from infinistore.client.movers.channel import Channel, expect
+from infinistore.client.requests import Batch, Found, Matched, Prefetched
+from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded, ProtocolError, ValueTooLarge
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.messages import (
+    MISSING,
+    CountReply,
+    Delete,
+    Evict,
+    Exists,
+    ExistsReply,
+    Flush,
+    Keys,
+    KeysReply,
+    ListKeys,
+    MatchPrefix,
+    MatchPrefixReply,
+    Numbers,
+    Prefetch,
+    PrefetchReply,
+    Purge,
+    ReleaseHold,
+    Request,
+    Statistics,
+    StatisticsReply,
+)
+from infinistore.protocol.statistics_tree import statistics_from_tree
+from infinistore.protocol.versions import Capability
+from infinistore.sizes import in_units
+from infinistore.statistics import Stats
+
+__all__ = ["RemoteOperations"]
+
+_Routes: TypeAlias = Sequence[tuple[Callable[[Any], str], Handler]]
+_NO_CAPACITIES = pack_u64()
+_new = tuple.__new__  # makes a named tuple without the call of a Python function
+
+
+class RemoteOperations:
+    """Carries out requests over one connection, by its movers in order of preference.
+
+    A batch over the server's limits goes in parts; each part is atomic.
+    """
+
+    def __init__(self, channel: Channel, movers: Sequence[Mover]) -> None:
+        self._channel = channel
+        self.movers = movers
+        kinds = {kind for mover in movers for kind in mover.handlers}
+        self._routes: dict[type[Any], _Routes] = {kind: _routes(movers, kind) for kind in kinds}
+        self._put_routes = self._routes[PutPart]
+        self._get_routes = self._routes[GetPart]
+        self._lookups_first = any(mover.writes_before_it_tells for mover in movers)
+
+    async def _carry(self, routes: _Routes, request: Any) -> Any:
+        """Hand a request to the first mover that can carry it; None if none does."""
+        for why_not, handler in routes:
+            if not why_not(request):
+                result = await handler(request)
+                if result is not None:
+                    return result
+        if isinstance(request, PutPart | GetPart):  # inline carries all but memory of GPUs
+            raise self._unreachable(request)
+        return None
+
+    def why_not(self, request: Any) -> dict[str, str]:
+        """Say for each mover why it cannot carry a request or a part; empty if
+        it can.
+        """
+        return {
+            mover.name: mover.why_not(request) if type(request) in mover.handlers else "it has no part in this"
+            for mover in self.movers
+        }
+
+    # Put
+
+    async def put(self, request: requests.Put, *, on_device: bool = False) -> list[str]:
+        """Store a batch; return the keys that were skipped because they were there."""
+        batch, replace = request.batch, request.replace
+        keys, views = batch
+        sizes = list(map(len, views))
+        total = sum(sizes)
+        hello = self._channel.hello
+        if max(sizes, default=0) > hello.max_value_bytes:
+            self._refuse_sizes(keys, sizes)
+        if not replace:
+            return await self._put_missing(batch, on_device=on_device)
+        if len(keys) > hello.max_batch_keys or total > hello.max_batch_bytes or not keys:
+            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device)
+        part = _new(PutPart, (keys, views, sizes, total, True, on_device))
+        return await self._carry(self._put_routes, part)  # type: ignore[no-any-return]
+
+    async def put_from_device(self, request: requests.PutFromDevice) -> list[str]:
+        """Store a batch that lies in memory of GPUs."""
+        views: Any = request.batch.blocks
+        return await self.put(requests.Put(Batch(request.batch.keys, views), request.replace), on_device=True)
+
+    async def _put_missing(self, batch: Batch, *, on_device: bool) -> list[str]:
+        """Store what is not there yet, without moving the bytes of what is."""
+        present = await self._ask_which_exist(batch.keys, touch=True)
+        missing = batch.where(map(not_, present))
+        skipped = list(compress(batch.keys, present))
+        if missing.keys:
+            sizes = list(map(len, missing.views))
+            skipped += await self._put_in_parts(missing, sizes, replace=False, on_device=on_device)
+            if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
+                await self._ask_which_exist(batch.keys, touch=True)
+        return skipped
+
+    async def _put_in_parts(self, batch: Batch, sizes: list[int], *, replace: bool, on_device: bool) -> list[str]:
+        skipped: list[str] = []
+        hello = self._channel.hello
+        for first, end in _cuts(sizes, hello.max_batch_keys, hello.max_batch_bytes):
+            some = sizes[first:end]
+            part = PutPart(batch.keys[first:end], batch.views[first:end], some, sum(some), replace, on_device)
+            skipped += await self._carry(self._put_routes, part)
+        return skipped
+
+    def _refuse_sizes(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
+        limit = self._channel.hello.max_value_bytes
+        key, size = next((key, size) for key, size in zip(keys, sizes, strict=True) if size > limit)
+        raise ValueTooLarge(
+            f"the value of {key[:100]!r} has {in_units(size)}; this store takes at most {in_units(limit)}"
+        )
+
+    # Get
+
+    async def get(self, request: requests.Get) -> list[bytearray | None]:
+        """Read a batch into new memory; None for what is missing."""
+        values: list[bytearray | None] = []
+
+        def destination(sizes: Sequence[int], first: int) -> list[memoryview]:
+            if MISSING in sizes:
+                values[first:] = [None if size == MISSING else bytearray(size) for size in sizes]
+            else:
+                values[first:] = map(bytearray, sizes)
+            return [memoryview(value) for value in values[first:] if value is not None]
+
+        await self._get(request.keys, destination)
+        return values
+
+    async def get_into(self, request: requests.GetInto) -> list[int | None]:
+        """Read a batch into the caller's memory; return the stored lengths, None for
+        what is missing.
+        """
+        return await self._get_into(request.batch, request.all_or_nothing)
+
+    async def get_to_device(self, request: requests.GetToDevice) -> list[int | None]:
+        """Read a batch into memory of GPUs; return the stored lengths, None for what is
+        missing.
+        """
+        views: Any = request.batch.blocks
+        return await self._get_into(Batch(request.batch.keys, views), request.all_or_nothing, on_device=True)
+
+    async def _get_into(self, batch: Batch, all_or_nothing: bool, *, on_device: bool = False) -> list[int | None]:
+        keys, views = batch
+        if all_or_nothing and self._lookups_first and len(keys) > 1:
+            all_or_nothing = False
+            present = await self.exists(requests.Exists(keys))
+            if not all(present):
+                return [0 if there else None for there in present]
+        lengths: list[int | None] = []
+        capacities = pack_u64(map(len, views))
+
+        def destination(sizes: Sequence[int], first: int) -> list[memoryview]:
+            if first == 0 and sizes == capacities:  # all are there, and of the expected length
+                lengths[:] = sizes
+                return views
+            lengths[first:] = [None if size == MISSING else size for size in sizes]
+            if all_or_nothing and MISSING in sizes:  # what comes all the same is not for the caller
+                return [memoryview(bytearray(size)) for size in sizes if size != MISSING]
+            return [
+                view if len(view) == size else view[:size]
+                for view, size in zip(views[first:], sizes, strict=False)
+                if size != MISSING
+            ]
+
+        await self._get(keys, destination, views, capacities, on_device=on_device)
+        return lengths
+
+    async def _get(
+        self,
+        keys: Sequence[str],
+        destination: Destination,
+        views: Sequence[memoryview] | None = None,
+        capacities: Numbers = _NO_CAPACITIES,
+        *,
+        verify: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        """Read a batch in as many parts as the server makes of it."""
+        channel = self._channel
+        verify = verify or channel.verify
+        first = 0
+        while first < len(keys):
+            part_keys = channel.key_part(keys, first)
+            end = first + len(part_keys)
+            some: Any = capacities if end - first == len(capacities) else capacities[first:end]
+            part_views = views if views is None or end - first == len(views) else views[first:end]
+            part = _new(GetPart, (part_keys, some, part_views, destination, first, verify, on_device))
+            first += await self._carry(self._get_routes, part)
+
+    def _unreachable(self, part: PutPart | GetPart) -> DeviceMemoryUnreachable:
+        """Return the error for a part that no mover carries: one in memory of a GPU."""
+        block: Any = part.views and part.views[0]
+        way, why = self._channel.path
+        return DeviceMemoryUnreachable(
+            f"the tensor is on {block.place}, which RDMA alone can reach, and the store is reached"
+            f" by {way} ({why}); infinistore.tensors copies it by way of the host, and tensor.cpu() by hand"
+        )
+
+    # In place
+
+    async def lease(self, request: requests.Lease) -> Leased:
+        """Pin a batch and return views of it: of the pool where a mover can, else of a
+        copy.
+        """
+        leased: Leased | None = await self._carry(self._routes.get(requests.Lease, ()), request)
+        if leased is None:
+            blocks = PrivateBlocks()
+            await self._get(request.keys, blocks.room, verify=request.verify)
+            leased = Leased(blocks.views, blocks.watch)
+        return leased
+
+    async def reserve(self, request: requests.Reserve) -> ReservedRoom:
+        """Take room for a batch: in the pool where a mover can, else in private
+        memory.
+        """
+        keys, sizes = request.keys, request.sizes
+        hello = self._channel.hello
+        if max(sizes, default=0) > hello.max_value_bytes:
+            self._refuse_sizes(keys, sizes)
+        # It is committed in one step, so it cannot be split like a put.
+        if len(sizes) > hello.max_batch_keys or (len(sizes) > 1 and sum(sizes) > hello.max_batch_bytes):
+            raise LimitExceeded(
+                f"a reservation of {len(sizes)} blocks and {in_units(sum(sizes))} is above what the server stores at"
+                f" once: {hello.max_batch_keys} blocks and {in_units(hello.max_batch_bytes)}; make several"
+            )
+        room: ReservedRoom | None = await self._carry(self._routes.get(requests.Reserve, ()), request)
+        return private_room(keys, sizes) if room is None else room
+
+    async def commit(self, request: requests.Commit) -> None:
+        """Store what was written to reserved room."""
+        if await self._carry(self._routes.get(requests.Commit, ()), request) is None:
+            await self.put(requests.Put(Batch(request.room.keys, request.room.memory)))
+
+    # Without blocks
+
+    async def exists(self, request: requests.Exists) -> Found:
+        """Tell for each key whether it is there."""
+        routes = self._routes.get(requests.Exists)
+        known: Found | None = await self._carry(routes, request) if routes else None
+        return await self._ask_which_exist(request.keys, touch=False) if known is None else known
+
+    async def _ask_which_exist(self, keys: Sequence[str], *, touch: bool) -> Found:
+        present = b""
+        on_disk = 0
+        for part in reversed(self._key_parts(keys)):  # the head of a prefix is touched last
+            reply = expect(ExistsReply, await self._channel.ask(Exists(part, touch)))
+            if len(reply.present) != len(part):
+                raise ProtocolError(f"the server answered for {len(reply.present)} of {len(part)} keys")
+            present = reply.present + present if present else reply.present
+            on_disk += reply.on_disk
+        if present.translate(None, b"\0\1"):
+            raise ProtocolError("the server says of a key that it is neither there nor missing")
+        if not present:  # which cannot be cast
+            return Found(())
+        # list(map(bool, present)) takes five times as long.
+        flags: Any = memoryview(present).cast("?").tolist()
+        return Found.partly_on_disk(flags, on_disk) if on_disk else Found(flags)
+
+    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+        """Count the leading keys that are there."""
+        routes = self._routes.get(requests.MatchPrefix)
+        known: Matched | None = await self._carry(routes, request) if routes else None
+        if known is not None:
+            return known
+        matched = on_disk = 0
+        holds: list[int] = []
+        try:
+            for part in self._key_parts(request.keys):
+                match = MatchPrefix(part, hold_us=math.ceil(request.hold_s * 1e6))
+                reply = expect(MatchPrefixReply, await self._channel.ask(match))
+                if reply.matched > len(part):
+                    raise ProtocolError(f"the server matched {reply.matched} of {len(part)} keys")
+                matched += reply.matched
+                on_disk += reply.on_disk
+                if reply.hold:
+                    holds.append(reply.hold)
+                if reply.matched < len(part):
+                    break
+        except LimitExceeded:  # the caller learns of no hold, so there must be none
+            await self._release(holds)
+            raise
+        return Matched(matched, self._token(holds), on_disk)
+
+    def _token(self, holds: Sequence[int]) -> str:
+        """Return what the caller releases holds by; empty if there are none."""
+        return f"{self._channel.hello.instance}:{','.join(f'{hold:x}' for hold in holds)}" if holds else ""
+
+    async def _release(self, holds: Sequence[int]) -> None:
+        for hold in holds:
+            await self._count(ReleaseHold(hold))
+
+    async def flush(self, request: requests.Flush) -> int:
+        """Make blocks durable; return how many keys have a durable one."""
+        if not self._server_may_have_disks:
+            return 0
+        durable = 0
+        for part in self._key_parts(request.keys):
+            durable += await self._count(Flush(part))
+        return durable
+
+    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+        """Have blocks read ahead."""
+        if not self._server_may_have_disks:
+            if not request.hold_s:
+                return Prefetched(0)
+            held = await self.match_prefix(requests.MatchPrefix(request.keys, request.hold_s))
+            return Prefetched(0, hold=held.hold)
+        reading = skipped = 0
+        holds: list[int] = []
+        try:
+            for part in self._key_parts(request.keys):
+                ahead = Prefetch(part, hold_us=math.ceil(request.hold_s * 1e6))
+                reply = expect(PrefetchReply, await self._channel.ask(ahead))
+                reading += reply.reading
+                skipped += reply.skipped
+                if reply.hold:
+                    holds.append(reply.hold)
+        except LimitExceeded:  # as above
+            await self._release(holds)
+            raise
+        return Prefetched(reading, skipped, self._token(holds))
+
+    @property
+    def _server_may_have_disks(self) -> bool:
+        return Capability.DISK in self._channel.connection.peer.capabilities
+
+    async def release_hold(self, request: requests.ReleaseHold) -> bool:
+        """End a hold; False if it has ended, or if it was another server's."""
+        instance, _, ids = request.hold.partition(":")
+        if instance != self._channel.hello.instance:
+            return False
+        released = 0
+        for hold_id in ids.split(","):
+            released += await self._count(ReleaseHold(int(hold_id, 16)))
+        return released > 0
+
+    async def delete(self, request: requests.Delete) -> int:
+        """Delete keys; return how many were there."""
+        deleted = 0
+        for part in self._key_parts(request.keys):
+            deleted += await self._count(Delete(part))
+        return deleted
+
+    async def list_keys(self, request: requests.ListKeys) -> list[str]:
+        """Return one page of keys, in code point order."""
+        found: list[str] = []
+        while len(found) < request.limit:
+            page = ListKeys(request.prefix, found[-1] if found else request.after, request.limit - len(found))
+            reply = expect(KeysReply, await self._channel.ask(page))
+            if len(reply.keys) > page.limit:
+                raise ProtocolError(f"the server sent {len(reply.keys)} keys where {page.limit} were asked for")
+            found += reply.keys
+            if not reply.keys or len(reply.keys) < reply.limit:
+                break
+        return found
+
+    async def evict(self, request: requests.Evict) -> int:
+        """Evict cold blocks; return how many."""
+        return await self._count(Evict(request.low, request.high))
+
+    async def purge(self, request: requests.Purge) -> int:
+        """Delete everything; return how many keys there were."""
+        return await self._count(Purge())
+
+    async def statistics(self, request: requests.GetStatistics) -> Stats:
+        """Ask the server for its statistics."""
+        reply = expect(StatisticsReply, await self._channel.ask(Statistics(request.details)))
+        tree = statistics_from_tree(reply.statistics)
+        return Stats(*self._channel.path, store=tree.store, server=tree.server, details=tree.details, disk=tree.disk)
+
+    async def _count(self, request: Request) -> int:
+        return expect(CountReply, await self._channel.ask(request)).count
+
+    def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
+        most = self._channel.hello.max_batch_keys
+        return [self._channel.key_part(keys, first) for first in range(0, len(keys), most)]
+
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+        requests.Put: put,
+        requests.PutFromDevice: put_from_device,
+        requests.Get: get,
+        requests.GetInto: get_into,
+        requests.GetToDevice: get_to_device,
+        requests.Lease: lease,
+        requests.Reserve: reserve,
+        requests.Commit: commit,
+        requests.Exists: exists,
+        requests.MatchPrefix: match_prefix,
+        requests.ReleaseHold: release_hold,
+        requests.Delete: delete,
+        requests.Flush: flush,
+        requests.Prefetch: prefetch,
+        requests.ListKeys: list_keys,
+        requests.Evict: evict,
+        requests.Purge: purge,
+        requests.GetStatistics: statistics,
+    }
+    """What carries out each kind of request."""
+
+
+def _routes(movers: Sequence[Mover], kind: type[Any]) -> _Routes:
+    """Return the movers that have a handler for a kind of request, in order."""
+    return [(mover.why_not, mover.handlers[kind]) for mover in movers if kind in mover.handlers]
+
+
+def _cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Cut a batch into parts within the limits; a single block may be longer than
+    `most_bytes`.
+    """
+    cuts: list[tuple[int, int]] = []
+    first = 0
+    part_bytes = 0
+    for index, size in enumerate(sizes):
+        if index > first and (index - first == most_keys or part_bytes + size > most_bytes):
+            cuts.append((first, index))
+            first, part_bytes = index, 0
+        part_bytes += size
+    if sizes:
+        cuts.append((first, len(sizes)))
+    return cuts

@@ -1,0 +1,1 @@
+"""How a store is opened: the options of `open_store` and the URL."""

@@ -1,0 +1,321 @@
+"""The options of `open_store`, each described once.
+
+An option is an argument or part of the URL. From the descriptions derive the checks,
+the parsing of URLs, the keyword arguments that type checkers know (`keywords.py`), the
+`Args` in the docstrings of `open_store`, and the tables in `docs/opening-a-store.md`.
+`make generate` writes the last three.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
+from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
+from infinistore.errors import ConfigError
+from infinistore.settings import Kind, Setting, choice, declare, integer, near, number, path, settings_of, switch
+from infinistore.token_file import MAX_TOKEN_BYTES, read_token
+
+__all__ = ["Options", "make_options", "option_settings", "url_settings"]
+
+_LONGEST_DEADLINE_S: Final = 1e9  # 31 years; the timeouts of sockets and locks cannot be much longer
+_MAX_TEXT_BYTES: Final = MAX_TOKEN_BYTES
+_CONNECTIONS_OF_NODE: Final = 2
+
+ANY_STORE: Final = "Every store"
+SERVER: Final = "With a server"
+SHARED_MEMORY: Final = "Over shared memory"
+RDMA: Final = "Over RDMA"
+CLUSTER: Final = "With a cluster, or a server with shards"
+EMBEDDED: Final = "Embedded"
+
+
+def _text(metavar: str) -> Kind:
+    def check(value: Any) -> None:
+        if not isinstance(value, str):
+            raise ValueError("must be text")
+        if len(value.encode(errors="surrogatepass")) > _MAX_TEXT_BYTES:
+            raise ValueError(f"must have at most {_MAX_TEXT_BYTES} bytes")
+
+    return Kind(metavar, str, check)
+
+
+def _disks() -> Kind:
+    places = disk_places()
+
+    def check(value: Any) -> None:
+        places.check(places.parse(value))
+
+    return attrs.evolve(places, check=check)
+
+
+def _switch() -> Kind:
+    def check(value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ValueError("must be True or False")
+
+    return attrs.evolve(switch(), check=check)
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """The options of a store. Sizes are in bytes; suffixes of names are units."""
+
+    deadline_s: float = declare(
+        "deadline_s",
+        number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
+        "30",
+        "How long one call may take, retries included, in seconds",
+        group=ANY_STORE,
+    )
+    verify: Literal["always", "never"] = declare(
+        "verify",
+        choice("always", "never"),
+        "always",
+        "Whether writes compute checksums and reads verify them",
+        group=ANY_STORE,
+    )
+    token: str = declare(
+        "token",
+        _text("TEXT"),
+        "",
+        "The token of a server with --token-file. Without it, the client takes the file that the URL names by "
+        "token_file, or else the variable INFINISTORE_TOKEN",
+        group=SERVER,
+        default_text="none",
+        secret=True,
+    )
+    max_connections: int = declare(
+        "max_connections",
+        integer(1, None),
+        "8",
+        "How many connections may carry blocks at a time; in a cluster 2 to each node, unless given. Two more carry "
+        "lookups",
+        group=SERVER,
+    )
+    transport: str = declare(
+        "transport",
+        _text("NAME"),
+        "",
+        "The only transport to use: inline, shm, rdma, or the name of one that another package brings. Without it, the "
+        "URL decides",
+        group=SERVER,
+        default_text="the best one",
+    )
+    spin_us: int = declare(
+        "spin_us",
+        integer(0, None, "MICROSECONDS"),
+        "400",
+        "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 disables spinning. The "
+        "Trio client never spins, so that other tasks can run",
+        group=SERVER,
+    )
+    name: str = declare(
+        "name",
+        _text("TEXT"),
+        lambda: f"{socket.gethostname()}:{os.getpid()}",
+        "What the server's statistics call this client",
+        group=SERVER,
+        default_text="HOST:PID",
+    )
+    lazy: bool = declare(
+        "lazy",
+        _switch(),
+        "false",
+        "Connect with the first call instead of at once. While the server is down, calls raise StoreUnavailable",
+        group=SERVER,
+        default_text="False",
+    )
+    inline_bytes: int = declare(
+        "inline_bytes",
+        integer(0, None, "BYTES"),
+        "65536",
+        "The largest batch, in bytes, that goes over the control stream although there is shared memory or RDMA: it "
+        "takes one round trip instead of two",
+        group=SERVER,
+        default_text="65536 (64 KiB)",
+    )
+    copy_threads: int = declare(
+        "copy_threads",
+        integer(1, None),
+        "2",
+        "How many threads, the caller's included, may copy and hash one batch of 8 MiB or more whose blocks have "
+        "256 KiB or more on average. Never more than there are cores. The others belong to the store, and need numpy",
+        group=SHARED_MEMORY,
+    )
+    known_blocks: int = declare(
+        "known_blocks",
+        integer(0, None),
+        "65536",
+        "Of how many blocks to remember the locations, approximately. Such a block is read again without a request to "
+        "the server; 0 sends one for each read",
+        group=SHARED_MEMORY,
+    )
+    device: str = declare(
+        "device",
+        _text("DEVICE"),
+        "",
+        "The RDMA device to use, such as mlx5_0. With one, RDMA comes before shared memory",
+        group=RDMA,
+        default_text="the best one",
+    )
+    ib_port: int = declare("ib_port", integer(1, None), "1", "The port of the device", group=RDMA)
+    gid_index: int = declare(
+        "gid_index",
+        integer(-1, None, "INDEX"),
+        "-1",
+        "The GID to prefer if it is usable; -1 means no preference",
+        group=RDMA,
+    )
+    staging_bytes: int = declare(
+        "staging_bytes",
+        integer(1, None, "BYTES"),
+        "16777216",
+        "The size of a staging buffer, in bytes: registered memory for blocks that lie elsewhere",
+        group=RDMA,
+        default_text="16777216 (16 MiB)",
+    )
+    lookup_deadline_s: float = declare(
+        "lookup_deadline_s",
+        number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
+        "0.4",
+        "How long a node may take to answer a lookup, in seconds. Then its keys count as missing, and the second time "
+        "in a row the node counts as lost. A node that sends nothing of a block for so long is asked whether it is "
+        "there",
+        group=CLUSTER,
+    )
+    pool_bytes: int = declare(
+        "pool_bytes",
+        integer(1, None, "BYTES"),
+        "268435456",
+        "The size of the pool, in bytes",
+        group=EMBEDDED,
+        default_text="268435456 (256 MiB)",
+    )
+    minimal_allocate_bytes: int = declare(
+        "minimal_allocate_bytes",
+        integer(1, None, "BYTES"),
+        "65536",
+        "The unit of allocation, in bytes: a block takes a multiple of it",
+        group=EMBEDDED,
+        default_text="65536 (64 KiB)",
+    )
+    allocator: str = declare("allocator", _text("NAME"), "bitmap", "The name of the allocator", group=EMBEDDED)
+    huge_pages: bool = declare(
+        "huge_pages",
+        _switch(),
+        "false",
+        "Use huge pages, which the machine must have reserved",
+        group=EMBEDDED,
+        default_text="False",
+    )
+    disk: str | Sequence[str] = declare(
+        "disk",
+        _disks(),
+        tuple,
+        "A folder for blocks that memory has no room for, and how much it may take, as PATH:SIZE; a list for several "
+        "disks",
+        group=EMBEDDED,
+        default_text="none",
+    )
+    disk_admission: Literal["lazy", "eager", "second-use"] = declare(
+        "disk_admission",
+        choice(*ADMISSIONS),
+        "lazy",
+        "When a block is written to disk: lazy once a quarter of the pool has been put after it, eager at once, "
+        "second-use when it was read once",
+        group=EMBEDDED,
+    )
+    disk_wait_s: float = declare(
+        "disk_wait_s",
+        number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
+        "5",
+        "How long a read waits for blocks on disk, in seconds; then they count as missing",
+        group=EMBEDDED,
+    )
+
+    @property
+    def disks(self) -> tuple[DiskPlace, ...]:
+        """The disks, parsed."""
+        parsed: tuple[DiskPlace, ...] = disk_places().parse(self.disk)
+        return parsed
+
+
+_TOKEN_FILE: Final = Setting(
+    "token_file",
+    path("FILE"),
+    SERVER,
+    "A file with the token on its first line. Only in the URL",
+    "none",
+)
+
+
+def option_settings() -> tuple[Setting, ...]:
+    """Return the descriptions of the arguments of `open_store`."""
+    return settings_of(Options)
+
+
+def url_settings() -> tuple[Setting, ...]:
+    """Return the descriptions of the options that a URL may have."""
+    not_there = ("token", "lazy")
+    allowed = [one for one in option_settings() if one.group != EMBEDDED and one.key not in not_there]
+    return (*allowed, _TOKEN_FILE)
+
+
+def make_options(url: str | None, given: StoreOptions) -> tuple[StoreUrl | ClusterUrl | None, Options]:
+    """Combine arguments and URL; arguments win. Without a URL the store is embedded.
+
+    Raises:
+        ConfigError: a URL or an option that cannot be used, or one that means nothing
+            here.
+    """
+    if url is None:
+        return None, _options(given)
+    for setting in option_settings():
+        if setting.group == EMBEDDED and setting.key in given:
+            raise ConfigError(
+                f"{setting.key} is for an embedded store; that of {url} was chosen when its server was started"
+            )
+    parsed: StoreUrl | ClusterUrl
+    if is_cluster_url(url):
+        parsed = parse_cluster_url(url)
+        found = {"max_connections": _CONNECTIONS_OF_NODE, **_from_url(url, parsed), **given}
+    else:
+        parsed = parse_url(url)
+        found = {**_from_url(url, parsed), **given}
+    return parsed, _options(found)
+
+
+def _from_url(url: str, parsed: StoreUrl | ClusterUrl) -> dict[str, Any]:
+    known = {setting.key: setting for setting in url_settings()}
+    options: dict[str, Any] = {}
+    if "token_file" not in parsed.options and "INFINISTORE_TOKEN" in os.environ:
+        options["token"] = os.environ["INFINISTORE_TOKEN"]
+    for name, text in parsed.options.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r} in {url!r}{_near(name, tuple(known))}")
+        if name == "token_file":
+            options["token"] = read_token(text)
+            continue
+        try:
+            options[name] = known[name].kind.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"the option {name}={text} in {url} {error}") from None
+    return options
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    known = attrs.fields_dict(Options)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}{_near(name, tuple(known))}")
+    return Options(**given)
+
+
+def _near(name: str, known: tuple[str, ...]) -> str:
+    return near(name, known) or f"; known are {', '.join(known)}"

@@ -1,0 +1,409 @@
+"""Requests: what a store is asked to do, as data, with arguments that were checked.
+
+The methods of a store make requests; connections, the embedded engine, or a store made
+of stores carry them out. Whoever does can read the keys of a request, cut it into parts
+that go to different places, and merge the results.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import attrs
+
+from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.client.memory.views import Kept, Leased, ReservedRoom
+from infinistore.errors import KeyNotFound
+from infinistore.statistics import Stats
+
+__all__ = [
+    "Batch",
+    "Commit",
+    "Delete",
+    "Evict",
+    "Exists",
+    "Flush",
+    "Found",
+    "Get",
+    "GetInto",
+    "GetStatistics",
+    "GetToDevice",
+    "KeyedRequest",
+    "Lease",
+    "ListKeys",
+    "MatchPrefix",
+    "Matched",
+    "Prefetch",
+    "Prefetched",
+    "Purge",
+    "Put",
+    "PutFromDevice",
+    "ReleaseHold",
+    "Request",
+    "Reserve",
+    "check_all_there",
+]
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Batch(NamedTuple):
+    """Keys, and for each of them the bytes to store or the memory to read into."""
+
+    keys: list[str]
+    views: list[memoryview]
+
+    def where(self, chosen: Iterable[object]) -> "Batch":
+        """Return the part of the batch for which `chosen` is true."""
+        flags = list(chosen)
+        return Batch(list(compress(self.keys, flags)), list(compress(self.views, flags)))
+
+    def at(self, positions: Sequence[int]) -> "Batch":
+        """Return the part of the batch at these positions."""
+        keys, views = self
+        return Batch([keys[i] for i in positions], [views[i] for i in positions])
+
+
+def check_all_there(keys: Sequence[str], found: Sequence[object | None]) -> None:
+    """Raise `KeyNotFound` if anything in `found` is None.
+
+    For callers that want all or nothing.
+    """
+    if None in found:
+        missing = [key for key, value in zip(keys, found, strict=True) if value is None]
+        raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store, first {missing[0][:100]!r}")
+
+
+class Found(list[bool]):
+    """For each key of an `exists_many` whether it is there: a list.
+
+    `in_memory` says how many of the keys that are there are in memory. The others are
+    on disk, and a read waits for them.
+    """
+
+    on_disk = 0
+    """How many are on disk only."""
+
+    @property
+    def in_memory(self) -> int:
+        """How many are in memory."""
+        return self.count(True) - self.on_disk
+
+    @classmethod
+    def partly_on_disk(cls, present: Iterable[bool], on_disk: int) -> "Found":
+        """Return a list of what is there, of which so many are on disk only."""
+        found = cls(present)
+        found.on_disk = on_disk
+        return found
+
+
+class Matched(NamedTuple):
+    """What a prefix match found: how many leading keys, the token of the hold or an
+    empty text, and how many of the keys are on disk only.
+    """
+
+    matched: int
+    hold: str = ""
+    on_disk: int = 0
+
+
+@attrs.frozen
+class Prefetched:
+    """What `prefetch` does from now on, in the background.
+
+    `hold` is a token for `release_hold`, empty without a hold.
+    """
+
+    reading: int
+    """How many blocks are being read from disk, or will be, the first ones first."""
+    skipped: int = 0
+    """How many more are on disk and are not read, because reading ahead has a bounded
+    part of the pool."""
+    hold: str = ""
+
+
+class Request(Generic[_T_co]):
+    """One operation of a store. Its type parameter is the type of the result."""
+
+    __slots__ = ()
+    idempotent: ClassVar[bool] = True
+    """Whether it may be tried again when its outcome is not known."""
+    moves_blocks: ClassVar[bool] = False
+    """Whether it moves blocks, so that it takes one of the connections for those."""
+    pins: ClassVar[bool] = False
+    """Whether what it pins may outlive the call."""
+
+    kept: Kept | None = None
+    """The reservation that this request begins or ends, if it does."""
+
+
+class KeyedRequest(Request[list[_T]]):
+    """A request whose result has one item for each key, so that it can be cut
+    by key.
+    """
+
+    __slots__ = ()
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys, in the order of the result."""
+        raise NotImplementedError
+
+    def at(self, positions: Sequence[int]) -> "KeyedRequest[_T]":
+        """Return the same request for the keys at these positions only."""
+        raise NotImplementedError
+
+    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[_T]]]) -> list[_T]:
+        """Put the results of parts, each with its positions, into the order of the
+        keys.
+        """
+        merged: list[Any] = [None] * len(self.keys)
+        for positions, results in parts:
+            for position, result in zip(positions, results, strict=True):
+                merged[position] = result
+        return merged
+
+
+@attrs.define
+class Put(Request[list[str]]):
+    """Store a batch; the result is the keys that were skipped because they were there.
+
+    Parts can be stored in different places: the results of `at` are added up.
+    """
+
+    batch: Batch
+    replace: bool = True
+    idempotent = False
+    moves_blocks = True
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the batch."""
+        return self.batch.keys
+
+    def at(self, positions: Sequence[int]) -> "Put":
+        """Return the same request for the keys at these positions only."""
+        return Put(self.batch.at(positions), self.replace)
+
+
+@attrs.define
+class Get(KeyedRequest[bytearray | None]):
+    """Read blocks into new memory; None for each that is missing."""
+
+    keys: Sequence[str]
+    moves_blocks = True
+
+    def at(self, positions: Sequence[int]) -> "Get":
+        """Return the same request for the keys at these positions only."""
+        return Get([self.keys[i] for i in positions])
+
+
+@attrs.define
+class GetInto(KeyedRequest[int | None]):
+    """Read blocks into the caller's memory; the result is the stored lengths.
+
+    With `all_or_nothing`, a block is not wanted if another one is missing.
+    """
+
+    batch: Batch
+    all_or_nothing: bool = False
+    moves_blocks = True
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the batch."""
+        return self.batch.keys
+
+    def at(self, positions: Sequence[int]) -> "GetInto":
+        """Return the same request for the keys at these positions only."""
+        return GetInto(self.batch.at(positions), self.all_or_nothing)
+
+
+@attrs.define
+class PutFromDevice(Request[list[str]]):
+    """Store a batch that lies in registered memory of GPUs; the result is as of
+    `Put`.
+    """
+
+    batch: DeviceBatch
+    replace: bool = True
+    idempotent = False
+    moves_blocks = True
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the batch."""
+        return self.batch.keys
+
+    def at(self, positions: Sequence[int]) -> "PutFromDevice":
+        """Return the same request for the keys at these positions only."""
+        return PutFromDevice(self.batch.at(positions), self.replace)
+
+
+@attrs.define
+class GetToDevice(KeyedRequest[int | None]):
+    """Read blocks into registered memory of GPUs; the result is as of `GetInto`."""
+
+    batch: DeviceBatch
+    all_or_nothing: bool = False
+    moves_blocks = True
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the batch."""
+        return self.batch.keys
+
+    def at(self, positions: Sequence[int]) -> "GetToDevice":
+        """Return the same request for the keys at these positions only."""
+        return GetToDevice(self.batch.at(positions), self.all_or_nothing)
+
+
+@attrs.define
+class Lease(Request[Leased]):
+    """Pin blocks and look at them in place; `verify` checks their checksums."""
+
+    keys: Sequence[str]
+    verify: bool
+    moves_blocks = True
+    pins = True
+
+    def at(self, positions: Sequence[int]) -> "Lease":
+        """Return the same request for the keys at these positions only."""
+        return Lease([self.keys[i] for i in positions], self.verify)
+
+
+@attrs.define
+class Reserve(Request[ReservedRoom]):
+    """Take room for blocks of these sizes, which the caller writes in place."""
+
+    keys: list[str]
+    sizes: Sequence[int]
+    kept: Kept
+    moves_blocks = True
+
+
+@attrs.define
+class Commit(Request[None]):
+    """Store what was written to reserved room, visible at once."""
+
+    room: ReservedRoom
+    kept: Kept
+    idempotent = False
+    moves_blocks = True
+
+
+@attrs.define
+class Exists(KeyedRequest[bool]):
+    """Tell for each key whether it is there."""
+
+    keys: Sequence[str]
+
+    def at(self, positions: Sequence[int]) -> "Exists":
+        """Return the same request for the keys at these positions only."""
+        return Exists([self.keys[i] for i in positions])
+
+    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
+        """Put the results of parts into the order of the keys, and add up what is on
+        disk.
+        """
+        parts = list(parts)
+        on_disk = sum(found.on_disk for _, found in parts if isinstance(found, Found))
+        return Found.partly_on_disk(super().merge(parts), on_disk)
+
+
+@attrs.define
+class MatchPrefix(Request[Matched]):
+    """Count the leading keys that are there.
+
+    With `hold_s` seconds, what was counted is held.
+    """
+
+    keys: Sequence[str]
+    hold_s: float = 0
+
+    def at(self, positions: Sequence[int]) -> "MatchPrefix":
+        """Return the same request for the keys at these positions only."""
+        return MatchPrefix([self.keys[i] for i in positions], self.hold_s)
+
+
+@attrs.define
+class ReleaseHold(Request[bool]):
+    """End a hold; False if it has ended, or was another server's."""
+
+    hold: str
+    idempotent = False
+
+
+@attrs.define
+class Delete(Request[int]):
+    """Delete keys; the result is how many were there."""
+
+    keys: Sequence[str]
+    idempotent = False
+
+    def at(self, positions: Sequence[int]) -> "Delete":
+        """Return the same request for the keys at these positions only."""
+        return Delete([self.keys[i] for i in positions])
+
+
+@attrs.define
+class Flush(Request[int]):
+    """Make the blocks of keys durable; the result is how many keys have a durable one.
+
+    Parts can be in different places: the results of `at` are added up.
+    """
+
+    keys: Sequence[str]
+
+    def at(self, positions: Sequence[int]) -> "Flush":
+        """Return the same request for the keys at these positions only."""
+        return Flush([self.keys[i] for i in positions])
+
+
+@attrs.define
+class Prefetch(Request[Prefetched]):
+    """Begin to read blocks from disk into memory; with `hold_s` seconds, hold what is
+    there.
+    """
+
+    keys: Sequence[str]
+    hold_s: float = 0
+
+    def at(self, positions: Sequence[int]) -> "Prefetch":
+        """Return the same request for the keys at these positions only."""
+        return Prefetch([self.keys[i] for i in positions], self.hold_s)
+
+
+@attrs.define
+class ListKeys(Request[list[str]]):
+    """One page of keys, in code point order."""
+
+    prefix: str
+    limit: int
+    after: str
+
+
+@attrs.define
+class Evict(Request[int]):
+    """If more than `high` of the pool is used, evict down to `low`; the result is how
+    many blocks.
+    """
+
+    low: float
+    high: float
+    idempotent = False
+
+
+@attrs.define
+class Purge(Request[int]):
+    """Delete everything; the result is how many keys there were."""
+
+    idempotent = False
+
+
+@attrs.define
+class GetStatistics(Request[Stats]):
+    """Read the statistics of the store; with `details`, also those that take longer."""
+
+    details: bool
