@@ -1,4 +1,6 @@
-"""`python -m infinistore.server` is the command `infinistore serve`: how a server of the original was started."""
+"""The command `python -m infinistore.server`, which started a server of the original:
+`infinistore serve`.
+"""
 
 import sys
 

@@ -1,0 +1,1 @@
+"""Parts of a server that at times do what they seldom do, for simulations."""

@@ -1,0 +1,106 @@
+"""What a server takes from its machine, when a simulation buggifies it: at times there
+are no descriptors, no memory and no threads.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import trio
+
+from infinistore.buggify import Buggify, Point
+from infinistore.core.arena import Arena
+from infinistore.core.store import StoreCore
+from infinistore.errors import OutOfMemory
+from infinistore.protocol.effects import LongBody
+from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
+from infinistore.server.buggified.streams import BuggifiedStream
+from infinistore.server.environment import Environment
+
+__all__ = ["buggified", "collide", "make_body_budget"]
+
+_MOST_PAUSE_S = 0.05
+_LITTLE_AHEAD_BYTES = 64
+
+
+def buggified(environment: Environment) -> Environment:
+    """Return an environment that fails at times; the same one without a `Buggify`."""
+    buggify = environment.buggify
+    if buggify is None:
+        return environment
+    ahead = _LITTLE_AHEAD_BYTES if buggify(Point.SHORT_READ_AHEAD) else environment.read_ahead_bytes
+    return attrs.evolve(
+        environment,
+        accept=_accept(environment, buggify),
+        create_arena=_create_arena(environment, buggify),
+        run_in_thread=_run_in_thread(environment, buggify),
+        read_ahead_bytes=ahead,
+    )
+
+
+def make_body_budget(environment: Environment) -> BodyBudget:
+    """Return the budget for long bodies."""
+    if environment.buggify is None:
+        return BodyBudget(environment.body_budget_bytes)
+    return _BodyBudget(environment.body_budget_bytes, environment.buggify)
+
+
+def collide(core: StoreCore, environment: Environment) -> None:
+    """Have removals also name places where nothing is removed, if that is buggified:
+    blocks there share an entry of the removal table with one that goes.
+    """
+    buggify, announce = environment.buggify, core.on_removal
+    if buggify is None or announce is None:
+        return
+
+    def announce_more(entries: Sequence[Any]) -> None:
+        if buggify(Point.REMOVAL_COLLISION):
+            unit_bytes = core.pool.footprint(1)
+            units = max(1, core.pool.arenas[0].length // unit_bytes)
+            entries = [*entries, (0, buggify.random.randrange(units) * unit_bytes, 1, 0)]
+        announce(entries)
+
+    core.on_removal = announce_more
+
+
+def _accept(environment: Environment, buggify: Buggify) -> Callable[..., Any]:
+    async def accept(*arguments: Any) -> Any:
+        if buggify(Point.ACCEPT_REFUSED):
+            await trio.lowlevel.checkpoint()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return BuggifiedStream(await environment.accept(*arguments), buggify)
+
+    return accept
+
+
+def _create_arena(environment: Environment, buggify: Buggify) -> Callable[..., Arena]:
+    def create_arena(index: int, length: int, **options: Any) -> Arena:
+        if index and buggify(Point.GROWTH_REFUSED):
+            raise OutOfMemory("there is no memory for another arena")
+        if options.get("name") == "reader" and buggify(Point.TABLES_REFUSED):
+            raise OutOfMemory("there is no memory for the tables of a client")
+        return environment.create_arena(index, length, **options)
+
+    return create_arena
+
+
+def _run_in_thread(environment: Environment, buggify: Buggify) -> Callable[..., Any]:
+    async def run_in_thread(*arguments: Any) -> Any:
+        if buggify(Point.SLOW_THREAD):
+            await trio.sleep(_MOST_PAUSE_S * buggify.random.random())
+        return await environment.run_in_thread(*arguments)
+
+    return run_in_thread
+
+
+class _BodyBudget(BodyBudget):
+    def __init__(self, budget_bytes: int, buggify: Buggify) -> None:
+        super().__init__(budget_bytes)
+        self._buggify = buggify
+
+    async def acquire(self, body: LongBody, end: Callable[[], None]) -> BodyGrant:
+        if self._buggify(Point.FULL_BODY_BUDGET):
+            await trio.sleep(_MOST_PAUSE_S * self._buggify.random.random())
+        return await super().acquire(body, end)

@@ -1,0 +1,197 @@
+"""The tasks of a server that is a node of a cluster: it registers, stays registered,
+purges when the cluster was purged, says that it drains, and leaves.
+
+A server that has blocks of an earlier process, on disk, serves as soon as it knows that
+it missed no purge of the cluster. Any other serves at once, and goes on whatever
+becomes of etcd. An id that another server uses, and whatever else no retry would mend,
+ends a server that has not been registered yet.
+"""
+
+import math
+import socket
+from collections.abc import Awaitable, Callable
+
+import attrs
+import trio
+
+from infinistore.addresses import host_and_port, with_port
+from infinistore.cluster.documents import ClusterConfig
+from infinistore.cluster.etcd.layout import Layout
+from infinistore.cluster.etcd.registration import Registration
+from infinistore.cluster.locate import ClusterUrl, EtcdPlace, StaticPlace, parse_cluster_url
+from infinistore.cluster.membership import StaticMembership
+from infinistore.cluster.view import Node, View
+from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
+from infinistore.cluster_io.probing import instance_asker
+from infinistore.config import ServerConfig
+from infinistore.errors import ConfigError
+from infinistore.kept_errors import KeptError
+from infinistore.protocol.versions import MINOR
+from infinistore.server.environment import Environment
+from infinistore.server.maintenance.incremental import purge_incrementally
+from infinistore.server.server import Server
+from infinistore.statistics import ListedNode, MembershipStatistics
+
+__all__ = ["ClusterService"]
+
+_LEAVE_S = 2.0
+"""How long a server that ends tries to give its lease up."""
+
+
+@attrs.frozen
+class _Registrar:
+    """The registration of this server, and what runs it."""
+
+    registration: Registration
+    runner: FlowRunner
+    may_serve: trio.Event
+
+    def look(self, view: View) -> None:
+        if self.registration.seen(view):
+            self.runner.wake()
+
+    def drain(self) -> None:
+        self.registration.drain()
+        self.may_serve.set()
+        self.runner.wake()
+
+
+class ClusterService:
+    """What one server does in its cluster. `token` is that of its clients, with which
+    it asks other nodes who they are.
+    """
+
+    def __init__(self, config: ServerConfig, server: Server, environment: Environment, token: str) -> None:
+        """Raises ConfigError if the URL, or a file that it names, cannot be used."""
+        self._server = server
+        self._node = _node_of(config, server)
+        self._waits = bool(config.disks)
+        self._url = _parse(config.cluster or "")
+        self._membership: StaticMembership | RunningMembership
+        self._registrar: _Registrar | None = None
+        place = self._url.place
+        if isinstance(place, StaticPlace):
+            self._membership = StaticMembership(place.nodes, copies=place.copies)
+            return
+        self._membership = make_membership(place, token, clock=environment.clock)
+        if isinstance(place, EtcdPlace):
+            may_serve = trio.Event()
+            registration = Registration(
+                make_session(place, environment.random),
+                Layout(place.cluster),
+                self._node,
+                clock=environment.clock,
+                random=environment.random,
+                config=ClusterConfig(place.copies),
+                has_old_blocks=bool(config.disks),
+                on_registered=may_serve.set,
+                warm_up_s=config.node_warm_up_s,
+            )
+            runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(token), purge=self._purge)
+            self._registrar = _Registrar(registration, runner, may_serve)
+
+    async def run(self, serve: Callable[[], Awaitable[None]]) -> KeptError | None:
+        """Run the server in its cluster until it has served. Returns the error that
+        ended it, if one did.
+        """
+        refused: KeptError | None = None
+        async with trio.open_nursery() as nursery:
+            if isinstance(self._membership, RunningMembership):
+                nursery.start_soon(self._membership.run)
+            if self._registrar is None:
+                await serve()
+            else:
+                refused = await self._serve_registered(serve, self._registrar)
+            nursery.cancel_scope.cancel()
+        return refused
+
+    async def may_serve(self) -> None:
+        """Wait until the server may serve."""
+        if self._waits and self._registrar is not None:
+            await self._registrar.may_serve.wait()
+
+    async def _serve_registered(self, serve: Callable[[], Awaitable[None]], registrar: _Registrar) -> KeptError | None:
+        refused: KeptError | None = None
+        remove = self._membership.add_listener(registrar.look)
+        async with trio.open_nursery() as nursery:
+
+            async def register() -> None:
+                nonlocal refused
+                try:
+                    await registrar.runner.run(registrar.registration.run())
+                except ConfigError as error:
+                    refused = KeptError(error)
+                    nursery.cancel_scope.cancel()
+
+            async def drain() -> None:
+                await self._server.drain_begun()
+                registrar.drain()
+
+            nursery.start_soon(register)
+            nursery.start_soon(drain)
+            await serve()
+            nursery.cancel_scope.cancel()
+        remove()
+        with trio.move_on_after(_LEAVE_S):
+            await registrar.runner.run(registrar.registration.leave())
+        return refused
+
+    async def _purge(self) -> None:
+        core, disk = self._server.core, self._server.context.disk
+        if disk is None:
+            await purge_incrementally(core)
+        else:
+            await disk.purge()
+
+    def statistics(self) -> MembershipStatistics:
+        """What the server knows of its cluster."""
+        view, age_s = self._membership.view, self._membership.age_s
+        registration = None if self._registrar is None else self._registrar.registration
+        return MembershipStatistics(
+            cluster=str(self._url),
+            node=self._node.id,
+            registration="listed" if registration is None else registration.state.value,
+            registrations=0 if registration is None else registration.registrations,
+            problem="" if registration is None else registration.problem,
+            view_age_s=-1.0 if math.isinf(age_s) else age_s,
+            epoch=view.epoch,
+            copies=view.copies,
+            purged_revision=view.purged_revision,
+            nodes=[_statistics_of(node) for node in view.nodes],
+        )
+
+
+def _parse(url: str) -> ClusterUrl:
+    try:
+        return parse_cluster_url(url)
+    except ConfigError as error:
+        raise ConfigError(f"--cluster: {error}") from None
+
+
+def _node_of(config: ServerConfig, server: Server) -> Node:
+    address = with_port(*host_and_port(config.advertise or config.host, server.addresses.port))
+    return Node(
+        id=config.node_id or address,
+        address=f"infinistore://{address}",
+        instance=server.telemetry.instance,
+        weight=config.node_weight,
+        capacity_bytes=server.core.pool.capacity_bytes,
+        zone=config.node_zone or "",
+        host=socket.gethostname(),
+        protocol=MINOR,
+    )
+
+
+def _statistics_of(node: Node) -> ListedNode:
+    return ListedNode(
+        id=node.id,
+        address=node.address,
+        instance=node.instance,
+        generation=node.generation,
+        weight=node.weight,
+        state=node.state.value,
+        zone=node.zone,
+        host=node.host,
+    )

@@ -1,0 +1,226 @@
+"""The stream of one connection, and the space and leases that its client asks for.
+
+Session, holdings and movers share it. It enforces the client's deadlines and the
+server's limits. They decide how to answer a request.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import gt
+from typing import TYPE_CHECKING, TypeVar
+
+import attrs
+import trio
+
+from infinistore.core.clients import Client, Reservation
+from infinistore.core.clients import Lease as CoreLease
+from infinistore.core.store import StoreCore
+from infinistore.errors import BufferTooSmall, InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
+from infinistore.keys import MAX_KEY_BYTES, check_keys
+from infinistore.protocol.effects import Exchange
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
+from infinistore.protocol.messages import Get, Lease, RdmaGet, Reply
+from infinistore.protocol.server_connection import Received, ServerConnection
+from infinistore.server.maintenance.growth import PoolGrowth
+from infinistore.sizes import in_units
+from infinistore.transports.base import Stream, drive
+
+if TYPE_CHECKING:
+    from infinistore.server.disk.service import DiskService
+
+__all__ = ["INTERNAL_ERROR", "LINGER_S", "Conversation", "SessionLimits", "Traffic", "send_fatal_error"]
+
+_T = TypeVar("_T")
+_JOINED_BYTES = 16 * 1024
+"""Up to this length, a payload is copied behind its head: sending two buffers costs
+more system calls.
+"""
+INTERNAL_ERROR = "internal error of the server; its log has more"
+LINGER_S = 1.0
+_LINGER_BYTES = 16 * 1024
+_NOT_TAKEN = "the client did not take its reply in time"
+
+
+@attrs.frozen
+class SessionLimits:
+    """What one connection may ask for, and how slow it may be.
+
+    A transfer may take `grace_s` plus its bytes at `least_bytes_per_s`.
+    """
+
+    max_body_bytes: int
+    max_payload_bytes: int
+    read_ahead_bytes: int = READ_AHEAD_BYTES
+    grace_s: float = 10.0
+    least_bytes_per_s: float = 1024 * 1024
+
+    def transfer_s(self, count: int, deadline_us: int) -> float:
+        """Return the time limit for a transfer of `count` bytes. `deadline_us` is what
+        is left of the caller's deadline; 0 means none.
+        """
+        longest = self.grace_s + count / self.least_bytes_per_s
+        return min(longest, deadline_us / 1e6) if deadline_us else longest
+
+
+@attrs.define
+class Traffic:
+    """The traffic of one connection, or of several. Bytes are payload only."""
+
+    requests: int = 0
+    errors: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+    def add(self, other: "Traffic") -> None:
+        """Add the traffic of another connection."""
+        self.requests += other.requests
+        self.errors += other.errors
+        self.received_bytes += other.received_bytes
+        self.sent_bytes += other.sent_bytes
+
+
+class Conversation:
+    """One connection of a client: its stream, its protocol state, and the client in the
+    core.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        connection: ServerConnection,
+        core: StoreCore,
+        client: Client,
+        *,
+        transport: str,
+        limits: SessionLimits,
+        growth: PoolGrowth | None,
+        disk: "DiskService | None" = None,
+    ) -> None:
+        self.transport = transport
+        """What the payload travels over, as statistics show it. A mover that takes over
+        sets it.
+        """
+        self.stream = stream
+        self.core = core
+        self.client = client
+        self.limits = limits
+        self.traffic = Traffic()
+        self.connection = connection
+        self.disk = disk
+        """The disks below the store, if it has any."""
+        self._growth = growth
+        self._reply_within_s = limits.transfer_s(limits.max_body_bytes, 0)
+
+    def check_lengths(self, keys: Sequence[str]) -> None:
+        """Raise `ValueError` if a key is longer than this server stores."""
+        limit = self.core.limits.max_key_bytes
+        if limit < MAX_KEY_BYTES:
+            check_keys(keys, limit)
+
+    async def reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
+        """Reserve space. If there is none and the pool may grow, wait for that, at most
+        until the caller's deadline.
+        """
+        growth = self._growth
+        try:
+            return self.core.reserve(self.client, sizes)
+        except OutOfMemory:
+            if growth is None:
+                raise
+            footprints = [self.core.pool.footprint(size) for size in sizes]
+            with trio.move_on_after(deadline_us / 1e6 if deadline_us else self.limits.grace_s):
+                while await growth.grow_for(sum(footprints), max(footprints)):
+                    try:
+                        return self.core.reserve(self.client, sizes)
+                    except OutOfMemory:
+                        continue
+            raise
+
+    async def fetch(self, request: Get | Lease | RdmaGet, received: Received) -> int | None:
+        """Wait for blocks on disk, before `lease`; return how many keys to lease.
+
+        What is late, fails, or finds no room stays missing.
+        """
+        if self.disk is None:
+            return None
+        self.core.limits.check_batch(len(request.keys))
+        return await self.disk.fetch(request.keys, received.deadline_us)
+
+    def lease(self, request: Get | Lease | RdmaGet, count: int | None = None, *, touch: bool = True) -> CoreLease:
+        """Lease the keys of a request, or `count` of the leading ones, if every block
+        fits its capacity. `touch` is that of `StoreCore.lease`; a refused request
+        counts as use in any case.
+        """
+        if request.capacities and len(request.capacities) != len(request.keys):
+            raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
+        keys = request.keys if count is None else request.keys[:count]
+        lease = self.core.lease(self.client, keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
+        capacities = request.capacities.tolist()
+        if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):
+            self.core.release(lease)
+            if not touch:
+                self.core.touch(request.keys[: len(lease.lengths)])
+            raise _too_small(request, lease.lengths)
+        return lease
+
+    async def reply(self, reply: Reply) -> None:
+        """Send a reply without payload. The time is limited, so that a client that
+        reads no replies does not keep the session for ever.
+        """
+        await self._send_reply(reply, (), self._reply_within_s)
+
+    async def _send_reply(self, reply: Reply, payload: Sequence[memoryview], within_s: float) -> None:
+        views = self.connection.begin_reply(reply, payload)
+        if payload and sum(map(len, payload)) <= _JOINED_BYTES:
+            views = [memoryview(b"".join(views))]
+        try:
+            await self.stream.send_all(views, within_s)
+        except TimeoutError:
+            raise StoreUnavailable(_NOT_TAKEN) from None
+        self.connection.end_reply()
+
+    async def send(self, exchange: Exchange[None], within_s: float) -> None:
+        """Send within a time.
+
+        Raises:
+            StoreUnavailable: the client does not take it.
+        """
+        try:
+            await drive(exchange, self.stream, within_s=within_s)
+        except TimeoutError:
+            raise StoreUnavailable(_NOT_TAKEN) from None
+
+    async def drive(self, exchange: Exchange[_T], within_s: float = math.inf) -> _T:
+        """Run an exchange over the stream.
+
+        Raises:
+            TimeoutError: it was not done within `within_s`.
+        """
+        return await drive(exchange, self.stream, within_s=within_s)
+
+    async def send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
+        """Send a reply with blocks as its payload."""
+        payload_bytes = sum(map(len, views))
+        self.traffic.sent_bytes += payload_bytes
+        within_s = self.limits.transfer_s(payload_bytes, received.deadline_us)
+        await self._send_reply(reply, views, within_s)
+
+
+async def send_fatal_error(connection: ServerConnection, stream: Stream, error: InfiniStoreException) -> None:
+    """Tell a client why its connection ends, and give it time to read that: closing a
+    socket with unread bytes would reset the connection.
+    """
+    with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):  # it may have gone
+        await drive(connection.reply_fatal(error), stream)
+        await stream.send_eof()
+        buffer = [memoryview(bytearray(_LINGER_BYTES))]
+        while await stream.receive_into(buffer):
+            pass
+
+
+def _too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:
+    key, size, capacity = next(
+        found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
+    )
+    return BufferTooSmall(f"{key[:100]!r} has {in_units(size)}, its buffer {in_units(capacity)}")

@@ -1,0 +1,80 @@
+"""What a server takes from the machine that it runs on. A test passes another one."""
+
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from infinistore.buggify import Buggify
+from infinistore.config import ServerConfig
+from infinistore.core.arena import Arena, create_arena
+from infinistore.disk_settings import DiskPlace
+from infinistore.machine_memory import MemoryLimit, available_memory
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
+from infinistore.protocol.shards import Shard
+from infinistore.protocol.shared_tables import tables_are_safe_here
+from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
+from infinistore.transports import Transport, installed_transports
+from infinistore.transports.base import Stream
+from infinistore.transports.sockets.spin import Spinner
+from infinistore.transports.sockets.trio_streams import accept
+
+if TYPE_CHECKING:
+    from infinistore.disk_io.store_disks import StoreDisks
+
+__all__ = ["Environment"]
+
+
+def _open_disks(places: Sequence[DiskPlace], random: Random) -> "StoreDisks":
+    from infinistore.disk_io.store_disks import open_disks  # late: it needs numpy, and most servers have no disk
+
+    return open_disks(places, random)
+
+
+async def _no_shards(addresses: ServerAddresses) -> Sequence[Shard]:
+    await trio.lowlevel.checkpoint()
+    return ()
+
+
+@attrs.frozen
+class Environment:
+    """The functions by which a server reaches the network, memory, time, chance and
+    threads.
+    """
+
+    open_listeners: Callable[[ServerConfig, ExitStack], Listeners] = open_listeners
+    meet_shards: Callable[[ServerAddresses], Awaitable[Sequence[Shard]]] = _no_shards
+    """Tells where the server listens, and returns where all the shards are that it is
+    one of; none if it is a server by itself.
+    """
+    accept: Callable[[socket.socket, Spinner], Awaitable[Stream]] = accept
+    create_arena: Callable[..., Arena] = create_arena
+    available_memory: Callable[[], MemoryLimit] = available_memory
+    tables_are_safe: Callable[[], bool] = tables_are_safe_here
+    body_budget_bytes: int = BODY_BUDGET_BYTES
+    """The memory for long bodies of requests while they arrive, of all connections
+    together.
+    """
+    installed_transports: Callable[[], list[Transport]] = installed_transports
+    open_disks: "Callable[[Sequence[DiskPlace], Random], StoreDisks]" = _open_disks
+    """Opens the disks of a configuration that names some. Blocking."""
+    random: Random = attrs.field(factory=SystemRandom)
+    """What draws the ids of the server and of holds. Nobody must be able to foresee
+    them.
+    """
+    clock: Callable[[], float] = trio.current_time
+    """What the store tells time by, in seconds. Deadlines of requests are Trio's."""
+    stopwatch: Callable[[], float] = time.perf_counter
+    """What measures how long requests take and whether spinning pays, in seconds."""
+    run_in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync
+    """Runs a blocking function with its arguments, and returns its result."""
+    read_ahead_bytes: int = READ_AHEAD_BYTES
+    """How many bytes of a connection are read before they are asked for, at most."""
+    buggify: Buggify | None = None
+    """What makes rare behaviour frequent, in simulations."""

@@ -1,0 +1,1 @@
+"""What a server does beside its requests: growth, eviction, and long work in steps."""

@@ -1,0 +1,90 @@
+"""Growth of the pool while the server serves.
+
+Taking memory is slow, about half a second per GiB, so a thread creates and maps the
+arena. Meanwhile the store goes on, and evicts if it must. Arenas are never given back.
+"""
+
+import logging
+import mmap
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from infinistore.core.arena import Arena, create_arena
+from infinistore.core.store import StoreCore
+from infinistore.errors import OutOfMemory
+from infinistore.new_threads import NO_THREAD
+
+__all__ = ["PoolGrowth"]
+
+_log = logging.getLogger("infinistore.server")
+
+
+class PoolGrowth:
+    """Adds arenas to a store up to `max_capacity_bytes`, one at a time, when the store
+    asks for growth.
+
+    An arena has at least `step_bytes`, as far as the bound allows, and consists of
+    whole pages of `page_bytes`. If the machine has no memory for another arena, the
+    pool does not grow any more.
+    """
+
+    def __init__(
+        self,
+        core: StoreCore,
+        *,
+        max_capacity_bytes: int,
+        step_bytes: int,
+        page_bytes: int = mmap.PAGESIZE,
+        make_arena: Callable[[int, int], Arena] = create_arena,
+        run_in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+    ) -> None:
+        self._core = core
+        self._step_bytes = step_bytes
+        self._make_arena = make_arena
+        self._run_in_thread = run_in_thread
+        self._wake = trio.Event()
+        self._round = trio.Event()
+        self._least_bytes = 0
+        core.growth.growable_bytes = max(0, max_capacity_bytes - core.pool.capacity_bytes) // page_bytes * page_bytes
+        core.growth.on_wanted = self._wake.set
+
+    async def grow_for(self, batch_bytes: int, largest_bytes: int) -> bool:
+        """Wait until the pool has grown for a batch that did not fit; return False if
+        it cannot grow that much.
+
+        `largest_bytes` is the length of the longest block, which has to fit in one
+        arena.
+        """
+        if not 0 < max(batch_bytes, largest_bytes) <= self._core.growth.growable_bytes:
+            return False
+        self._least_bytes = max(self._least_bytes, batch_bytes)
+        before = self._core.pool.capacity_bytes
+        self._wake.set()
+        await self._round.wait()
+        return self._core.pool.capacity_bytes > before
+
+    async def run(self) -> None:
+        """Grow whenever the store asks for it. Never returns."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            self._core.growth.on_wanted = self._wake.set
+            if self._core.growth.growable_bytes:
+                await self._add_arena()
+            finished, self._round = self._round, trio.Event()
+            finished.set()
+
+    async def _add_arena(self) -> None:
+        pool = self._core.pool
+        length = min(self._core.growth.growable_bytes, max(self._step_bytes, self._least_bytes))
+        self._least_bytes = 0
+        try:
+            arena = await self._run_in_thread(self._make_arena, len(pool.arenas), length)
+        except (OutOfMemory, OSError, *NO_THREAD) as error:  # no memory, no descriptor for it, or no thread
+            self._core.growth.stop()
+            _log.warning("the pool cannot grow", extra={"wanted_bytes": length, "error": str(error)})
+        else:
+            self._core.add_arena(arena)
+            _log.info("the pool grew", extra={"arena_bytes": arena.length, "capacity_bytes": pool.capacity_bytes})

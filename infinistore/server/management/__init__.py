@@ -1,0 +1,1 @@
+"""The management API: HTTP for operators, probes and scrapers."""

@@ -1,0 +1,277 @@
+"""The management API: what operators, probes and scrapers ask of a server over HTTP.
+
+An ASGI application of the operations in `OPERATIONS`, from which it makes the routes
+and the OpenAPI document. It starts before the pool exists, so that `/healthz` and
+`/readyz` can tell a server that is still taking its memory from one that is gone. Paths
+and methods of the original InfiniStore (`/kvmap_len`, `/purge`, `/selftest`) answer as
+they did there.
+"""
+
+import json
+from typing import Any, Final
+
+import attrs
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infinistore.config import ServerConfig
+from infinistore.server.maintenance.incremental import evict_incrementally, purge_incrementally
+from infinistore.server.management.http import Application
+from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
+from infinistore.server.management.openapi import Schema, schema_of
+from infinistore.server.management.routing import Operation, application_of, exactly
+from infinistore.server.management.selftest import DiskCheck, TransportCheck, check_disks, check_transports
+from infinistore.server.server import Server
+from infinistore.statistics import (
+    ClientStatistics,
+    DiskTierStatistics,
+    MembershipStatistics,
+    ServerDetails,
+    ServerStatistics,
+    StoreStatistics,
+)
+
+__all__ = ["COMPONENTS", "OPERATIONS", "PROBES", "Management"]
+
+PROBES: Final = frozenset(("/healthz", "/readyz"))
+"""The probes, which an orchestrator asks before it restarts a server or sends clients
+to it. They are answered however busy the API is.
+"""
+COMPONENTS: Final[dict[str, Schema]] = {}
+"""The schemas that the operations refer to."""
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_RATIO: Final[Schema] = {"type": "number", "minimum": 0, "maximum": 1}
+
+
+_STATE: Final = exactly(state={"enum": ["starting", "serving", "draining"]})
+_DONE: Final = exactly(status={"const": "ok"}, num=_COUNT)
+
+
+class Management:
+    """The management API of one server. `server` is None while its pool is being
+    made.
+    """
+
+    def __init__(self, config: ServerConfig, token: str) -> None:
+        self.server: Server | None = None
+        self.config = config
+        self.token = token
+        self._testing = False
+
+    @property
+    def state(self) -> str:
+        """ "starting", "serving" or "draining"."""
+        if self.server is None:
+            return "starting"
+        return self.server.telemetry.state
+
+    @property
+    def there(self) -> Server:
+        """The server.
+
+        Raises:
+            HTTPException: there is none yet.
+        """
+        if self.server is None:
+            raise HTTPException(503, "the server is starting: its pool is not there yet")
+        return self.server
+
+    def application(self) -> Application:
+        """Return the ASGI application."""
+        return application_of(self, OPERATIONS, COMPONENTS, self.token)
+
+    # What the operations do
+
+    async def healthz(self, request: Request) -> Response:
+        """Alive, whatever it does."""
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        """Ready for clients, or not."""
+        return JSONResponse({"state": self.state}, 200 if self.state == "serving" else 503)
+
+    async def kvmap_len(self, request: Request) -> Response:
+        """How many keys there are."""
+        return JSONResponse({"len": len(self.there.core)})
+
+    async def purge(self, request: Request) -> Response:
+        """Delete all keys."""
+        core, disk = self.there.core, self.there.context.disk
+        purged = await purge_incrementally(core) if disk is None else await disk.purge()
+        return JSONResponse({"status": "ok", "num": purged})
+
+    async def evict(self, request: Request) -> Response:
+        """Evict between two bounds."""
+        core = self.there.core
+        low, high = _bounds(await _given(request), self.config)
+        return JSONResponse({"status": "ok", "num": await evict_incrementally(core, low, high, "manual")})
+
+    async def stats(self, request: Request) -> Response:
+        """The statistics, with details if asked for."""
+        server = self.there
+        wanted = request.query_params.get("details", "false")
+        if wanted not in ("true", "false"):
+            raise HTTPException(400, "details must be true or false")
+        return JSONResponse(await server.telemetry.tree(with_details=wanted == "true"))
+
+    async def clients(self, request: Request) -> Response:
+        """The connections."""
+        return JSONResponse({"clients": [attrs.asdict(client) for client in self.there.telemetry.clients()]})
+
+    async def cluster(self, request: Request) -> Response:
+        """The cluster, as this server sees it."""
+        statistics = self.there.telemetry.cluster
+        if statistics is None:
+            raise HTTPException(404, "this server is in no cluster; start it with --cluster URL")
+        return JSONResponse(attrs.asdict(statistics()))
+
+    async def metrics(self, request: Request) -> Response:
+        """What Prometheus scrapes."""
+        server = self.there
+        telemetry = server.telemetry
+        text = await render(
+            *(telemetry.statistics(), server.core.statistics(), telemetry.operations(), telemetry.state),
+            telemetry.disk(),
+            cluster=None if telemetry.cluster is None else telemetry.cluster(),
+        )
+        return Response(text, media_type=METRICS_MEDIA_TYPE)
+
+    async def selftest(self, request: Request) -> Response:
+        """Write and read a block over each transport, and through the disks. Anybody
+        may ask for it, so only one runs at a time.
+        """
+        server = self.there
+        addresses = server.addresses
+        if self._testing:
+            raise HTTPException(503, "a self-test is under way; ask again in a moment")
+        self._testing = True
+        try:
+            unix_socket = None if addresses.unix_socket is None else str(addresses.unix_socket)
+            checks = await check_transports(addresses.tcp, unix_socket, self.token)
+            disks = None
+            if server.context.disk is not None:
+                disks = await check_disks(addresses.tcp, self.token, server.core.evict_keys)
+        finally:
+            self._testing = False
+        ok = all(check.ok for check in checks) and (disks is None or disks.ok)
+        found: dict[str, Any] = {
+            "status": "ok" if ok else "failed",
+            "transports": [attrs.asdict(check) for check in checks],
+        }
+        if disks is not None:
+            found["disks"] = attrs.asdict(disks)
+        return JSONResponse(found, 200 if ok else 503)
+
+
+_SELFTEST: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "status": {"enum": ["ok", "failed"]},
+        "transports": schema_of(list[TransportCheck], COMPONENTS),
+        "disks": schema_of(DiskCheck, COMPONENTS),
+    },
+    "required": ["status", "transports"],
+    "additionalProperties": False,
+}
+OPERATIONS: Final = (
+    Operation(
+        "GET", "/healthz", "Whether the process is alive", Management.healthz, {200: exactly(status={"const": "ok"})}
+    ),
+    Operation(
+        "GET",
+        "/readyz",
+        "Whether the server serves clients: 503 while it takes its memory, and while it drains",
+        Management.readyz,
+        {200: _STATE, 503: _STATE},
+    ),
+    Operation("GET", "/kvmap_len", "How many keys there are", Management.kvmap_len, {200: exactly(len=_COUNT)}),
+    Operation("POST", "/purge", "Delete every key; num is how many there were", Management.purge, {200: _DONE}),
+    Operation(
+        "POST",
+        "/evict",
+        "If more than max of the pool is used, evict cold blocks until at most min of it is; num is how many. What is "
+        "not given is as in --evict-min-threshold and --evict-max-threshold",
+        Management.evict,
+        {200: _DONE},
+        parameters={"min": _RATIO, "max": _RATIO},
+        body={"type": "object", "properties": {"min": _RATIO, "max": _RATIO}, "additionalProperties": False},
+    ),
+    Operation(
+        "GET",
+        "/stats",
+        "What the server holds and has done, and its disks, if it has some; details take some milliseconds to gather",
+        Management.stats,
+        {
+            200: {
+                "type": "object",
+                "properties": {
+                    "server": schema_of(ServerStatistics, COMPONENTS),
+                    "store": schema_of(StoreStatistics, COMPONENTS),
+                    "details": schema_of(ServerDetails, COMPONENTS),
+                    "disk": schema_of(DiskTierStatistics, COMPONENTS),
+                },
+                "required": ["server", "store"],
+                "additionalProperties": False,
+            }
+        },
+        parameters={"details": {"type": "boolean"}},
+    ),
+    Operation(
+        "GET",
+        "/clients",
+        "The connections that are open; of many those that moved the most bytes",
+        Management.clients,
+        {200: exactly(clients=schema_of(list[ClientStatistics], COMPONENTS))},
+    ),
+    Operation(
+        "GET",
+        "/cluster",
+        "The cluster as this server sees it, and whether it is registered there; 404 without a cluster",
+        Management.cluster,
+        {200: schema_of(MembershipStatistics, COMPONENTS), 404: {"$ref": "#/components/schemas/Error"}},
+    ),
+    Operation("GET", "/metrics", "Metrics for Prometheus", Management.metrics, {200: METRICS_MEDIA_TYPE}),
+    Operation(
+        "GET",
+        "/selftest",
+        "Write, read back and delete a block over each transport, and through the disks, if there are some",
+        Management.selftest,
+        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
+    ),
+)
+
+
+async def _given(request: Request) -> dict[str, Any]:
+    """Return the parameters of a request, from its query and its body. The body
+    wins.
+    """
+    given: dict[str, Any] = {}
+    for name, written in request.query_params.multi_items():
+        try:
+            given[name] = json.loads(written)
+        except (ValueError, RecursionError):
+            given[name] = written
+    body = await request.body()
+    if body:
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError):
+            raise HTTPException(400, "the body is not JSON") from None
+        if not isinstance(said, dict):
+            raise HTTPException(400, 'the body must be an object, such as {"min": 0.6, "max": 0.8}')
+        given |= said
+    return given
+
+
+def _bounds(given: dict[str, Any], config: ServerConfig) -> tuple[float, float]:
+    bounds = {"min": config.evict_min_threshold, "max": config.evict_max_threshold}
+    for name, value in given.items():
+        if name not in bounds:
+            raise HTTPException(400, f"there is no parameter {name[:50]!r}; there are min and max")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise HTTPException(400, f"{name} must be a number between 0 and 1")
+        bounds[name] = float(value)
+    if bounds["min"] > bounds["max"]:
+        raise HTTPException(400, f"min ({bounds['min']:g}) must not be above max ({bounds['max']:g})")
+    return bounds["min"], bounds["max"]

@@ -1,0 +1,146 @@
+"""A server's self-test: it writes, reads and deletes a block over each of its
+transports, and through its disks.
+
+It connects to the server's own sockets like a client, so it finds what a client would
+find: no connection left, a wrong token, a full pool, corrupted bytes.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+
+import attrs
+import trio
+import xxhash
+
+from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.protocol.client_connection import ClientConnection
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.disk_messages import Flush
+from infinistore.protocol.messages import CountReply, Delete, Get, GetReply, Hello, Keys, Put, Request
+from infinistore.transports.base import Stream, drive
+from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+
+__all__ = ["SELFTEST_PREFIX", "DiskCheck", "TransportCheck", "check_disks", "check_transports"]
+
+SELFTEST_PREFIX = "infinistore-selftest/"
+"""The prefix of the keys that a self-test writes."""
+_VALUE_BYTES = 4096
+_DEADLINE_S = 5.0
+
+
+@attrs.frozen
+class TransportCheck:
+    """The result for one transport; `error` is empty if it works."""
+
+    transport: str
+    address: str
+    ok: bool
+    error: str
+    elapsed_s: float
+
+
+@attrs.frozen
+class DiskCheck:
+    """The result for the disks together; `error` is empty if a block was written to one
+    of them, and read back from there.
+    """
+
+    ok: bool
+    error: str
+    elapsed_s: float
+
+
+async def check_transports(
+    tcp: tuple[tuple[str, int], ...], unix_socket: str | None, token: str
+) -> list[TransportCheck]:
+    """Check the server at each of these addresses, one after the other."""
+    found = [("tcp", f"{host}:{port}", _tcp(host, port)) for host, port in tcp]
+    if unix_socket is not None:
+        found.append(("unix", unix_socket, lambda: connect_unix(unix_socket)))
+    checks = []
+    for transport, address, connect in found:
+        error, elapsed_s = await _check(connect, lambda stream: _Connection(stream, token).write_read_delete())
+        checks.append(TransportCheck(transport, address, not error, error, elapsed_s))
+    return checks
+
+
+async def check_disks(
+    tcp: tuple[tuple[str, int], ...], token: str, evict: Callable[[Sequence[str]], object]
+) -> DiskCheck:
+    """Check the disks of the server at the first of these addresses. `evict` takes keys
+    from its memory.
+    """
+    error, elapsed_s = await _check(
+        _tcp(*tcp[0]), lambda stream: _Connection(stream, token).write_read_delete(through_disk=evict)
+    )
+    return DiskCheck(not error, error, elapsed_s)
+
+
+def _tcp(host: str, port: int) -> Callable[[], Awaitable[Stream]]:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:  # a server that listens everywhere is found at home
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return lambda: connect_tcp(host, port)
+
+
+async def _check(
+    connect: Callable[[], Awaitable[Stream]], run: Callable[[Stream], Awaitable[None]]
+) -> tuple[str, float]:
+    """Return what went wrong, empty if nothing, and how long it took."""
+    start = trio.current_time()
+    error = ""
+    try:
+        with trio.move_on_after(_DEADLINE_S) as scope:
+            stream = await connect()
+            try:
+                await run(stream)
+            finally:
+                stream.close()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"no answer within {_DEADLINE_S:g} s")
+    except InfiniStoreException as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return error, trio.current_time() - start
+
+
+class _Connection:
+    def __init__(self, stream: Stream, token: str) -> None:
+        self._connection = ClientConnection()
+        self._stream = stream
+        self._token = token
+
+    async def write_read_delete(self, through_disk: Callable[[Sequence[str]], object] | None = None) -> None:
+        """Write a block, read it and delete it; take it from memory by `through_disk`
+        before it is read.
+        """
+        keys = Keys([SELFTEST_PREFIX + secrets.token_hex(16)])
+        value = secrets.token_bytes(_VALUE_BYTES)
+        checksum = pack_u64([xxhash.xxh3_64_intdigest(value)]).tobytes()
+        await self._ask(Hello(name="selftest", token=self._token))
+        await self._ask(Put(keys, pack_u64([_VALUE_BYTES])), value + checksum)
+        durable = True
+        if through_disk is not None:
+            flushed = await self._ask(Flush(keys))
+            durable = flushed == CountReply(1)
+            if durable:
+                through_disk(keys)
+        found = await self._read(keys)
+        await self._ask(Delete(keys))
+        if not durable:
+            raise StoreUnavailable("no disk could be written; see the states of the disks in the statistics")
+        if found != value:
+            what = "other bytes" if found else "nothing"
+            raise ChecksumMismatch(f"wrote {_VALUE_BYTES} bytes, and read {what}")
+
+    async def _ask(self, request: Request, payload: bytes = b"") -> object:
+        views = [[memoryview(payload)]] if payload else ()
+        return await drive(self._connection.request(request, views, payload_bytes=len(payload)), self._stream)
+
+    async def _read(self, keys: Keys) -> bytearray:
+        reply = await self._ask(Get(keys, pack_u64()))
+        assert isinstance(reply, GetReply)
+        found = bytearray(self._connection.payload_left)
+        if found:
+            await drive(self._connection.read_payload([memoryview(found)]), self._stream)
+        return found

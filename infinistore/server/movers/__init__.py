@@ -1,0 +1,1 @@
+"""How blocks move between a client and its server."""

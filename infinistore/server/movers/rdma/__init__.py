@@ -1,0 +1,1 @@
+"""RDMA: the server reads and writes the client's registered memory."""

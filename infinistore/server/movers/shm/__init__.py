@@ -1,0 +1,1 @@
+"""Shared memory: the client maps the pool, and copies."""

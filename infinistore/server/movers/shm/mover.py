@@ -1,0 +1,242 @@
+"""The requests of a client that maps the pool, and reads and writes it there.
+
+The client asks for places in the pool and copies; the server copies nothing. What the
+client reserves and leases is kept in its connection's `Holdings`.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from operator import itemgetter
+from typing import Any, ClassVar, cast
+
+import trio
+
+from infinistore.core.arena import Arena, create_arena
+from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError
+from infinistore.new_threads import NO_THREAD
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.messages import (
+    MISSING,
+    Abort,
+    Commit,
+    Lease,
+    LeaseReply,
+    MapArenas,
+    MapArenasReply,
+    MapTables,
+    MapTablesReply,
+    Message,
+    Prepare,
+    PrepareReply,
+    Release,
+    Reserve,
+    ReserveReply,
+)
+from infinistore.protocol.packed_offsets import pack_offsets
+from infinistore.protocol.server_connection import Received
+from infinistore.protocol.shared_tables import HAZARD_SLOTS
+from infinistore.protocol.versions import Capability
+from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.connection.conversation import Conversation
+from infinistore.server.connection.holdings import Holdings
+from infinistore.server.movers.base import ConnectionMover, Mover
+from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
+from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.transports.base import DescriptorStream
+from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
+
+__all__ = ["ShmMover"]
+
+_NOWHERE = (0, 0, 0, 0)
+_LENGTH = itemgetter(2)
+_AWAKE_BYTES = 8 * 1024 * 1024 - 1  # what is longer is copied by several threads, which take the cores
+_COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what memory does
+
+
+class ShmMover(Mover):
+    """Available on Unix sockets, by which a client gets the descriptors that it maps.
+
+    `writable` says whether clients may write to the arenas that they map. With
+    `removals`, clients read blocks that they know without asking. The mover closes
+    `removals` and `liveness`.
+    """
+
+    name: ClassVar = "shm"
+    requests: ClassVar[tuple[type[Message], ...]] = (
+        *(MapArenas, MapTables, Reserve, Prepare, Commit, Abort, Lease, Release),
+    )
+    refusal: ClassVar[type[InfiniStoreException]] = ProtocolError
+
+    def __init__(
+        self,
+        liveness: LivenessPipe,
+        *,
+        writable: bool = True,
+        removals: PublishedRemovals | None = None,
+        create_arena: Callable[..., Arena] = create_arena,
+        run_in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+    ) -> None:
+        self.writable = writable
+        self.removals = removals
+        self.liveness = liveness
+        self.create_arena = create_arena
+        self.run_in_thread = run_in_thread
+        self.descriptors_per_client = 0 if removals is None else 1
+
+    def unavailable(self, conversation: Conversation) -> str:
+        """A stream that passes no descriptors cannot hand out the pool."""
+        return "" if conversation.stream.passes_descriptors else "shared memory needs the server's Unix socket"
+
+    def open(self, conversation: Conversation, holdings: Holdings) -> ConnectionMover:
+        """Answer the requests of a client that maps the pool, or may map it."""
+        return _ShmConnection(self, conversation, holdings)
+
+    def close(self) -> None:
+        """Close the table, and hang up on the clients that wait for the server's
+        end.
+        """
+        self.liveness.close()
+        if self.removals is not None:
+            self.removals.close()
+
+
+class _ShmConnection(ConnectionMover):
+    client_touches_pool: ClassVar = True
+
+    def __init__(self, mover: ShmMover, conversation: Conversation, holdings: Holdings) -> None:
+        self._mover = mover
+        self._conversation = conversation
+        self._core = conversation.core
+        self._holdings = holdings
+        self._prepared = 0
+        self.handlers = {
+            MapArenas: self._map_arenas,
+            MapTables: self._map_tables,
+            Reserve: self._reserve,
+            Prepare: self._prepare,
+            Commit: holdings.commit,
+            Abort: holdings.abort,
+            Lease: self._lease,
+            Release: holdings.release,
+        }
+
+    async def _reserve(self, reserve: Reserve, received: Received) -> None:
+        room = await self._holdings.reserve(reserve.sizes, received, spare=reserve.spare)
+        await self._conversation.reply(room)
+        if room.reservation:
+            self._holdings.reservation(room.reservation).entries()  # for the commit, while the client copies
+            if self._holdings.tables is None:  # else it commits without a message
+                self._await_copying(sum(reserve.sizes))
+
+    async def _prepare(self, prepare: Prepare, received: Received) -> None:
+        """Name the blocks of a batch that the client is writing, and will commit
+        through its commit word.
+        """
+        holdings = self._holdings
+        tables = holdings.tables
+        if tables is None:
+            raise ProtocolError("Prepare needs the tables that MapTables gives")
+        if len(prepare.keys) > HAZARD_SLOTS:
+            raise ProtocolError(f"a Prepare of {len(prepare.keys)} keys, and there is room for {HAZARD_SLOTS}")
+        self._conversation.check_lengths(prepare.keys)
+        self._core.commit_written()
+        holdings.forget_committed(self._prepared)
+        self._prepared = 0
+        room = ReserveReply(prepare.reservation, pack_u64())
+        if prepare.sizes:
+            if prepare.reservation:
+                raise ProtocolError(f"a Prepare of reservation {prepare.reservation} asks for room, too")
+            room = await holdings.reserve(prepare.sizes, received)
+        number = room.reservation
+        reservation = holdings.reservation(number)
+        checksums = len(prepare.keys) if prepare.checksums else 0
+        written = partial(tables.commit_word.checksums_of, number, checksums)
+        try:
+            accepted = self._core.prepare(reservation, prepare.keys, written)
+        except Exception:
+            if prepare.sizes:  # of which the client learns nothing
+                holdings.abort_reservation(number)
+            raise
+        if accepted:
+            self._prepared = number
+            self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
+        removals = self._removals if accepted else 0
+        await self._conversation.reply(PrepareReply(accepted, number, room.places, removals))
+        if not prepare.checksums:
+            reservation.entries()  # for the commit, while the client copies
+
+    @property
+    def _removals(self) -> int:
+        removals = self._mover.removals
+        return 0 if removals is None else removals.count
+
+    async def _lease(self, request: Lease, received: Received) -> None:
+        """Keep a lease for the client to read; or send the blocks, if they are few
+        bytes.
+        """
+        self._holdings.begin_lease()
+        conversation = self._conversation
+        count = None if conversation.disk is None else await conversation.fetch(request, received)
+        lease = conversation.lease(request, count, touch=False)
+        lengths = lease.lengths
+        total = sum(lengths)
+        sizes = pack_u64(lengths if all(lengths) else [length or MISSING for length in lengths])
+        entries = lease.pinned
+        if len(entries) < len(lengths):
+            entries = [entry or _NOWHERE for entry in lease.entries]
+        places = pack_u64(pack_offsets(entries))
+        removals = 0 if self._core.is_being_written(request.keys) else self._removals
+        if total > request.inline_bytes:
+            number = self._holdings.keep_latest(lease)
+            conversation.traffic.sent_bytes += total
+            try:
+                await conversation.reply(LeaseReply(number, sizes, pack_u64(lease.checksums), places, removals))
+            finally:
+                self._core.touch(request.keys[: len(lengths)])  # while the client reads the answer
+            if request.inline_bytes or request.capacities:  # else it is to be looked at in place
+                self._await_copying(total)
+            return
+        try:
+            reply = LeaseReply(0, sizes, pack_u64(lease.checksums), places, removals)
+            await conversation.send_blocks(reply, lease.merged_views, received)
+        finally:
+            self._core.touch(request.keys[: len(lengths)])
+            self._core.release(lease)
+
+    def _await_copying(self, count: int) -> None:
+        """Stay awake while the client copies so many bytes: being woken up would take a
+        good part of that time.
+
+        A copy by several threads is not waited for like that: they need the cores more.
+        """
+        stream = cast(DescriptorStream, self._conversation.stream)
+        stream.stay_awake(count / _COPIED_BYTES_PER_S if count <= _AWAKE_BYTES else 0)
+
+    async def _map_arenas(self, message: MapArenas, received: Received) -> None:
+        conversation, mover = self._conversation, self._mover
+        arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS - 1]
+        descriptors = [arena.share(writable=mover.writable) for arena in arenas]
+        if Capability.LIVENESS_PIPE in conversation.connection.peer.capabilities:
+            descriptors.append(mover.liveness.share())
+        reply = MapArenasReply(pack_u64(arena.length for arena in arenas), mover.writable)
+        await conversation.send(
+            conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
+        )
+
+    async def _map_tables(self, message: MapTables, received: Received) -> None:
+        conversation, removals = self._conversation, self._mover.removals
+        if removals is not None and self._holdings.tables is None:
+            with suppress(OutOfMemory, OSError, *NO_THREAD):  # no memory, descriptors or thread: clients can do without
+                make = partial(ClientTables, self._mover.create_arena)
+                self._holdings.add_tables(await self._mover.run_in_thread(make))
+        tables = self._holdings.tables
+        if removals is None or tables is None:
+            await conversation.reply(MapTablesReply(0))
+            return
+        unit_bytes = self._core.pool.footprint(1)
+        reply = MapTablesReply(removals.granule_bytes, self._core.max_pinned_bytes, unit_bytes)
+        descriptors = [removals.share(), tables.share()]
+        await conversation.send(
+            conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
+        )

@@ -1,0 +1,43 @@
+"""What all sessions of one server share."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from infinistore.core.store import StoreCore
+from infinistore.protocol.messages import HelloReply, Tree
+from infinistore.server.budgets.body_budget import BodyBudget
+from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.connection.conversation import SessionLimits
+from infinistore.server.maintenance.growth import PoolGrowth
+from infinistore.server.movers.base import Mover
+from infinistore.server.statistics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from infinistore.server.disk.service import DiskService
+
+__all__ = ["ServerContext"]
+
+
+@attrs.frozen
+class ServerContext:
+    """The store, and the limits and counters that belong to the server as a whole."""
+
+    core: StoreCore
+    hello: HelloReply
+    """The answer to every Hello."""
+    limits: SessionLimits
+    statistics: Callable[[bool], Awaitable[Tree]]
+    """The answer to a Statistics request, without or with details."""
+    movers: Sequence[Mover]
+    """The movers of the server; the first one with a handler for a request answers
+    it.
+    """
+    growth: PoolGrowth | None
+    """What makes the pool larger, if it may grow."""
+    disk: "DiskService | None"
+    """The disks below the store, if it has any."""
+    recorder: Recorder
+    log_budget: LogBudget
+    body_budget: BodyBudget

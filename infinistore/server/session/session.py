@@ -1,0 +1,315 @@
+"""A session: one client's connection, from the reply to its hello until the end.
+
+A session gives back what its client holds when the connection is over. It answers
+requests one after the other, so a slow reader delays only its own requests. A pipelined
+request waits in the socket.
+"""
+
+import logging
+from contextlib import suppress
+
+import trio
+
+from infinistore.errors import (
+    InfiniStoreException,
+    InvalidRequest,
+    LimitExceeded,
+    ProtocolError,
+    StoreUnavailable,
+    TransferFailed,
+)
+from infinistore.kept_errors import KeptError
+from infinistore.protocol.effects import LongBody
+from infinistore.protocol.messages import (
+    ErrorReply,
+    MatchPrefix,
+    MatchPrefixReply,
+    Message,
+    Statistics,
+    StatisticsReply,
+    Touch,
+)
+from infinistore.protocol.server_connection import Received, ServerConnection
+from infinistore.protocol.states import State
+from infinistore.server.budgets.body_budget import BodyGrant
+from infinistore.server.connection.conversation import INTERNAL_ERROR, Conversation, send_fatal_error
+from infinistore.server.connection.holdings import Holdings
+from infinistore.server.movers.base import Handler
+from infinistore.server.session.context import ServerContext
+from infinistore.server.session.dispatch import open_movers
+from infinistore.server.session.requests import ANSWERS
+from infinistore.server.statistics.recorder import CANCELLED, OK, outcome_of
+from infinistore.statistics import ClientStatistics
+from infinistore.transports.base import Stream, drive
+
+__all__ = ["DISCARDED_BYTES", "Session"]
+
+_log = logging.getLogger("infinistore.server")
+DISCARDED_BYTES = 16 * 1024 * 1024
+"""Up to this length, the rest of a refused payload is discarded to keep the connection.
+"""
+
+
+class Session:
+    """Serves a client until its stream ends. `run` returns when the session is over,
+    whatever the client did.
+
+    `connection` has received the client's hello, which the session answers. `transport`
+    is what the payload travels over at first.
+    """
+
+    def __init__(
+        self, stream: Stream, connection: ServerConnection, context: ServerContext, name: str, transport: str
+    ) -> None:
+        self.name = name
+        self.connected_at = trio.current_time()
+        self._stream = stream
+        self._context = context
+        self._limits = context.limits
+        self._conversation = conversation = Conversation(
+            stream,
+            connection,
+            context.core,
+            context.core.open_client(name),
+            transport=transport,
+            limits=context.limits,
+            growth=context.growth,
+            disk=context.disk,
+        )
+        self._connection = connection
+        self.traffic = conversation.traffic
+        self.over = trio.Event()
+        """Set when the conversation is over, although the client may still hold
+        space.
+        """
+        self._scope = trio.CancelScope()
+        self._finishing = False
+        self._body: BodyGrant | None = None
+        self._holdings = Holdings(conversation)
+        try:
+            self._movers, handlers = open_movers(context.movers, conversation, self._holdings)
+        except BaseException:
+            self._holdings.give_back()
+            raise
+        self._handlers: dict[type[Message], Handler] = {
+            MatchPrefix: self._match_prefix,
+            Statistics: self._statistics,
+            Touch: self._touch,
+            **handlers,
+        }
+        self._answers = ANSWERS
+        if context.disk is not None:
+            from infinistore.server.session.disk_requests import DiskRequests  # late: most servers have no disk
+
+            self._handlers |= DiskRequests(conversation, context.disk).handlers
+            self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
+
+    @property
+    def requests(self) -> frozenset[type[Message]]:
+        """The requests that this connection has a handler for; some handlers refuse
+        with a reason.
+        """
+        return frozenset((*ANSWERS, *self._handlers))
+
+    @property
+    def transport(self) -> str:
+        """What the payload travels over."""
+        return self._conversation.transport
+
+    def statistics(self) -> ClientStatistics:
+        """Return what `stats` and the management API show of this connection."""
+        return ClientStatistics(
+            name=self.name,
+            transport=self.transport,
+            connected_s=trio.current_time() - self.connected_at,
+            requests=self.traffic.requests,
+            errors=self.traffic.errors,
+            received_bytes=self.traffic.received_bytes,
+            sent_bytes=self.traffic.sent_bytes,
+            pinned_bytes=self._conversation.client.pinned_bytes,
+        )
+
+    def finish(self) -> None:
+        """End the session after the current request, or at once if there is none."""
+        self._finishing = True
+        if self._connection.state is State.READY:
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        """Serve the stream until the client leaves, breaks the protocol, or `finish` is
+        called.
+
+        Anything else that it raises, except for cancellation, is a bug in the server.
+        It is then unknown whether the client can still write to what it holds, so that
+        space is never used again.
+        """
+        try:
+            try:
+                await self._until_over()
+                self.over.set()
+                await self._until_quiet()
+            except trio.Cancelled:
+                self._give_back()  # the server is going, and the memory with it
+                raise
+            self._give_back()
+        except Exception:
+            self._holdings.quarantine()
+            raise
+        finally:
+            self.over.set()
+            self._stream.close()
+            self._free_body()
+
+    def _give_back(self) -> None:
+        """End what the client holds. Neither a mover nor the client can touch it any
+        more.
+        """
+        for mover in self._movers:
+            mover.close()
+        self._holdings.give_back()
+
+    async def _until_over(self) -> None:
+        try:
+            with self._scope:
+                await self._converse()
+            ended = self._body is not None and self._body.ended
+            self._free_body()
+            if ended:
+                raise LimitExceeded("others wait for room for their long requests, and this one did not come")
+        except StoreUnavailable as error:
+            _log.debug("connection lost", extra={"client": self.name, "error": str(error)})
+        except InfiniStoreException as error:
+            # What an invalid request names may be a key, and keys are nobody's business
+            # above debug.
+            why = type(error).__name__ if isinstance(error, InvalidRequest) else f"{type(error).__name__}: {error}"
+            self._context.log_budget.log(
+                logging.INFO, "connection closed", client=self.name, transport=self.transport, error=why
+            )
+            self.traffic.errors += 1
+            await send_fatal_error(self._connection, self._stream, error)
+        except Exception:  # noqa: BLE001  # a fault of ours in one session must not end all the others
+            _log.exception("internal error", extra={"client": self.name, "transport": self.transport})
+            self.traffic.errors += 1
+            await send_fatal_error(self._connection, self._stream, InfiniStoreException(INTERNAL_ERROR))
+
+    async def _until_quiet(self) -> None:
+        """Wait until a client that still holds space or leases in mapped memory cannot
+        touch them any more.
+
+        The end of its side of the stream proves that. Until then its space stays in
+        quarantine, without a timeout.
+        """
+        self._holdings.revoke_tables()
+        if not self._conversation.client.pinned_bytes or not any(mover.client_touches_pool for mover in self._movers):
+            return
+        self._holdings.quarantine()
+        with suppress(StoreUnavailable):
+            await self._stream.send_eof()
+            buffer = [memoryview(bytearray(64 * 1024))]
+            while await self._stream.receive_into(buffer):
+                pass
+
+    async def _converse(self) -> None:
+        await self._conversation.reply(self._context.hello)
+        traffic = self.traffic
+        recorder = self._context.recorder
+        logs_requests = _log.isEnabledFor(logging.DEBUG)
+        while not self._finishing:
+            received = await drive(
+                self._connection.receive(), self._stream, stall_s=self._limits.grace_s, admit_body=self._admit_body
+            )
+            if self._body is not None:
+                self._free_body()
+            if received is None:
+                return
+            start = recorder.clock()
+            traffic.requests += 1
+            self._holdings.listen()
+            bytes_before = traffic.received_bytes + traffic.sent_bytes
+            traffic.received_bytes += received.payload_bytes
+            outcome = CANCELLED
+            try:
+                outcome = await self._serve(received)
+            except Exception as error:
+                outcome = outcome_of(error)
+                raise
+            finally:
+                moved_bytes = traffic.received_bytes + traffic.sent_bytes - bytes_before
+                elapsed_s = recorder.clock() - start
+                recorder.record(type(received.message), self._conversation.transport, outcome, moved_bytes, elapsed_s)
+                if logs_requests:
+                    self._log_request(received, outcome, moved_bytes, elapsed_s)
+
+    async def _admit_body(self, body: LongBody) -> None:
+        self._body = await self._context.body_budget.acquire(body, self._scope.cancel)
+
+    def _free_body(self) -> None:
+        """Give back the memory of a long body, which has become a request or was given
+        up.
+        """
+        if self._body is not None:
+            self._context.body_budget.release(self._body)
+            self._body = None
+
+    def _log_request(self, received: Received, outcome: str, moved_bytes: int, elapsed_s: float) -> None:
+        fields = {
+            "client": self.name,
+            "request": type(received.message).__name__,
+            "outcome": outcome,
+            "payload_bytes": moved_bytes,
+            "elapsed_us": round(elapsed_s * 1e6),
+        }
+        _log.debug("request", extra=fields)
+
+    async def _serve(self, received: Received) -> str:
+        """Answer a request, and return its outcome."""
+        message = received.message
+        try:
+            if (answer := self._answers.get(type(message))) is not None:
+                conversation = self._conversation
+                await conversation.reply(await answer(message, conversation.core, conversation.client))
+            else:
+                await self._handlers[type(message)](message, received)
+        except (InvalidRequest, TransferFailed) as error:
+            return await self._refuse(error, received)
+        except (ProtocolError, StoreUnavailable):
+            raise
+        except ValueError as error:  # how the core refuses arguments
+            return await self._refuse(InvalidRequest(str(error)), received)
+        except InfiniStoreException as error:
+            return await self._refuse(error, received)
+        return OK
+
+    async def _refuse(self, error: InfiniStoreException, received: Received) -> str:
+        """Answer with an error. Keep the connection if the rest of the payload is short
+        enough to discard.
+        """
+        if self._connection.state is State.PAYLOAD and self._connection.payload_left <= DISCARDED_BYTES:
+            within_s = self._limits.transfer_s(received.payload_bytes, received.deadline_us)
+            with suppress(TimeoutError):
+                await self._conversation.drive(self._connection.discard_payload(), within_s)
+        if self._connection.state is not State.REPLYING:
+            raise KeptError(error).again()
+        self.traffic.errors += 1
+        _log.debug("request refused", extra={"client": self.name, "error": f"{type(error).__name__}: {error}"})
+        await self._conversation.reply(ErrorReply(error.code, str(error)[:1000]))
+        return outcome_of(error)
+
+    async def _match_prefix(self, match: MatchPrefix, received: Received) -> None:
+        conversation = self._conversation
+        core = conversation.core
+        if match.hold_us:
+            matched, hold = core.hold_prefix(conversation.client, match.keys, match.hold_us / 1e6)
+            await conversation.reply(MatchPrefixReply(matched, hold))
+            return
+        matched = core.match_prefix(match.keys, touch=False)
+        try:
+            await conversation.reply(MatchPrefixReply(matched))
+        finally:
+            core.touch(match.keys[:matched])  # while the client reads the answer
+
+    async def _statistics(self, request: Statistics, received: Received) -> None:
+        await self._conversation.reply(StatisticsReply(await self._context.statistics(request.details)))
+
+    async def _touch(self, touch: Touch, received: Received) -> None:
+        self._holdings.note_use(touch)

@@ -1,0 +1,225 @@
+"""The management API of all shards: the answers of each, merged.
+
+It has the paths of a plain server's API, which answer in the same form, and
+`GET /shards`. Of a shard that does not answer within a few seconds, there is nothing in
+the merged answers, but a request that changes the store fails unless all have done it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import trio
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infinistore.errors import StoreUnavailable
+from infinistore.server.management import api
+from infinistore.server.management.asking import Answer, ask
+from infinistore.server.management.http import Application
+from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
+from infinistore.server.management.openapi import Schema
+from infinistore.server.management.routing import Operation, application_of, exactly
+from infinistore.server.shards.merging import (
+    merge_clients,
+    merge_metrics,
+    merge_numbers,
+    merge_selftests,
+    merge_statistics,
+)
+from infinistore.server.shards.states import Fleet, ShardState
+
+__all__ = ["OPERATIONS", "SHARD_METRICS", "ShardsManagement"]
+
+_ANSWER_S: Final = 3.0
+"""How long a shard has to tell something: less than a scraper waits."""
+_DONE_S: Final = 25.0
+"""How long it has to do something."""
+_FORWARDED: Final = ("authorization", "content-type")
+
+SHARD_METRICS: Final = {
+    "infinistore_shard_up": "1 while the shard serves, 0 while it does not",
+    "infinistore_shard_restarts_total": "How often the shard was started again after it had ended",
+}
+"""The metrics of the supervisor, with the label `shard`, and what they are."""
+
+
+class ShardsManagement:
+    """The management API of a server with shards."""
+
+    def __init__(self, fleet: Fleet, token: str) -> None:
+        self._fleet = fleet
+        self._token = token
+
+    def application(self) -> Application:
+        """Return the ASGI application."""
+        return application_of(self, OPERATIONS, api.COMPONENTS, self._token)
+
+    async def healthz(self, request: Request) -> Response:
+        """Alive, whatever it does."""
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        """Ready for clients, or not."""
+        state = self._fleet.state
+        return JSONResponse({"state": state}, 200 if state == "serving" else 503)
+
+    async def shards(self, request: Request) -> Response:
+        """The shards, in order."""
+        return JSONResponse({"shards": [shard.described() for shard in self._fleet.shards]})
+
+    async def kvmap_len(self, request: Request) -> Response:
+        """How many keys there are."""
+        return JSONResponse({"len": merge_numbers(await self._told(request), "len")})
+
+    async def stats(self, request: Request) -> Response:
+        """The statistics of all, and of each."""
+        return JSONResponse(merge_statistics(await self._told(request)))
+
+    async def clients(self, request: Request) -> Response:
+        """The connections."""
+        return JSONResponse({"clients": merge_clients(await self._told(request))})
+
+    async def cluster(self, request: Request) -> Response:
+        """There is none: `--cluster` is for one server."""
+        raise HTTPException(404, "shards are in no cluster; start a server without --shards for each node")
+
+    async def metrics(self, request: Request) -> Response:
+        """What Prometheus scrapes. It answers without shards, too: then it tells that
+        they are down.
+        """
+        answers = await self._ask(request, _ANSWER_S)
+        found = {shard: answer.body for shard, answer in answers.items() if answer.status == 200}
+        text = _own_metrics(self._fleet.shards, answering=set(found)) + merge_metrics(found)
+        return Response(text, media_type=METRICS_MEDIA_TYPE)
+
+    async def selftest(self, request: Request) -> Response:
+        """The self-test of each shard, at once."""
+        answers = await self._ask(request, _DONE_S)
+        found = {shard: json.loads(answer.body) for shard, answer in answers.items() if answer.status in (200, 503)}
+        tested = {shard: answer for shard, answer in found.items() if "transports" in answer}
+        merged = merge_selftests(tested, len(self._fleet.shards))
+        return JSONResponse(merged, 200 if merged["status"] == "ok" else 503)
+
+    async def purge(self, request: Request) -> Response:
+        """Delete all keys of all shards."""
+        return await self._do(request)
+
+    async def evict(self, request: Request) -> Response:
+        """Evict from each shard between two bounds of its own part of the pool."""
+        return await self._do(request)
+
+    async def _told(self, request: Request) -> dict[int, Any]:
+        """Return what the shards that answered said."""
+        answers = await self._ask(request, _ANSWER_S)
+        found = {}
+        for shard, answer in answers.items():
+            if answer.status == 200:
+                found[shard] = json.loads(answer.body)
+            elif answer.status != 503:  # it says the same in all of them
+                raise _refusal(answer)
+        if not found:
+            raise HTTPException(503, "no shard is serving")
+        return found
+
+    async def _do(self, request: Request) -> Response:
+        answers = await self._ask(request, _DONE_S)
+        done = {shard: json.loads(answer.body) for shard, answer in answers.items() if answer.status == 200}
+        count = merge_numbers(done, "num")
+        refused = next((answer for answer in answers.values() if answer.status not in (200, 503)), None)
+        if refused is not None:
+            raise _refusal(refused)
+        missing = [str(shard.index) for shard in self._fleet.shards if shard.index not in done]
+        if missing:
+            names = ", ".join(missing)
+            raise HTTPException(503, f"shard {names} did not do it; it is done to {count} keys of the others")
+        return JSONResponse({"status": "ok", "num": count})
+
+    async def _ask(self, request: Request, within_s: float) -> dict[int, Answer]:
+        """Pass a request on to all shards at once, and return the answers that come in
+        time, in the order of the shards.
+        """
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        body = await request.body()
+        answers: dict[int, Answer] = {}
+
+        async def one(shard: ShardState) -> None:
+            assert shard.management_socket is not None
+            try:
+                answers[shard.index] = await ask(shard.management_socket, request.method, target, headers, body)
+            except StoreUnavailable:
+                return
+
+        with trio.move_on_after(within_s):
+            async with trio.open_nursery() as nursery:
+                for shard in self._fleet.shards:
+                    nursery.start_soon(one, shard)
+        return dict(sorted(answers.items()))
+
+
+def _refusal(answer: Answer) -> HTTPException:
+    said: Mapping[str, str] = json.loads(answer.body)
+    return HTTPException(answer.status, said["error"])
+
+
+def _own_metrics(shards: Sequence[ShardState], *, answering: set[int]) -> bytes:
+    up_name, restarts_name = SHARD_METRICS
+    up = GaugeMetricFamily(up_name, SHARD_METRICS[up_name], labels=["shard"])
+    restarts = CounterMetricFamily(restarts_name, SHARD_METRICS[restarts_name], labels=["shard"])
+    for shard in shards:
+        up.add_metric([str(shard.index)], int(shard.serves and shard.index in answering))
+        restarts.add_metric([str(shard.index)], shard.restarts)
+    return generate_latest(_Two([up, restarts]))
+
+
+class _Two(CollectorRegistry):
+    """A registry of these metrics, while they are being formatted."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def collect(self) -> Any:
+        return iter(self._metrics)
+
+
+_HANDLERS: Final = {
+    operation.path: getattr(ShardsManagement, operation.path.removeprefix("/")) for operation in api.OPERATIONS
+}
+_SHARD: Final[Schema] = exactly(
+    shard={"type": "integer"},
+    state={"enum": ["starting", "serving", "down"]},
+    pid={"type": ["integer", "null"]},
+    port={"type": ["integer", "null"]},
+    unix_socket={"type": ["string", "null"]},
+    restarts={"type": "integer"},
+)
+
+
+def _of_shards(operation: Operation) -> Operation:
+    """Return an operation of a plain server as one of all shards."""
+    answers = operation.answers
+    if operation.path == "/stats":
+        of_one = answers[200]
+        assert isinstance(of_one, dict)
+        each = {**of_one["properties"], "shard": {"type": "integer"}}
+        shards = {"type": "array", "items": {"type": "object", "properties": each}}
+        answers = {200: {**of_one, "properties": {**of_one["properties"], "shards": shards}}}
+    return attrs.evolve(operation, handler=_HANDLERS[operation.path], answers=answers)
+
+
+OPERATIONS: Final = (
+    *map(_of_shards, api.OPERATIONS),
+    Operation(
+        "GET",
+        "/shards",
+        "The shards: their states, processes and addresses, and how often each was restarted",
+        ShardsManagement.shards,
+        {200: exactly(shards={"type": "array", "items": _SHARD})},
+    ),
+)

@@ -1,0 +1,135 @@
+"""What each shard gets of what was asked for: settings, and a core.
+
+Each has an equal part of the pool and of each disk, rounded down. Ports follow the
+first one. Limits of a connection, a request or a block are those of every shard,
+because a client has connections to all of them. A part that is too small is refused
+with the settings (`infinistore.config`).
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from infinistore.config import ServerConfig
+from infinistore.disk_settings import DiskPlace
+from infinistore.errors import ConfigError
+from infinistore.shard_settings import SMALLEST_POOL_BYTES
+
+__all__ = ["choose_cores", "divide", "has_room", "prepare_disks", "siblings_here"]
+
+_TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_PART_OF_DISK: Final = re.compile(r"shard-\d+-of-(\d+)")
+
+
+def has_room(count: int, cores: int) -> bool:
+    """Whether there are two cores for each of `count` shards.
+
+    With fewer, a shard that spins takes the core that another shard or a client needs,
+    and one that is kept on its core waits for whoever else is there.
+    """
+    return cores >= 2 * count
+
+
+def divide(config: ServerConfig, *, page_bytes: int, available_bytes: int, spins: bool) -> list[ServerConfig]:
+    """Return the settings of each shard, which `spins` if nobody says otherwise.
+
+    Parts of the pool are whole pages, if they are not too small for that.
+    `available_bytes` is what the machine has for a pool that may grow without a limit
+    of its own.
+    """
+    return [
+        attrs.evolve(
+            config,
+            shards=1,
+            service_port=config.service_port + index if config.service_port else 0,
+            unix_socket=_socket(config.unix_socket, index),
+            spin_us=0 if config.spin_us is None and not spins else config.spin_us,
+            prealloc_bytes=_part(config, config.prealloc_bytes, page_bytes),
+            max_pool_bytes=_most(config, available_bytes, page_bytes),
+            disks=tuple(
+                DiskPlace(disk.folder / _folder_name(index, config.shards), disk.size_bytes // config.shards)
+                for disk in config.disks
+            ),
+        )
+        for index in range(config.shards)
+    ]
+
+
+def _part(config: ServerConfig, size_bytes: int, page_bytes: int) -> int:
+    part = size_bytes // config.shards
+    rounded = part // page_bytes * page_bytes
+    return rounded if rounded >= max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes) else part
+
+
+def _most(config: ServerConfig, available_bytes: int, page_bytes: int) -> int | None:
+    """Return how large the pool of one shard may grow; None if it may not."""
+    most = config.max_pool_bytes
+    if most is None and config.auto_increase:
+        most = max(available_bytes, config.prealloc_bytes)
+    return None if most is None else _part(config, most, page_bytes)
+
+
+def _socket(place: str, index: int) -> str:
+    """Return the Unix socket of a shard; `auto` names it by its port."""
+    return place if place in ("auto", "off") or not index else f"{place}.{index}"
+
+
+def _folder_name(index: int, count: int) -> str:
+    return f"shard-{index}-of-{count}"
+
+
+def prepare_disks(disks: Sequence[DiskPlace], count: int) -> None:
+    """Create the folders in which shards have theirs. Blocking.
+
+    Raises:
+        ConfigError: a folder cannot be created, or has blocks of another number of
+            shards. With this number, keys belong to other shards, and what is there
+            would come back as it was if that number was used again.
+    """
+    for disk in disks:
+        try:
+            disk.folder.mkdir(exist_ok=True)
+            names = os.listdir(disk.folder)
+        except OSError as error:
+            raise ConfigError(f"--disk {disk.folder}: {error.strerror}; create the folder, or give another") from None
+        others = {match[1] for match in map(_PART_OF_DISK.fullmatch, names) if match} - {str(count)}
+        if "disk" in names:
+            others.add("1")
+        if others:
+            raise ConfigError(
+                f"--disk {disk.folder} has blocks of --shards {min(others, key=int)}, and they are lost to any other "
+                "number; start with that number, or remove what is in the folder"
+            )
+
+
+def choose_cores(available: frozenset[int], siblings: Mapping[int, frozenset[int]], count: int) -> list[int] | None:
+    """Return a core for each of `count` shards, on as many physical cores as there are;
+    None if there is no room for that.
+
+    `siblings` are the threads of the physical core of each.
+    """
+    if not has_room(count, len(available)):
+        return None
+
+    def rank(core: int) -> tuple[int, int]:
+        """Its place among its siblings, and its number."""
+        return len([other for other in siblings.get(core, ()) if other < core and other in available]), core
+
+    return sorted(available, key=rank)[:count]
+
+
+def siblings_here(cores: frozenset[int]) -> dict[int, frozenset[int]]:
+    """Return which cores of this machine share a physical one, as far as it says."""
+    found: dict[int, frozenset[int]] = {}
+    for core in cores:
+        try:
+            text = Path(_TOPOLOGY.format(core)).read_text(encoding="ascii")
+            ranges = [part.partition("-") for part in text.strip().split(",")]
+            found[core] = frozenset(one for low, _, high in ranges for one in range(int(low), int(high or low) + 1))
+        except (OSError, ValueError):
+            found[core] = frozenset((core,))
+    return found

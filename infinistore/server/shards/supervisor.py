@@ -1,0 +1,265 @@
+"""The supervisor: starts the shards, restarts those that end, and ends with all.
+
+It serves no client. Each shard is a process at the other end of a `Link`, which tells
+the supervisor how far it is, and which ends the shard if the supervisor is killed. All
+shards listen before any takes memory, so that a port in use is known at once, and what
+one refuses at the start ends all. Later, a shard that ends is started again, at the
+same port; the others go on, and its blocks are missing meanwhile.
+"""
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+
+from infinistore.config import ServerConfig
+from infinistore.core.arena import check_memory
+from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, StoreUnavailable
+from infinistore.kept_errors import KeptError
+from infinistore.machine_memory import available_memory, free_huge_pages
+from infinistore.server.listeners import ServerAddresses
+from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Serving, Start
+from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
+from infinistore.server.shards.states import Fleet, ShardState
+from infinistore.token_file import read_token
+from infinistore.transports.sockets.trio_streams import listen_tcp
+from infinistore.transports.sockets.unix_listener import make_private_folder
+
+__all__ = ["serve_shards"]
+
+_log = logging.getLogger("infinistore.server")
+_LAST_STEPS_S: Final = 10.0
+"""What a shard has after the drain timeout, for its disks, before it is killed."""
+_END_S: Final = 2.0
+"""What it has when nobody waits for requests."""
+
+
+async def serve_shards(
+    config: ServerConfig,
+    command: Sequence[str],
+    *,
+    handle_signals: bool = False,
+    task_status: trio.TaskStatus[ServerAddresses] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run the shards of a server until it is cancelled; with `handle_signals` (main
+    thread only) also until SIGTERM or SIGINT.
+
+    `command` starts the process of a shard; the descriptor of its link follows as an
+    argument. Started in a nursery, it gives the addresses of the first shard, and of
+    the management API, when all shards serve.
+
+    Raises:
+        ConfigError: a shard cannot use an address, a port, a path or a disk.
+        OutOfMemory: the machine has no memory for the pool.
+        StoreUnavailable: a shard ended before all served.
+    """
+    refused: KeptError | None = None
+    with ExitStack() as resources:
+        token = read_token(config.token_file) if config.token_file else ""
+        listeners: list[socket.socket] = []
+        folder: Path | None = None
+        if config.manage_port is not None:
+            found = listen_tcp(
+                config.manage_host, config.manage_port, host_flag="--manage-host", port_flag="--manage-port"
+            )
+            listeners = [resources.enter_context(sock) for sock in found]
+            folder = make_private_folder()
+            resources.callback(_remove_folder, folder)
+        check_memory(config.prealloc_bytes, config.huge_pages)  # each shard checks only what it takes itself
+        await trio.to_thread.run_sync(prepare_disks, config.disks, config.shards)
+        supervisor = _Supervisor(config, command, folder)
+        async with trio.open_nursery() as nursery:
+            if listeners:
+                supervisor.serve_management(listeners, token, nursery)
+            if handle_signals:
+                await nursery.start(supervisor.drain_on_signal, nursery.cancel_scope)
+            management = tuple(sock.getsockname()[:2] for sock in listeners)
+            nursery.start_soon(supervisor.tell_when_serving, management, task_status)
+            try:
+                await supervisor.run()
+            except (ConfigError, OutOfMemory, StoreUnavailable) as error:
+                refused = KeptError(error)  # raised outside of the nursery, which would wrap it in a group
+            nursery.cancel_scope.cancel()
+    if refused is not None:
+        raise refused.again()
+
+
+def _remove_folder(folder: Path) -> None:
+    for name in os.listdir(folder):  # a shard that was killed has left its socket
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+class _Supervisor:
+    def __init__(self, config: ServerConfig, command: Sequence[str], folder: Path | None) -> None:
+        available = frozenset(os.sched_getaffinity(0))
+        if config.shards > len(available):
+            _log.warning("more shards than cores", extra={"shards": config.shards, "cores": len(available)})
+        cores = choose_cores(available, siblings_here(available), config.shards) if config.pin_cores else None
+        configs = divide(
+            config,
+            page_bytes=free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE,
+            available_bytes=available_memory().available_bytes,
+            spins=has_room(config.shards, len(available)),
+        )
+        sockets = [None if folder is None else folder / f"{index}.sock" for index in range(config.shards)]
+        self._drain_timeout_s = config.drain_timeout_s
+        self._command = command
+        self._starts = [
+            Start(index, one, None if cores is None else cores[index], sockets[index])
+            for index, one in enumerate(configs)
+        ]
+        self.fleet = Fleet([ShardState(index, place) for index, place in enumerate(sockets)])
+        self._links: dict[int, Link] = {}
+        self._met = trio.Event()
+        self._all_serve = trio.Event()
+        self._drain = trio.Event()
+        self._refused: KeptError | None = None
+
+    def serve_management(self, listeners: list[socket.socket], token: str, nursery: trio.Nursery) -> None:
+        """Start the management API."""
+        from infinistore.server.management.api import PROBES  # late: who has none does not pay for it
+        from infinistore.server.management.http import HttpLimits, serve_http
+        from infinistore.server.shards.management import ShardsManagement
+
+        application = ShardsManagement(self.fleet, token).application()
+        nursery.start_soon(serve_http, application, listeners, HttpLimits(probes=PROBES))
+
+    async def tell_when_serving(
+        self, management: tuple[tuple[str, int], ...], task_status: trio.TaskStatus[ServerAddresses]
+    ) -> None:
+        """Give the addresses when all shards serve for the first time."""
+        await self._all_serve.wait()
+        first = self.fleet.shards[0].addresses
+        assert first is not None
+        task_status.started(attrs.evolve(first, management=management))
+
+    async def drain_on_signal(
+        self, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Drain on SIGTERM or SIGINT; end on another one."""
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if self.fleet.draining:
+                    _log.info("not waiting for requests under way", extra={"signal": name})
+                    everything.cancel()
+                _log.info("draining", extra={"signal": name, "at_most_s": self._drain_timeout_s})
+                self.fleet.draining = True
+                self._drain.set()
+
+    async def run(self) -> None:
+        """Keep all shards running until they are to drain, and until they have.
+
+        Raises:
+            InfiniStoreException: one of them cannot run, and all have ended.
+        """
+        async with trio.open_nursery() as nursery:
+            for shard in self.fleet.shards:
+                nursery.start_soon(self._keep, shard, nursery.cancel_scope)
+        if self._refused is not None:
+            raise self._refused.again()
+
+    async def _keep(self, shard: ShardState, all_shards: trio.CancelScope) -> None:
+        """Run one shard again and again."""
+        while not self.fleet.draining:
+            problem, status = await self._run_once(shard)
+            if self.fleet.draining:
+                return
+            pause_s = shard.ended(trio.current_time())
+            if not self._all_serve.is_set():
+                self._refused = self._refused or KeptError(problem or _ended_early(shard.index, status))
+                all_shards.cancel()
+                return
+            _log.error(
+                "a shard ended",
+                extra={"shard": shard.index, "status": status, "problem": str(problem or ""), "restart_in_s": pause_s},
+            )
+            with trio.move_on_after(pause_s):
+                await self._drain.wait()
+
+    async def _run_once(self, shard: ShardState) -> tuple[InfiniStoreException | None, int]:
+        """Run the process of a shard until it ends. Return why it refused to run, and
+        its exit status.
+        """
+        start = self._starts[shard.index]
+        if shard.addresses is not None:  # where clients know it
+            start = attrs.evolve(start, config=attrs.evolve(start.config, service_port=shard.addresses.port))
+        link, other = Link.pair()
+        with other:
+            process = await _start(self._command, other)
+        shard.started(process.pid)
+        self._links[shard.index] = link
+        refused: list[Refused] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._drain_one, link, process)
+                await link.send(start)
+                await self._listen_to(shard, link, refused)
+                nursery.cancel_scope.cancel()
+        finally:
+            link.close()
+            with trio.CancelScope(shield=True):
+                status = await _end(process)
+        return refused[0].error(f"shard {shard.index}: {refused[0].problem}") if refused else None, status
+
+    async def _listen_to(self, shard: ShardState, link: Link, refused: list[Refused]) -> None:
+        """Take note of what a shard says, until it is gone."""
+        async with trio.open_nursery() as nursery:
+            while (message := await link.receive()) is not None:
+                if isinstance(message, Listening):
+                    shard.addresses = message.addresses
+                    if self.fleet.places() is not None:
+                        self._met.set()
+                    nursery.start_soon(self._introduce, link)
+                elif isinstance(message, Serving):
+                    shard.serving(trio.current_time())
+                    if self.fleet.all_serve:
+                        self._all_serve.set()
+                elif isinstance(message, Refused):
+                    refused.append(message)
+            nursery.cancel_scope.cancel()
+
+    async def _introduce(self, link: Link) -> None:
+        await self._met.wait()
+        await link.send(Met(self.fleet.places() or ()))
+
+    async def _drain_one(self, link: Link, process: trio.Process) -> None:
+        """Have a shard drain when all do; end it if that takes too long."""
+        await self._drain.wait()
+        await link.send(Drain())
+        await trio.sleep(self._drain_timeout_s + _LAST_STEPS_S)
+        process.kill()
+
+
+def _ended_early(index: int, status: int) -> StoreUnavailable:
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+    return StoreUnavailable(f"shard {index} {how} before all served; its log has more")
+
+
+async def _start(command: Sequence[str], link: socket.socket) -> trio.Process:
+    """Start a process with its end of the link. In a group of its own: Ctrl-C is the
+    supervisor's.
+    """
+    descriptor = link.fileno()
+    return await trio.lowlevel.open_process(
+        [*command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor], process_group=0
+    )
+
+
+async def _end(process: trio.Process) -> int:
+    """Wait for a process whose link is closed, and kill it if it stays."""
+    with trio.move_on_after(_END_S):
+        return await process.wait()
+    process.kill()
+    return await process.wait()

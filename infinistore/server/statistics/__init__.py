@@ -1,0 +1,1 @@
+"""What the server counts, and what it gathers when somebody asks."""
