@@ -1,15 +1,16 @@
-"""PyTorch tensors in a store: blocks by byte offset, and layer by layer beside the computation.
+"""PyTorch tensors in a store: by byte offset, and layer by layer during computation.
 
     from infinistore import blocking
     from infinistore.tensors import LayerWriter, read_blocks, write_blocks
 
     with blocking.open_store() as store, LayerWriter(store) as writer:
         for layer, cache in enumerate(caches):
-            compute(layer, cache)
-            writer.write(cache, [(f"prompt/L{layer}", 0)], cache.nbytes)  # returns at once
+            compute(layer, cache) writer.write(cache, [(f"prompt/L{layer}", 0)],
+            cache.nbytes)  # returns at once
         writer.flush()
 
-Needs PyTorch: `pip install infinistore[torch]`. It is not imported before a tensor is there.
+Requires PyTorch: `pip install '.[torch]'` in a clone. It is imported only when the
+first tensor arrives.
 """
 
 from infinistore.tensors.blocks import read_blocks, write_blocks

@@ -1,7 +1,8 @@
-"""One thread that carries out jobs beside the computation, in order, and as many at a time as go into one batch.
+"""One background thread that carries out jobs in order, several in one batch.
 
-What waits is bounded in bytes. The thread runs at a low priority, so that on a busy machine the computation goes first.
-It lives from `start` to `close`, which joins it.
+Pending jobs are limited in bytes. The thread runs at a low priority, so that the
+computation comes first on a busy machine. It lives from `start` to `close`, which joins
+it.
 """
 
 import os
@@ -10,41 +11,41 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from traceback import clear_frames
 from typing import Generic, TypeVar
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.kept_errors import KeptError
+from infinistore.new_threads import start_thread
+from infinistore.sizes import in_units
 
 __all__ = ["Background", "Job"]
 
 
 class Job:
-    """Something to do, of so many bytes. `error` is what became of it, once it is `done`."""
+    """A unit of work of `total_bytes`.
+
+    Once it is `done`, `failure` says why it failed, or is None.
+    """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.done = False
-        self.error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Note why it failed."""
-        # A job may be kept for long, with its error, whose traceback keeps what functions had in their hands: tensors,
-        # and views of the pool, whose room would not come back.
-        clear_frames(error.__traceback__)
-        self.error = error
+        self.failure: KeptError | None = None
 
 
 _Job = TypeVar("_Job", bound=Job)
 
 
 class Background(Generic[_Job]):
-    """Carries out jobs in the order in which they were submitted. Any thread may submit.
+    """Carries out jobs in the order in which they were submitted. Thread-safe.
 
-    `work` gets the jobs of one batch and sets the error of each that failed; what it raises is the error of all of
-    them. A batch has at most `max_batch_bytes`, or one job. `belongs` may keep a job out of the batch of others.
+    `work` gets the jobs of one batch and sets the failure of each job that failed. If
+    it raises, all of them have failed. A batch has at most `max_batch_bytes`, or one
+    job. `belongs` may keep a job out of the batch of others.
 
-    With `linger_s`, jobs wait so long for others, until a quarter of a batch is there or somebody waits for them. Each
-    batch takes the interpreter's lock and wakes the store, whatever its size, so a few are better than many.
+    With `linger_s`, jobs wait up to that many seconds for others, until a quarter of a
+    batch is there or somebody waits for them. Each batch takes the interpreter's lock
+    and wakes the store, whatever its size, so a few are better than many.
     """
 
     def __init__(
@@ -85,31 +86,36 @@ class Background(Generic[_Job]):
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread, once.
+
+        Raises:
+            StoreUnavailable: this process gets no more threads.
+        """
         if self._thread is not None:
             raise RuntimeError(f"the {self._name} was entered twice; make another one")
-        # A daemon: who forgets to leave the block must not find that the process does not end.
+        # A daemon: who forgets to leave the block must not find that the process does
+        # not end.
         thread = threading.Thread(target=self._run, name=f"infinistore-{self._name}", daemon=True)
         self._closed = False
         try:
-            thread.start()
-        except RuntimeError:  # no more threads
+            start_thread(thread)
+        except StoreUnavailable:
             self._closed = True
             raise
         self._thread = thread
 
     def submit(self, job: _Job, *, wait: bool, timeout_s: float | None) -> bool:
-        """Queue a job. If it would go over the bound: wait for room, or return False.
+        """Queue a job. If that exceeds the limit, wait for space, or return False.
 
         Raises:
-            ValueError: the job alone is over the bound.
-            DeadlineExceeded: there was no room in time; the job was not queued.
+            ValueError: the job alone exceeds the limit.
+            DeadlineExceeded: there was no space in time. The job was not queued.
             StoreUnavailable: the process was forked, and the thread is in the parent.
         """
         if job.total_bytes > self.max_pending_bytes:
             raise ValueError(
-                f"{job.total_bytes} bytes at a time are more than max_pending_bytes ({self.max_pending_bytes}): raise"
-                " it, or give fewer blocks at a time"
+                f"{in_units(job.total_bytes)} at a time are more than max_pending_bytes"
+                f" ({in_units(self.max_pending_bytes)}): raise it, or give fewer blocks at a time"
             )
         self._check_fork()
         with self._lock:
@@ -118,8 +124,9 @@ class Background(Generic[_Job]):
                 if not wait:
                     return False
                 raise DeadlineExceeded(
-                    f"no room for {job.total_bytes} bytes within {timeout_s:g} s: {self.pending_bytes} of"
-                    f" {self.max_pending_bytes} are pending; is the store slower than the computation?"
+                    f"no room for {in_units(job.total_bytes)} within {timeout_s:g} s:"
+                    f" {in_units(self.pending_bytes)} of {in_units(self.max_pending_bytes)} are pending;"
+                    " is the store slower than the computation?"
                 )
             self._check_open()
             self.pending_bytes += job.total_bytes
@@ -131,7 +138,7 @@ class Background(Generic[_Job]):
         return True
 
     def wait(self, job: _Job, timeout_s: float | None) -> None:
-        """Wait until a job is done; `DeadlineExceeded` if it is not in time."""
+        """Wait until a job is done, or raise `DeadlineExceeded`."""
         if job.done:
             return
         self._check_fork()
@@ -140,7 +147,11 @@ class Background(Generic[_Job]):
                 raise DeadlineExceeded(f"not done within {timeout_s:g} s; its tensor is still in use")
 
     def flush(self, timeout_s: float | None) -> None:
-        """Wait until everything is done that was submitted before; `DeadlineExceeded` if it is not in time."""
+        """Wait until everything submitted before is done.
+
+        Raises:
+            DeadlineExceeded: it is not done in time.
+        """
         self._check_fork()
         with self._lock:
             last = self.submitted
@@ -151,7 +162,10 @@ class Background(Generic[_Job]):
                 )
 
     def close(self, *, drain: bool) -> None:
-        """End the thread and wait for it; idempotent. Without `drain`, what was not begun is not done."""
+        """End the thread and wait for it. Idempotent.
+
+        Without `drain`, jobs that have not begun fail.
+        """
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
@@ -159,7 +173,7 @@ class Background(Generic[_Job]):
             if not drain:
                 while self._queue:
                     job = self._take()
-                    job.fail(StoreUnavailable(f"the {self._name} was left before this was done"))
+                    job.failure = KeptError(StoreUnavailable(f"the {self._name} was left before this was done"))
                     self._finish([job])
             self._work_to_do.notify()
             self._progress.notify_all()
@@ -173,8 +187,9 @@ class Background(Generic[_Job]):
             try:
                 self._work(batch)
             except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever submitted the jobs
+                failure = KeptError(error)
                 for job in batch:
-                    job.fail(error)
+                    job.failure = failure
             with self._lock:
                 self._finish(batch)
                 self._progress.notify_all()

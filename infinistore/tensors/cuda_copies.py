@@ -1,15 +1,18 @@
-"""Copying blocks between tensors on a GPU and the memory of this process.
+"""Copies of blocks between tensors on a GPU and the memory of this process.
 
-Copies run on a stream of their own, beside the computation, ordered by events: they begin when what the computing
-stream had been told before is done. Several pieces of memory are one call to the driver (`cudaMemcpyBatchAsync`,
-through cuda-bindings). Without that, blocks that are scattered over the tensor are gathered by the GPU into one piece
-first, and where memory is scattered on this side, they come by way of one pinned piece: in no case is there a call to
-the driver for each block.
+Copies run on streams of their own, concurrently with the computation. Events order
+them: a copy begins when the earlier work of the computing stream is done. Several
+pieces of memory take one call to the driver (`cudaMemcpyBatchAsync`, through
+cuda-bindings). Without that call, the GPU first gathers blocks that are scattered over
+the tensor, and scattered host memory is reached through one pinned piece. There is
+never a driver call for each block.
 
-Memory is fast for a GPU when it is pinned. The store's pool, where it is mapped into this process, is registered once
-(`cudaHostRegister`). Copies from and to other memory are right all the same, and slow.
+Pinned memory is fast for a GPU. The store's pool, if it is mapped into this process, is
+registered once (`cudaHostRegister`). Copies from and to other memory are correct, but
+slow.
 
-What touches the driver is in `cuda_runtime`; all that is decided here is tested without a GPU.
+The calls to the driver are in `cuda_runtime`. All decisions are here, and are tested
+without a GPU.
 """
 
 import threading
@@ -33,54 +36,59 @@ _FEW = 4
 
 
 class Runtime(Protocol):
-    """What is asked of CUDA. Streams and events are whatever the runtime makes of them."""
+    """The calls to CUDA. Streams and events are opaque values of the runtime."""
 
     batches: bool
     """Whether `copy` copies any number of pieces by one call."""
 
     def new_stream(self, device: "torch.device") -> Any:
-        """Make a stream beside those that compute."""
+        """Make a stream besides those that compute."""
 
     def record(self, device: "torch.device") -> Any:
-        """Return an event that comes when what this thread's current stream of the device was told so far is done."""
+        """Return an event after the earlier work of this thread's current stream."""
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Let what the stream is told from now on begin after the event."""
+        """Make later work of the stream wait for the event."""
 
     def wait(self, event: Any) -> None:
-        """Wait for the event. The interpreter's lock is free meanwhile."""
+        """Wait for the event, without the interpreter's lock."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What PyTorch does inside, it does on this stream."""
+        """Return a context in which PyTorch works on this stream."""
 
     def copy(self, stream: Any, memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
-        """Tell the stream to copy pieces: here, from the start of `memory` (uint8, on the device); there, addresses."""
+        """Queue copies on the stream.
+
+        `pieces` are offsets into `memory` (uint8, on the device), and addresses in this
+        process.
+        """
 
     def finish(self, stream: Any) -> None:
-        """Wait until the stream has done everything it was told. The interpreter's lock is free meanwhile."""
+        """Wait until the stream is idle, without the interpreter's lock."""
 
     def pinned(self, length: int) -> "torch.Tensor":
-        """Make pinned memory of this process: uint8, `length` bytes."""
+        """Allocate pinned memory of this process: uint8, `length` bytes."""
 
     def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
-        """Pin memory of this process; False if it cannot be pinned, or somebody else has pinned it.
+        """Pin memory of this process, for every device.
 
-        It is pinned for every device; `device` is one that the process uses anyway.
+        `device` is one that the process uses anyway. Returns False if the memory cannot
+        be pinned, or has been pinned by somebody else.
         """
 
     def unregister(self, device: "torch.device", address: int) -> None:
-        """Undo that. Nothing may be copied there meanwhile."""
+        """Undo `register`. No copy may use the memory meanwhile."""
 
 
 class MappedArena(NamedTuple):
-    """An arena of the store's pool as it is mapped into this process: for reading, and, perhaps, for writing."""
+    """An arena of the store's pool in this process: to read, and perhaps to write."""
 
     reading: memoryview
     writing: memoryview | None
 
 
 class _Registered(NamedTuple):
-    """An arena: where it is read, where the same bytes are pinned, and whether it was we who pinned them.
+    """An arena: where it is read, where the same bytes are pinned, and who pinned them.
 
     `view` keeps the mapping alive.
     """
@@ -94,7 +102,7 @@ class _Registered(NamedTuple):
 
 
 class CudaCopies:
-    """Tensors on GPUs. One for each store, because memory can be registered only once."""
+    """Copies for tensors on GPUs. One per store: memory can be registered only once."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -105,11 +113,11 @@ class CudaCopies:
         self._copying = 0
 
     def mark(self, tensor: "torch.Tensor") -> Any:
-        """Remember what the tensor's device was told so far, by this thread's current stream."""
+        """Return an event after this thread's earlier work on the tensor's device."""
         return self._runtime.record(tensor.device)
 
     def wait(self, after: Any) -> None:
-        """Wait for what `mark` remembered."""
+        """Wait for the event of `mark`."""
         self._runtime.wait(after)
 
     def host_memory(self, length: int) -> "torch.Tensor":
@@ -156,7 +164,7 @@ class CudaCopies:
         *,
         to_host: bool,
     ) -> None:
-        """Copy between rows on the device and views of memory that need not be neighbours."""
+        """Copy between rows on the device and views that need not be adjacent."""
         size = rows.shape[1]
         pieces = self._pieces(range(0, rows.numel(), size), there, size)
         if self._are_few(pieces):
@@ -178,7 +186,7 @@ class CudaCopies:
 
     @contextmanager
     def _ordered(self, device: "torch.device", after: Any, *, to_host: bool) -> Generator[Any, None, None]:
-        """Give the stream, which begins after the event; at the end, wait for it whatever happened."""
+        """Return the stream, ordered after the event; at the end, wait for it."""
         with self._lock:
             self._copying += 1
             stream = self._streams.get((device, to_host))
@@ -206,7 +214,7 @@ class CudaCopies:
     # The pool
 
     def use_pool(self, arenas: Sequence[MappedArena], device: "torch.device") -> None:
-        """Register the arenas that are new, and unregister those that are not there any more."""
+        """Register new arenas, and unregister those that are gone."""
         with self._lock:
             known = {arena.reading: arena for arena in self._pool}
             found: list[_Registered] = []
@@ -239,7 +247,7 @@ class CudaCopies:
             self._gone.clear()
 
     def _where_pinned(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the same bytes are pinned; addresses outside the pool stay as they are."""
+        """Return where the same bytes are pinned; other addresses stay as they are."""
         found = addresses.copy()
         for arena in self._pool:
             inside = (addresses >= arena.reading) & (addresses < arena.reading + arena.length)

@@ -1,7 +1,8 @@
-"""CUDA itself, through PyTorch and, where it is installed, cuda-bindings: the few calls that `CudaCopies` makes.
+"""CUDA through PyTorch and, if installed, cuda-bindings: the calls of `CudaCopies`.
 
-Nothing is decided here, because nothing here runs where there is no GPU. Sources: the CUDA Runtime API, "Memory
-Management" (cudaMemcpyBatchAsync: CUDA 12.8; cudaHostRegister) and "Stream Management"; PyTorch, "CUDA semantics".
+Nothing is decided here, because nothing here runs without a GPU. Sources: the CUDA
+Runtime API, "Memory Management" (cudaMemcpyBatchAsync: CUDA 12.8; cudaHostRegister) and
+"Stream Management"; PyTorch, "CUDA semantics".
 """
 
 import ctypes
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infinistore.client.device_memory import cuda_driver
+from infinistore.client.extension import cuda_driver
 from infinistore.tensors.device_copies import Pieces
 from infinistore.tensors.errors import CudaError
 
@@ -32,7 +33,7 @@ class TorchCuda:
         self.batches = bindings is not None and _takes_batches(bindings)
 
     def new_stream(self, device: "torch.device") -> "torch.cuda.Stream":
-        """Make a stream beside those that compute."""
+        """Make a stream besides those that compute."""
         import torch
 
         return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
@@ -42,7 +43,7 @@ class TorchCuda:
         return cuda_driver.record_event(device)
 
     def wait_event(self, stream: "torch.cuda.Stream", event: "torch.cuda.Event") -> None:
-        """Let the stream go on after the event."""
+        """Make later work of the stream wait for the event."""
         stream.wait_event(event)
 
     def wait(self, event: "torch.cuda.Event") -> None:
@@ -50,13 +51,13 @@ class TorchCuda:
         cuda_driver.wait_for_event(event)
 
     def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
-        """What PyTorch does inside, it does on this stream, and on its device."""
+        """Return a context in which PyTorch works on this stream, and on its device."""
         import torch
 
         return torch.cuda.stream(stream)
 
     def copy(self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
-        """Tell the stream to copy pieces, by one call if there is a way."""
+        """Queue copies on the stream, by one call if possible."""
         import torch
 
         with self.on(stream), torch.inference_mode():  # or a tensor that was made in it could not be written
@@ -87,7 +88,7 @@ class TorchCuda:
         )
 
     def finish(self, stream: "torch.cuda.Stream") -> None:
-        """Wait until the stream has done everything, asleep rather than awake."""
+        """Wait until the stream is idle. Sleeps instead of spinning."""
         import torch
 
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -95,13 +96,13 @@ class TorchCuda:
         done.synchronize()
 
     def pinned(self, length: int) -> "torch.Tensor":
-        """Make pinned memory; PyTorch keeps it for the next time."""
+        """Allocate pinned memory, which PyTorch caches."""
         import torch
 
         return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
-        """Pin memory of this process; False if it cannot be, or somebody else has pinned it."""
+        """Pin memory of this process. False if that fails, or it is pinned already."""
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         with self.at(device):
             return self._register(address, length, flags)
@@ -117,7 +118,10 @@ class TorchCuda:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def at(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """What is done inside concerns this device. Without it, CUDA would begin to use the first device, too."""
+        """Return a context for calls that concern this device.
+
+        Otherwise CUDA would start to use the first device, too.
+        """
         import torch
 
         return torch.cuda.device(device)
@@ -154,7 +158,7 @@ def cuda_bindings() -> Any:
 
 
 def _takes_batches(bindings: Any) -> bool:
-    """Whether the bindings have the call, and the driver is new enough for it and for them."""
+    """Whether bindings and driver both have the call."""
     if not hasattr(bindings, "cudaMemcpyBatchAsync"):
         return False
     error, driver = bindings.cudaDriverGetVersion()
@@ -165,7 +169,7 @@ def _takes_batches(bindings: Any) -> bool:
 
 
 def _host_tensor(address: int, size: int) -> "torch.Tensor":
-    """Memory of this process as a tensor, which does not keep it alive."""
+    """Return host memory as a tensor, which does not keep it alive."""
     import torch
 
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)

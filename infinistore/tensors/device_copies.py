@@ -1,9 +1,7 @@
-"""Copying blocks between a tensor, wherever it is, and memory of this process: the interface, and what the CPU does.
+"""Copies of blocks between a tensor and host memory: the interface, and the CPU's.
 
-`CudaCopies` does the same for tensors on a GPU. `copies_for` chooses.
-
-Neighbouring blocks are merged, so that the cost of a copy depends on how many pieces of memory there are, not on how
-many blocks.
+Adjacent blocks are merged, so that the cost of a copy depends on the number of pieces
+of memory, not on the number of blocks.
 """
 
 import ctypes
@@ -24,29 +22,37 @@ _Numbers = NDArray[np.int64]
 
 
 class DeviceCopies(Protocol):
-    """How blocks get between tensors of one kind of device and the memory of this process. Any thread may call."""
+    """Copies between tensors on one kind of device and the memory of this process.
+
+    Any thread may call.
+    """
 
     def mark(self, tensor: "torch.Tensor") -> Any:
-        """Remember what the device was told to do with the tensor so far. Called by the thread that computes."""
+        """Return an event after the earlier work of the device on the tensor.
+
+        Called by the thread that computes.
+        """
 
     def to_host(self, blocks: TensorBlocks, targets: Sequence[memoryview], after: Any) -> None:
-        """Copy the blocks into memory, one target for each, when what `after` remembers is done.
+        """Copy the blocks into memory, one target for each, after the event `after`.
 
-        When this returns, or raises, nobody reads the tensor or writes to the targets any more.
+        When this returns or raises, nobody reads the tensor or writes to the targets
+        any more.
         """
 
     def to_device(self, sources: Sequence[memoryview], blocks: TensorBlocks, after: Any) -> None:
-        """Copy memory into the blocks, one source for each, when what `after` remembers is done.
+        """Copy memory into the blocks, one source for each, after the event `after`.
 
-        When this returns, or raises, nobody reads the sources or writes to the tensor any more.
+        When this returns or raises, nobody reads the sources or writes to the tensor
+        any more.
         """
 
     def host_memory(self, length: int) -> "torch.Tensor":
-        """Make memory of this process, of the kind that the device likes: uint8, `length` bytes."""
+        """Allocate host memory that suits the device: uint8, `length` bytes."""
 
 
 class Pieces(NamedTuple):
-    """Pieces of memory to be copied: where each is in the one place and in the other, and how long it is, in bytes."""
+    """Pieces of memory to copy: starts on both sides, and lengths, in bytes."""
 
     here: list[int]
     there: list[int]
@@ -54,7 +60,10 @@ class Pieces(NamedTuple):
 
 
 def merge(here: _Numbers, there: _Numbers, size: int, boundaries: Sequence[int] = ()) -> Pieces:
-    """Merge blocks of `size` bytes that are neighbours in both places; never across a boundary `there`."""
+    """Merge blocks of `size` bytes that are adjacent on both sides.
+
+    Never merges across a boundary `there`.
+    """
     if not len(here):
         return Pieces([], [], [])
     apart = (np.diff(here) != size) | (np.diff(there) != size)
@@ -66,7 +75,7 @@ def merge(here: _Numbers, there: _Numbers, size: int, boundaries: Sequence[int] 
 
 
 def addresses_of(views: Sequence[memoryview]) -> _Numbers:
-    """Return where each view begins in the memory of this process. It says nothing of how long the view stays."""
+    """Return the address of each view. It does not keep the views alive."""
     found = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in views]
     return np.array(found, np.int64)
 

@@ -1,14 +1,16 @@
-"""Which copies are for which tensor, and memory for blocks on their way where a device cannot reach the pool."""
+"""Which copies suit which tensor, and staging memory for devices."""
 
+import os
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import attrs
 
-from infinistore.client.registration import Registration
-from infinistore.tensors.cuda_copies import CudaCopies
+from infinistore.client import Registration
+from infinistore.client.extension import in_thread
+from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
 from infinistore.tensors.device_copies import CpuCopies, DeviceCopies
 from infinistore.tensors.tensor_blocks import TensorBlocks
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
     from infinistore.client import AsyncStore
 
-__all__ = ["Staging", "Transfer", "make_transfer"]
+__all__ = ["Staging", "Transfer", "any_on_device", "beside_loop", "make_transfer", "pin_pool"]
+
+_T = TypeVar("_T")
 
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """Blocks, how they are copied, and what must be done before they are."""
+    """Blocks, how they are copied, and the event that must come first."""
 
     blocks: TensorBlocks
     copies: DeviceCopies
@@ -32,26 +36,67 @@ class Transfer:
 
     @property
     def on_device(self) -> bool:
-        """Whether the tensor is out of this process's reach."""
+        """Whether this process cannot access the tensor's memory."""
         return not isinstance(self.copies, CpuCopies)
 
 
 def make_transfer(store: "BlockingStore | AsyncStore", blocks: TensorBlocks) -> Transfer:
-    """Get ready to copy blocks. Called by the thread that computes: what it told the device so far comes first."""
-    copies = _copies_for(store, blocks.tensor)
+    """Prepare to copy blocks. The thread that computes calls this.
+
+    The copy waits for the work that this thread has queued so far.
+    """
+    copies = copies_for(store, blocks.tensor)
     return Transfer(blocks, copies, copies.mark(blocks.tensor))
 
 
+async def beside_loop(batch: Sequence[Transfer], work: Callable[[], _T]) -> _T:
+    """Do work on these blocks, in a thread if it copies or asks a device.
+
+    Other work takes less time than a thread.
+    """
+    if any(transfer.on_device or transfer.blocks.starts is None for transfer in batch):
+        return await in_thread(work)
+    return work()
+
+
+def any_on_device(batch: Sequence[Transfer]) -> bool:
+    """Tell whether this process cannot access the memory of one of the tensors."""
+    return any(transfer.on_device for transfer in batch)
+
+
+def pin_pool(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer]) -> bool:
+    """Pin the store's pool for the device of these tensors.
+
+    Returns False if the pool is not mapped into this process.
+    """
+    on_device = next(transfer for transfer in batch if transfer.on_device)
+    assert isinstance(on_device.copies, CudaCopies)  # all devices of a store have the same copies
+    arenas = [MappedArena(*arena) for arena in store.mapped_arenas()]
+    on_device.copies.use_pool(arenas, on_device.blocks.tensor.device)
+    return bool(arenas)
+
+
 _CPU = CpuCopies()
-# The memory of a store's pool can be registered only once in a process, whoever copies from and to it.
+# The memory of a store's pool can be registered only once in a process, whoever copies
+# from and to it.
 _CUDA: "WeakKeyDictionary[BlockingStore | AsyncStore, CudaCopies]" = WeakKeyDictionary()
-_CUDA_LOCK = threading.Lock()
+_cuda_lock = threading.Lock()
 
 
-def _copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> DeviceCopies:
+def _after_fork_in_child() -> None:
+    # It may have been held by a thread that the child does not have.
+    global _cuda_lock  # noqa: PLW0603
+    _cuda_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> DeviceCopies:
+    """Return what copies the blocks of this tensor: one engine for each store."""
     if tensor.is_cpu:
         return _CPU
-    with _CUDA_LOCK:
+    with _cuda_lock:
         copies = _CUDA.get(store)
         if copies is None:
             copies = _CUDA[store] = CudaCopies(TorchCuda(cuda_bindings()))
@@ -60,9 +105,10 @@ def _copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> 
 
 
 class Staging:
-    """Memory of this process for blocks of tensors on devices: used again and again, registered for RDMA once.
+    """Reusable host memory for blocks of tensors on devices, registered for RDMA once.
 
-    For one thread. `store` is None where it is used once: registering takes longer than that saves.
+    For one thread. `store` is None for a single use: registering takes longer than it
+    saves.
     """
 
     def __init__(self, store: "BlockingStore | None") -> None:
@@ -71,7 +117,10 @@ class Staging:
         self._registration: Registration | None = None
 
     def rows(self, transfers: Sequence[Transfer]) -> "list[torch.Tensor]":
-        """Return room for the blocks of each: uint8, one row for each block. It is good until this is called again."""
+        """Return memory for the blocks of each transfer: uint8, one row for each block.
+
+        It is valid until the next call.
+        """
         if not transfers:
             return []
         total_bytes = max(1, sum(transfer.blocks.total_bytes for transfer in transfers))
@@ -83,13 +132,13 @@ class Staging:
         found: list[torch.Tensor] = []
         first = 0
         for blocks in (transfer.blocks for transfer in transfers):
-            room = self._memory[first : first + blocks.total_bytes]
-            found.append(room.view(len(blocks.keys), blocks.block_bytes))
+            part = self._memory[first : first + blocks.total_bytes]
+            found.append(part.view(len(blocks.keys), blocks.block_bytes))
             first += blocks.total_bytes
         return found
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._registration is not None:
             self._registration.close()
         self._registration = self._memory = None

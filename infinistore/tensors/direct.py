@@ -1,13 +1,13 @@
-"""Blocks of tensors on GPUs that a card moves by itself, from where they are to where they belong.
+"""Blocks of tensors on GPUs that an RDMA card moves without a copy.
 
-That is possible where the store has registered the tensor's memory, RDMA is in use, and every block is one piece of
-memory. In all other cases blocks are copied by way of the host, which is never wrong.
+That is possible if the tensor's memory is registered with the store, RDMA is in use,
+and every block is contiguous. All other blocks are copied by way of the host.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infinistore.client.device_memory import DeviceBatch, DeviceMemory
+from infinistore.client.extension import DeviceBatch, DeviceMemory
 from infinistore.tensors.cuda_copies import CudaCopies
 from infinistore.tensors.devices import Transfer
 
@@ -19,10 +19,7 @@ __all__ = ["direct_batch"]
 
 
 def direct_batch(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer]) -> DeviceBatch | None:
-    """Return the blocks of these tensors where they lie, if all of them can be moved from and to there."""
-    rdma = store._rdma()
-    if rdma is None or not len(rdma.device_memory):
-        return None
+    """Return the blocks of these tensors in place, if RDMA can move all of them."""
     blocks: list[DeviceMemory] = []
     waits: list[tuple[CudaCopies, object]] = []
     for transfer in batch:
@@ -34,9 +31,13 @@ def direct_batch(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer])
             transfer.blocks.block_bytes,
             tensor.device.index or 0,
         )
+        # The first block first: where it is not registered, the others are not looked
+        # at.
+        if starts and not store.has_registered([DeviceMemory(first + starts[0], size, ordinal, tensor)]):
+            return None
         blocks += [DeviceMemory(first + start, size, ordinal, tensor) for start in starts]
         waits.append((transfer.copies, transfer.after))
-    if not blocks or rdma.device_memory.locate(blocks) is None:
+    if not blocks or not store.has_registered(blocks):
         return None
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""The errors of tensors, beside those of `infinistore.errors`."""
+"""The errors of tensors, in addition to those of `infinistore.errors`."""
 
 from infinistore.errors import InfiniStoreException, KeyNotFound
 
@@ -6,7 +6,10 @@ __all__ = ["BlockSizeMismatch", "BlocksMissing", "CudaError"]
 
 
 class BlocksMissing(KeyNotFound):
-    """Some blocks are not in the store. `keys` says which; what is in their part of the tensor is undefined."""
+    """Some blocks do not exist: those of `keys`.
+
+    The contents of their part of the tensor are undefined.
+    """
 
     def __init__(self, keys: list[str], asked: int) -> None:
         super().__init__(f"{len(keys)} of {asked} blocks are not in the store, first {keys[0][:100]!r}")
@@ -14,8 +17,8 @@ class BlocksMissing(KeyNotFound):
 
 
 class BlockSizeMismatch(InfiniStoreException):
-    """A stored block has another length than the block it was to be read into."""
+    """A stored block is longer or shorter than the block to read."""
 
 
 class CudaError(InfiniStoreException):
-    """A call to CUDA failed. The message names the call and what CUDA said."""
+    """A CUDA call failed. The message contains the call and CUDA's error."""

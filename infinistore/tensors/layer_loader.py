@@ -1,4 +1,4 @@
-"""`LayerLoader`: read a prompt's KV cache layer by layer; the first is used while the next is on its way."""
+"""`LayerLoader`: loads a prompt's KV cache layer by layer, during computation."""
 
 import threading
 from collections.abc import Hashable
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Self
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.kept_errors import KeptError
 from infinistore.tensors.background import Background, Job
+from infinistore.tensors.blocking_transfers import get_blocks
 from infinistore.tensors.devices import Staging, Transfer, make_transfer
 from infinistore.tensors.tensor_blocks import Blocks, blocks_to_read
-from infinistore.tensors.transfers import get_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +28,19 @@ class _Load(Job):
 
 
 class LayerLoader:
-    """Reads blocks into tensors in a thread of its own, layer by layer: `with LayerLoader(store) as loader`.
+    """Loads blocks in a background thread: `with LayerLoader(store) as loader`.
 
-    `load` returns at once; `wait(layer)` returns when everything that was loaded for the layer is in its tensors, or
-    raises what was wrong with it. Layers are read in the order of `load`. Leaving the block gives up what was not
-    begun, and waits for what was. Any thread may load and wait.
+    `load` returns at once. `wait(layer)` returns when all loads of the layer are in
+    their tensors, or raises their error. Layers are loaded in the order of `load`. The
+    end of the `with` statement discards the loads that have not started, and waits for
+    the others. Any thread may load and wait.
 
     Args:
         store: a blocking store, which must stay open longer than the loader.
-        max_pending_bytes: how many bytes may be asked for and not yet be there; at the bound, `load` waits.
+        max_pending_bytes: limit of bytes that are requested and not yet loaded; at the
+            limit, `load` waits.
         deadline_s: how long `load` waits for that, in seconds.
-        nice: how far the thread stands back for the computation, 0 (not) to 19, as nice(1) counts.
+        nice: nice value of the thread, 0 to 19, as in nice(1).
     """
 
     def __init__(
@@ -77,19 +80,24 @@ class LayerLoader:
         self.close()
 
     def close(self) -> None:
-        """Leave the block, for those who cannot use `with`; idempotent. No tensor is written any more afterwards."""
+        """Discard the loads that have not started, and end the thread. Idempotent.
+
+        No tensor is written afterwards. For callers that cannot use `with`.
+        """
         self._background.close(drain=False)
         self._staging.close()
 
     def load(self, layer: Hashable, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> None:
-        """Read blocks into a tensor, soon; several times for one layer if it has several tensors.
+        """Load blocks into a tensor in the background. Returns at once.
 
-        `layer` is any name for it. The other arguments are those of `read_blocks`. Until `wait(layer)`, nobody else may
-        use the blocks' part of the tensor. (The tensor is kept alive.)
+        `layer` is any name; call `load` several times if a layer has several tensors.
+        The other arguments are those of `read_blocks`. Do not use the blocks' part of
+        the tensor before `wait(layer)`. The loader keeps the tensor alive.
 
         Raises:
-            DeadlineExceeded: too much was pending for `deadline_s`. Nothing of this is read.
-            ValueError, TypeError: as of `read_blocks`, or more bytes than `max_pending_bytes`. Nothing is read.
+            DeadlineExceeded: the loader was full for `deadline_s`. Nothing is read.
+            ValueError, TypeError: as in `read_blocks`, or more bytes than
+                `max_pending_bytes`. Nothing is read.
         """
         job = _Load(make_transfer(self._store, blocks_to_read(tensor, blocks, block_size_bytes)))
         self._background.submit(job, wait=True, timeout_s=self._deadline_s)
@@ -97,12 +105,15 @@ class LayerLoader:
             self._layers.setdefault(layer, []).append(job)
 
     def wait(self, layer: Hashable, timeout_s: float | None = None) -> None:
-        """Wait until all blocks of a layer are in their tensors. After that, its name is free again.
+        """Wait until all blocks of a layer are in their tensors. Then its name is free.
 
         Raises:
-            BlocksMissing: some are not in the store; its `keys` says which. Their part of the tensor is undefined.
-            BlockSizeMismatch, ChecksumMismatch, StoreUnavailable and others: as of `read_blocks`.
-            DeadlineExceeded: not within `timeout_s` seconds; it goes on, and can be waited for again.
+            BlocksMissing: some blocks do not exist: those of its `keys`. Their part of
+                the tensor is undefined.
+            BlockSizeMismatch, ChecksumMismatch, StoreUnavailable and others: as in
+                `read_blocks`.
+            DeadlineExceeded: not within `timeout_s` seconds; the load goes on, and
+                `wait` can be called again.
             KeyError: nothing was loaded for this layer.
         """
         with self._lock:
@@ -114,11 +125,11 @@ class LayerLoader:
         with self._lock:
             self._layers.pop(layer, None)
         for job in jobs:
-            if job.error is not None:
-                raise job.error
+            if job.failure is not None:
+                raise job.failure.again()
 
     def _load_batch(self, jobs: list[_Load]) -> None:
-        """In the thread: read what waits, in one get; if that fails as a whole, each by itself."""
+        """Carry out the waiting loads in one batch or, if that fails, one by one."""
         try:
             problems = get_blocks(self._store, [job.transfer for job in jobs], self._staging)
         except (StoreUnavailable, DeadlineExceeded):
@@ -130,10 +141,10 @@ class LayerLoader:
                 self._load_alone(job)
         else:
             for job, problem in zip(jobs, problems, strict=True):
-                job.error = problem
+                job.failure = problem
 
     def _load_alone(self, job: _Load) -> None:
         try:
             self._load_batch([job])
         except Exception as error:  # noqa: BLE001 - it is raised by `wait`
-            job.fail(error)
+            job.failure = KeptError(error)

@@ -1,4 +1,4 @@
-"""`LayerWriter`: store a prompt's KV cache layer by layer, each layer while the next is being computed."""
+"""`LayerWriter`: stores a prompt's KV cache layer by layer, during computation."""
 
 import threading
 from types import TracebackType
@@ -8,10 +8,11 @@ import attrs
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.kept_errors import KeptError
 from infinistore.tensors.background import Background, Job
+from infinistore.tensors.blocking_transfers import put_blocks
 from infinistore.tensors.devices import Staging, Transfer, make_transfer
 from infinistore.tensors.tensor_blocks import Blocks, blocks_to_write
-from infinistore.tensors.transfers import put_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ _MAX_BATCH_BYTES = 16 * 1024 * 1024
 
 @attrs.frozen(kw_only=True)
 class LayerWriterStatistics:
-    """What a writer has done so far."""
+    """The counts of a writer so far."""
 
     pending_writes: int
     pending_bytes: int
@@ -33,11 +34,14 @@ class LayerWriterStatistics:
     dropped_writes: int
     dropped_bytes: int
     puts: int
-    """How many batches the writes were put in: fewer than the writes, when several waited."""
+    """The number of batches; fewer than the writes if writes were combined."""
 
 
 class Ticket(Job):
-    """What became of one write. Until it is `done`, the blocks' part of the tensor must not change."""
+    """The state of one write.
+
+    The blocks' part of the tensor must not change until the ticket is `done`.
+    """
 
     def __init__(self, writer: "LayerWriter", transfer: Transfer) -> None:
         super().__init__(transfer.blocks.total_bytes)
@@ -46,36 +50,41 @@ class Ticket(Job):
         self._writer = writer
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the blocks are stored. False if the write was dropped because the writer was full.
+        """Wait until the blocks are stored. False if a full writer dropped the write.
 
         Raises:
-            DeadlineExceeded: not within `timeout_s` seconds; the write goes on.
-            OutOfMemory, ValueTooLarge, LimitExceeded: why they are not stored.
-            StoreUnavailable, DeadlineExceeded: they may be stored, or not.
+            DeadlineExceeded: not stored within `timeout_s` seconds; the write goes on.
+            OutOfMemory, ValueTooLarge, LimitExceeded: the blocks were not stored.
+            StoreUnavailable, DeadlineExceeded: the blocks may have been stored.
         """
         self._writer._background.wait(self, timeout_s)
-        if self.error is not None:
-            self._writer._told(self.error)
-            raise self.error
+        if self.failure is not None:
+            self._writer._told(self.failure)
+            raise self.failure.again()
         return not self.dropped
 
 
 class LayerWriter:
-    """Stores blocks of tensors in a thread of its own, beside the computation: `with LayerWriter(store) as writer`.
+    """Stores blocks in a background thread: `with LayerWriter(store) as writer`.
 
-    `write` returns at once with a ticket; `flush` waits for everything. Writes are stored in their order, several of
-    them in one batch when they wait. An error is raised by the ticket's `wait`; if nobody waits there, once by the next
-    `write` or `flush`. The writer goes on with the writes after it. Leaving the block waits for everything, and raises
-    what `flush` would; leaving it by an exception gives up what was not begun. Any thread may write.
+    `write` returns a ticket at once; `flush` waits for all writes. Writes are stored in
+    order; waiting writes are combined into one batch. The ticket's `wait` raises the
+    error of a write. If nothing waits for the ticket, the next `write` or `flush`
+    raises the error once. The writer continues with later writes. The end of the `with`
+    statement waits for all writes and raises what `flush` would raise; an exception
+    discards the writes that have not started. Any thread may write.
 
     Args:
         store: a blocking store, which must stay open longer than the writer.
-        max_pending_bytes: how many bytes may wait; the tensors are not copied, so this much of them must not change.
-        when_full: at that bound, "block" waits in `write`, "drop" leaves the write out and counts it.
-        deadline_s: how long `write` waits for room, in seconds.
-        nice: how far the thread stands back for the computation, 0 (not) to 19, as nice(1) counts.
-        linger_s: how long less than 4 MiB wait for more to go into one put with, in seconds. Each put takes a part of
-            its time from the computation whatever its size. Who waits for a write ends that.
+        max_pending_bytes: limit of waiting bytes. The tensors are not copied, so up to
+            this much of them must not change.
+        when_full: at that limit, "block" waits in `write`, "drop" drops the write and
+            counts it.
+        deadline_s: how long `write` waits for space, in seconds.
+        nice: nice value of the thread, 0 to 19, as in nice(1).
+        linger_s: how long less than 4 MiB wait for further writes to share a put, in
+            seconds. The cost of a put to the computation hardly depends on its size.
+            Waiting for a write ends the delay.
     """
 
     def __init__(
@@ -101,7 +110,7 @@ class LayerWriter:
         self._block = when_full == "block"
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._unreported: Exception | None = None
+        self._unreported: KeptError | None = None
         self._stored_writes = self._stored_bytes = self._failed_writes = self._puts = 0
         self._dropped_writes = self._dropped_bytes = 0
         self._background = Background(
@@ -126,20 +135,27 @@ class LayerWriter:
             self._report()
 
     def close(self) -> None:
-        """Leave the block, for those who cannot use `with`; idempotent. Waits for all writes; raises as `flush`."""
+        """Wait for all writes and end the thread. Idempotent; raises as `flush`.
+
+        For callers that cannot use `with`.
+        """
         self._close(drain=True)
         self._report()
 
     def write(self, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> Ticket:
-        """Store blocks of a tensor, soon. The arguments are those of `write_blocks`; returns at once.
+        """Store blocks of a tensor in the background. Returns at once.
 
-        The blocks' part of the tensor must not change before the ticket is done. (The tensor is kept alive.)
+        The arguments are those of `write_blocks`. The blocks' part of the tensor must
+        not change until the ticket is done. The writer keeps the tensor alive.
 
         Raises:
-            DeadlineExceeded: the writer was full for `deadline_s`. Nothing of this write is stored.
-            ValueError, TypeError: as of `write_blocks`, or more bytes than `max_pending_bytes`. Nothing is stored.
-            OutOfMemory, StoreUnavailable and others: an earlier write failed, and nobody was told yet. Nothing of this
-                write is stored; call again to go on.
+            DeadlineExceeded: the writer was full for `deadline_s`. Nothing of this
+                write is stored.
+            ValueError, TypeError: as in `write_blocks`, or more bytes than
+                `max_pending_bytes`. Nothing is stored.
+            OutOfMemory, StoreUnavailable and others: an earlier write failed, and its
+                error was not raised yet. Nothing of this write is stored; call again to
+                continue.
         """
         self._report()
         ticket = Ticket(self, make_transfer(self._store, blocks_to_write(tensor, blocks, block_size_bytes)))
@@ -152,17 +168,18 @@ class LayerWriter:
         return ticket
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything that was written before is stored.
+        """Wait until all earlier writes are stored.
 
         Raises:
             DeadlineExceeded: not within `timeout_s` seconds; the writes go on.
-            OutOfMemory, StoreUnavailable and others: a write failed, and nobody was told yet.
+            OutOfMemory, StoreUnavailable and others: a write failed, and its error was
+                not raised yet.
         """
         self._background.flush(timeout_s)
         self._report()
 
     def statistics(self) -> LayerWriterStatistics:
-        """Tell what was done so far."""
+        """Return the counts so far."""
         background = self._background
         return LayerWriterStatistics(
             pending_writes=background.submitted - background.completed,
@@ -180,26 +197,26 @@ class LayerWriter:
         self._staging.close()
 
     def _report(self) -> None:
-        """Raise an error that nobody was told of."""
+        """Raise an error that was not raised yet."""
         with self._lock:
-            error, self._unreported = self._unreported, None
-        if error is not None:
-            raise error
+            failure, self._unreported = self._unreported, None
+        if failure is not None:
+            raise failure.again()
 
-    def _told(self, error: Exception) -> None:
+    def _told(self, failure: KeptError) -> None:
         with self._lock:
-            if self._unreported is error:
+            if self._unreported is failure:
                 self._unreported = None
 
     def _store_batch(self, tickets: list[Ticket]) -> None:
-        """In the thread: store what waits, in one put; if the store refuses that, each write by itself."""
+        """Carry out the waiting writes in one batch or, if that fails, one by one."""
         try:
             self._put(tickets)
         except (StoreUnavailable, DeadlineExceeded) as error:
-            self._failed(tickets, error)
+            self._failed(tickets, KeptError(error))
         except Exception as error:  # noqa: BLE001 - it is raised where the write's owner looks
             if len(tickets) == 1:
-                self._failed(tickets, error)
+                self._failed(tickets, KeptError(error))
             else:
                 for ticket in tickets:
                     self._store_batch([ticket])
@@ -212,17 +229,17 @@ class LayerWriter:
             self._stored_writes += 1
             self._stored_bytes += ticket.total_bytes
 
-    def _failed(self, tickets: list[Ticket], error: Exception) -> None:
+    def _failed(self, tickets: list[Ticket], failure: KeptError) -> None:
         for ticket in tickets:
             ticket.transfer = None
-            ticket.fail(error)
+            ticket.failure = failure
             self._failed_writes += 1
         with self._lock:
-            self._unreported = self._unreported or error
+            self._unreported = self._unreported or failure
 
 
 def _no_key_twice(batch: list[Ticket], ticket: Ticket) -> bool:
-    """A put has each key once; a later write of the same key goes into the next one, and wins."""
+    """A put has each key once. A later write of the same key is put later, and wins."""
     assert ticket.transfer is not None
     keys = set(ticket.transfer.blocks.keys)
     return all(other.transfer is None or keys.isdisjoint(other.transfer.blocks.keys) for other in batch)

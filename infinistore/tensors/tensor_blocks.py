@@ -1,11 +1,13 @@
-"""Which bytes of a tensor a block is: offsets checked, and turned into places in the tensor's memory.
+"""Which bytes of a tensor a block is: checked offsets, and their memory.
 
-An offset counts bytes of the tensor's elements in their logical order, as `tensor.contiguous()` would lay them out; for
-a contiguous tensor that is the distance from its first byte. So a block means the same values whatever the strides are,
-and nothing but the tensor's own elements is ever read or written. A block that is one piece of memory is used in place.
-If one is not, the blocks are gathered into a contiguous tensor, or scattered from one, by one call for all of them.
+An offset counts bytes of the tensor's elements in logical order, as in
+`tensor.contiguous()`; in a contiguous tensor it is the distance from the first byte. So
+a block has the same values whatever the strides are, and only the tensor's own elements
+are read or written. A contiguous block is used in place. If one block is not
+contiguous, one call gathers all blocks into a contiguous tensor, or scatters them from
+one.
 
-PyTorch is not imported here before somebody brings a tensor.
+PyTorch is not imported before the caller passes a tensor.
 """
 
 import math
@@ -25,17 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["Blocks", "TensorBlocks", "blocks_to_read", "blocks_to_write", "bytes_of_storage"]
 
 Blocks: TypeAlias = Sequence[tuple[str, int]]
-"""Keys, and where in the tensor each block begins, in bytes."""
+"""Pairs of a key and the offset of its block in the tensor, in bytes."""
 
 _INTEGER_OF_BYTES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 @attrs.frozen(eq=False)
 class TensorBlocks:
-    """Blocks of one tensor, all of `block_bytes` bytes.
+    """Blocks of one tensor, each of `block_bytes` bytes.
 
-    `starts` says for each block where it begins in the tensor's storage, in bytes; None if some block is not one piece
-    of memory. `offsets` are those in logical order.
+    `starts` are the offsets of the blocks in the tensor's storage, in bytes; None if a
+    block is not contiguous. `offsets` are those in logical order.
     """
 
     tensor: "torch.Tensor"
@@ -50,7 +52,10 @@ class TensorBlocks:
         return len(self.keys) * self.block_bytes
 
     def gather(self) -> "torch.Tensor":
-        """Copy the blocks into a new contiguous tensor on the same device: uint8, one row for each block."""
+        """Copy the blocks into a new contiguous tensor on the same device.
+
+        It is of uint8, with one row for each block.
+        """
         import torch
 
         with torch.inference_mode():
@@ -58,7 +63,7 @@ class TensorBlocks:
             return elements[index].contiguous().view(-1).view(torch.uint8).view(len(self.keys), self.block_bytes)
 
     def new_rows(self) -> "torch.Tensor":
-        """Make a tensor like that of `gather`, on the same device, with anything in it."""
+        """Return an uninitialised tensor like that of `gather`, on the same device."""
         import torch
 
         with torch.inference_mode():
@@ -73,10 +78,10 @@ class TensorBlocks:
             elements[index] = rows.view(-1).view(elements.dtype).view(-1, *elements.shape[len(index) :])
 
     def _rows(self) -> "tuple[torch.Tensor, tuple[torch.Tensor, ...]]":
-        """Return the tensor as integers, and the index of the rows of it that the blocks consist of.
+        """Return the tensor as integers, and which of its rows the blocks consist of.
 
-        A row is what the last dimensions hold, as many of them as still divide every offset and the block: the fewer
-        rows there are, the faster they are copied.
+        A row spans the last dimensions, as many as still divide every offset and the
+        block: fewer rows are copied faster.
         """
         import torch
 
@@ -96,11 +101,12 @@ class TensorBlocks:
 
 
 def blocks_to_write(tensor: Any, blocks: Blocks, block_size_bytes: int) -> TensorBlocks:
-    """Check what is to be stored.
+    """Check blocks to store.
 
     Raises:
-        TypeError: no tensor, no keys, or no whole numbers.
-        ValueError: blocks outside the tensor, a key twice, or a tensor whose memory does not hold its values.
+        TypeError: not a tensor, not keys, or not whole numbers.
+        ValueError: a block outside the tensor, a duplicate key, or a tensor whose
+            memory does not hold its values.
     """
     checked = _check(tensor, blocks, block_size_bytes)
     check_distinct(checked.keys)
@@ -108,7 +114,10 @@ def blocks_to_write(tensor: Any, blocks: Blocks, block_size_bytes: int) -> Tenso
 
 
 def blocks_to_read(tensor: Any, blocks: Blocks, block_size_bytes: int) -> TensorBlocks:
-    """Check what is to be read into; the same errors, and `ValueError` where two blocks would be in the same place."""
+    """Check blocks to read into. Raises as `blocks_to_write`.
+
+    Also raises `ValueError` if two blocks overlap.
+    """
     checked = _check(tensor, blocks, block_size_bytes)
     if _may_overlap_itself(checked.tensor):
         raise ValueError("elements of this tensor share their memory (it was expanded); read into a tensor of its own")
@@ -123,7 +132,7 @@ def blocks_to_read(tensor: Any, blocks: Blocks, block_size_bytes: int) -> Tensor
 
 
 def bytes_of_storage(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the whole storage of a tensor as its bytes: one-dimensional uint8, the same memory, for every dtype."""
+    """Return the storage of a tensor of any dtype as uint8: the same memory, flat."""
     import torch
 
     storage = tensor.untyped_storage()
@@ -163,7 +172,7 @@ def _check_tensor(tensor: Any) -> "torch.Tensor":
     import torch
 
     if tensor.is_nested:
-        raise ValueError("a nested tensor has no one shape; pass the tensors of tensor.unbind() by themselves")
+        raise ValueError("a nested tensor has no one shape; pass the tensors of tensor.unbind() one by one")
     if tensor.layout is not torch.strided:
         raise ValueError(f"a tensor of layout {tensor.layout} has no blocks of bytes; pass tensor.to_dense()")
     if tensor.is_quantized:
@@ -203,7 +212,8 @@ def _has_memory(tensor: "torch.Tensor") -> bool:
     import torch
 
     try:
-        # A fake tensor, which has a type of its own, says that it is on a device, but its storage is not.
+        # A fake tensor, which has a type of its own, says that it is on a device, but
+        # its storage is not.
         if type(tensor) is not torch.Tensor and tensor.untyped_storage().device != tensor.device:
             return False
         return bool(tensor.data_ptr() or not tensor.numel())
@@ -233,7 +243,7 @@ def _whole_number(what: str, value: Any) -> int:
 
 
 def _starts(tensor: "torch.Tensor", offsets: list[int], size: int) -> list[int] | None:
-    """Where the blocks begin in the storage, in bytes; None if one of them is not one piece of memory."""
+    """Return where the blocks start in the storage; None if one is not contiguous."""
     first = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.is_contiguous():
         return [first + offset for offset in offsets] if first else offsets
@@ -246,16 +256,16 @@ def _starts(tensor: "torch.Tensor", offsets: list[int], size: int) -> list[int] 
         run, start = divmod(offset, run_bytes)
         if start + size > run_bytes:
             return None
-        place = 0
+        elements = 0
         for count, stride in reversed(spans):
             run, at = divmod(run, count)
-            place += at * stride
-        starts.append(first + place * tensor.element_size() + start)
+            elements += at * stride
+        starts.append(first + elements * tensor.element_size() + start)
     return starts
 
 
 def _spans(tensor: "torch.Tensor") -> list[tuple[int, int]]:
-    """Return length and stride, in elements, of the dimensions, with those merged that are one in memory."""
+    """Return length and stride of the dimensions, adjacent ones merged, in elements."""
     spans: list[tuple[int, int]] = []
     for count, stride in zip(map(int, tensor.shape), map(int, tensor.stride()), strict=True):
         if count == 1:
