@@ -1,7 +1,7 @@
-"""What a program gives to a connection, checked and brought into one form before anything is sent.
+"""Checks and normalises the arguments of a connection before anything is sent.
 
-Misuse is `InvalidRequest` here, and not `ValueError` or `TypeError` as elsewhere in this package: programs of the
-original know one tree of errors.
+Misuse is `InvalidRequest` here, and not `ValueError` or `TypeError` as elsewhere in
+this package: programs of the original know one tree of errors.
 """
 
 import operator
@@ -14,7 +14,7 @@ __all__ = ["block_size_bytes", "checked_key", "key_list", "keys_and_offsets", "w
 
 
 def checked_key(key: str) -> str:
-    """Return the key, which is one that a store takes."""
+    """Return the key if it is valid."""
     _check([key])
     return key
 
@@ -32,7 +32,7 @@ def key_list(keys: Iterable[str]) -> list[str]:
 
 
 def keys_and_offsets(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list[int]]:
-    """Return the keys of blocks, and their offsets in bytes."""
+    """Return the keys of blocks and their offsets in bytes."""
     try:
         pairs = [(key, offset) for key, offset in blocks]
     except (TypeError, ValueError):
@@ -56,7 +56,7 @@ def block_size_bytes(block_size: int) -> int:
 
 
 def whole_number(name: str, value: object) -> int:
-    """Return an int, or what can stand for one, such as a number of numpy."""
+    """Return an integer, also from integer types such as numpy's, as an int."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

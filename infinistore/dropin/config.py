@@ -1,8 +1,8 @@
 """`ClientConfig` and `ServerConfig`: settings in the names and units of the original.
 
-Both are filled by keyword, can be changed afterwards by attribute, and are checked by `verify()`. A keyword that means
-nothing is passed over, as in the original, where programs hand in all the flags of their command line; one that looks
-like a misspelt setting is an error.
+Both take keywords, can be changed by attribute afterwards, and are checked by
+`verify()`. Unknown keywords are ignored, as in the original, whose programs pass all
+flags of their command line. A keyword that looks like a misspelt setting is an error.
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from infinistore import config as native
-from infinistore.client.address import parse_address
-from infinistore.client.options import StoreOptions
+from infinistore.client import StoreOptions
+from infinistore.client.extension import is_cluster_url, parse_cluster_url, parse_url
 from infinistore.config import server_settings
 from infinistore.dropin.logger import LOG_LEVELS
 from infinistore.errors import ConfigError
@@ -35,23 +35,25 @@ _LOOKS_MISSPELT: Final = 0.8
 
 
 class ClientConfig:
-    """How to reach a server. Filled by keyword; the attributes may be changed until the connection is made.
+    """How to reach a server. Its attributes may change until the connection is made.
+
+    The token for a server that requires one comes from INFINISTORE_TOKEN.
 
     Args:
-        connection_type: `TYPE_RDMA`: the best path there is, RDMA, shared memory or TCP; `TYPE_TCP`: TCP.
-        host_addr: name or address of the server.
-        service_port: its port.
-        dev_name: RDMA device, such as "mlx5_0"; None takes the first that works. Without RDMA it means nothing.
+        connection_type: `TYPE_RDMA`: the best transport, RDMA, shared memory or TCP;
+            `TYPE_TCP`: TCP.
+        host_addr: name or address of the server; or the URL of a cluster.
+        service_port: port of the server; without effect for a cluster.
+        dev_name: RDMA device, such as "mlx5_0"; None selects the first that works. It
+            has no effect without RDMA.
         ib_port: port of that device, from 1.
         link_type: `LINK_IB` or `LINK_ETHERNET`.
-        hint_gid_index: GID to prefer; -1 for no preference.
-        log_level: "error", "warning", "info" or "debug"; INFINISTORE_LOG_LEVEL is stronger. If neither is given, the
-            logger is left as it is.
-
-    A server that wants a token is shown the one in INFINISTORE_TOKEN.
+        hint_gid_index: preferred GID; -1 for no preference.
+        log_level: "error", "warning", "info" or "debug". INFINISTORE_LOG_LEVEL takes
+            precedence. Without either, the logger is left unchanged.
 
     Raises:
-        ConfigError: a keyword that looks like a misspelt one of these.
+        ConfigError: a keyword looks like a misspelt setting.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -70,15 +72,16 @@ class ClientConfig:
         return f"ClientConfig({settings})"
 
     def verify(self) -> None:
-        """Check the settings; `InfinityConnection` does so.
+        """Check the settings, as `InfinityConnection` does.
 
         Raises:
-            ConfigError: one that cannot be used.
+            ConfigError: a setting is invalid.
         """
         _check_one_of("connection_type", self.connection_type, (TYPE_RDMA, TYPE_TCP))
         if not isinstance(self.host_addr, str) or not self.host_addr.strip():
             raise ConfigError(f"host_addr must be the name or address of a server, not {self.host_addr!r}")
-        _check_integer("service_port", self.service_port, 1, _LARGEST_PORT)
+        if not is_cluster_url(self.host_addr):
+            _check_integer("service_port", self.service_port, 1, _LARGEST_PORT)
         _check_integer("ib_port", self.ib_port, 1, _LARGEST_INDEX)
         _check_integer("hint_gid_index", self.hint_gid_index, -1, _LARGEST_INDEX)
         if self.dev_name is not None and not isinstance(self.dev_name, str):
@@ -87,19 +90,21 @@ class ClientConfig:
             _check_one_of("link_type", self.link_type, (LINK_IB, LINK_ETHERNET))
         if self.log_level is not None:
             _check_one_of("log_level", self.log_level, tuple(LOG_LEVELS))
-        parse_address(self.url)
+        parse_cluster_url(self.url) if is_cluster_url(self.url) else parse_url(self.url)
 
     @property
     def options(self) -> StoreOptions:
-        """What `open_store` takes beside the address."""
+        """The options for `open_store`."""
         if self.connection_type == TYPE_TCP:
             return {}
         return {"device": self.dev_name or "", "ib_port": self.ib_port, "gid_index": self.hint_gid_index}
 
     @property
     def url(self) -> str:
-        """The address, as `open_store` takes it."""
+        """The URL for `open_store`."""
         scheme = "tcp" if self.connection_type == TYPE_TCP else "infinistore"
+        if is_cluster_url(str(self.host_addr)):
+            return str(self.host_addr)
         host = str(self.host_addr).strip().strip("[]")
         return f"{scheme}://[{host}]:{self.service_port}" if ":" in host else f"{scheme}://{host}:{self.service_port}"
 
@@ -117,19 +122,20 @@ _CLIENT_SETTINGS: Final = (
 
 
 class ServerConfig(native.ServerConfig):
-    """Everything that can be set about a server, by either of two sets of names.
+    """The settings of a server, under either of two sets of names.
 
-    The names of this package are sizes in bytes and times in seconds: `prealloc_bytes`, `minimal_allocate_bytes`,
-    `evict_interval_s`. Those of the original, which are also those of the flags, take what a flag takes:
-    `prealloc_size=16` is 16 GiB, `minimal_allocate_size=64` is 64 KiB, and `"512MiB"` says so itself. Both can be read
-    and written as attributes. docs/configuration.md explains every setting.
+    This package's names take sizes in bytes and times in seconds: `prealloc_bytes`,
+    `minimal_allocate_bytes`, `evict_interval_s`. The original's names, which are also
+    the names of the flags, take the values of flags: `prealloc_size=16` is 16 GiB,
+    `minimal_allocate_size=64` is 64 KiB, and `"512MiB"` has its own unit. Both can be
+    read and written as attributes. docs/configuration.md explains every setting.
 
     Raises:
-        ConfigError: a value that cannot be used, values that do not go together, or a keyword that looks like a
-            misspelt one.
+        ConfigError: a value is invalid, values contradict each other, or a keyword
+            looks like a misspelt setting.
     """
 
-    # mypy takes the constructor of the parent, which knows the names of this package and their types.
+    # mypy uses the constructor of the parent, which has names and types.
     if not TYPE_CHECKING:
 
         def __init__(self, **given: Any) -> None:
@@ -141,12 +147,12 @@ class ServerConfig(native.ServerConfig):
 
     @property
     def prealloc_size(self) -> float:
-        """The memory taken at the start, in GiB."""
+        """The memory allocated at startup, in GiB."""
         return _in_units(self.prealloc_bytes, GIB)
 
     @property
     def minimal_allocate_size(self) -> float:
-        """The smallest piece of the pool, in KiB."""
+        """The allocation unit of the pool, in KiB."""
         return _in_units(self.minimal_allocate_bytes, KIB)
 
     @property
@@ -155,10 +161,10 @@ class ServerConfig(native.ServerConfig):
         return self.evict_interval_s
 
     def verify(self) -> None:
-        """Check the settings, after some have been changed.
+        """Check the settings again after changes.
 
         Raises:
-            ConfigError: one that cannot be used, or some that do not go together.
+            ConfigError: a setting is invalid, or settings contradict each other.
         """
         for name, port in (("service_port", self.service_port), ("manage_port", self.manage_port)):
             if port == 0:
@@ -169,11 +175,11 @@ class ServerConfig(native.ServerConfig):
 _BY_KEY: Final = {setting.key: setting for setting in server_settings()}
 _ATTRIBUTES: Final = frozenset(setting.attribute for setting in server_settings())
 _NO_LONGER_USED: Final = ("num_stream", "start_delay", "warmup")
-"""What a server of the original once took, and later did not look at any more."""
+"""Settings that the original once accepted and later ignored."""
 
 
 def _native_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings given by either name, as the parent class takes them."""
+    """Return settings under either name as arguments of the parent class."""
     _pass_over_unknown(given, (*_BY_KEY, *_ATTRIBUTES, *_NO_LONGER_USED))
     found: dict[str, Any] = {name: value for name, value in given.items() if name in _ATTRIBUTES}
     for name, value in given.items():

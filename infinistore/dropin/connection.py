@@ -1,9 +1,10 @@
 """`InfinityConnection`: the client of the original.
 
-Look-ups, and whatever else blocks there, go through a blocking store; the asynchronous reads and writes through an
-asyncio store, which belongs to no loop. Both connect by themselves, share no lock, and may be used by any thread while
-the other is at work. A cancelled read or write has let go of the caller's memory when it returns, since no thread works
-for it in the background.
+Lookups and the other blocking methods use a blocking store; asynchronous reads and
+writes use an asyncio store, which belongs to no loop. The two stores have separate
+connections, share no lock, and can be used by different threads at the same time. No
+background thread works for a read or write, so a cancelled one no longer accesses the
+caller's memory when it returns.
 """
 
 import logging
@@ -13,16 +14,14 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
-from infinistore.client.asyncio_store import RemoteAsyncioStore
-from infinistore.client.device_memory import DeviceMemory
-from infinistore.client.options import make_options
-from infinistore.client.registration import Registration
-from infinistore.client.thread_store import RemoteThreadStore
+from infinistore.client import Registration
+from infinistore.client.extension import DeviceMemory, make_asyncio_store, make_blocking_store, make_options
 from infinistore.dropin.arguments import block_size_bytes, checked_key, key_list, keys_and_offsets, whole_number
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig
 from infinistore.dropin.logger import Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
+from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ __all__ = ["InfinityConnection"]
 
 _log = logging.getLogger("infinistore.dropin")
 _DONE = 200
-"""What the original answers when all went well; it took the codes of HTTP."""
+"""The original's return value for success, an HTTP status code."""
 
 
 class _Stores:
@@ -42,19 +41,20 @@ class _Stores:
         config.verify()  # it may have been changed
         address, options = make_options(config.url, config.options)
         assert address is not None
-        self.blocking = RemoteThreadStore(address, options)
-        self.asynchronous = RemoteAsyncioStore(address, options)
+        self.blocking = make_blocking_store(address, options)
+        self.asynchronous = make_asyncio_store(address, options)
         self._registrations: dict[int, Registration] = {}
 
     def register(self, region: Region) -> None:
-        """Make memory known to RDMA, where there is any; what was registered at this address before is not any more.
+        """Register memory with RDMA, if available; replaces a region at its address.
 
-        Only for what moves registered memory, which is the asyncio store.
+        Only the asyncio store needs it: it moves registered memory.
         """
         before = self._registrations.pop(region.address, None)
         if before is not None:
             before.close()
-        # `register` waits for nothing, but only says so to an event loop, and none may be running here.
+        # `register` waits for nothing, but only says so to an event loop, and none may
+        # be running here.
         self._registrations[region.address] = self.asynchronous._register(region.view)
 
     def close(self) -> None:
@@ -63,16 +63,17 @@ class _Stores:
 
 
 class InfinityConnection:
-    """A connection to a server. Any number of threads and event loops may use it at once.
+    """A connection to a server, for any number of threads and event loops.
 
-    Every method may raise, besides what it says itself:
+    Every method may raise, in addition to its own errors:
 
-    * `StoreUnavailable`: not connected, or the server cannot be reached any more; the next call tries again;
+    * `StoreUnavailable`: not connected, or the server cannot be reached any more; the
+      next call tries again;
     * `DeadlineExceeded`: no answer within 30 seconds;
-    * `InvalidRequest`: an argument that makes no sense; nothing was sent.
+    * `InvalidRequest`: an invalid argument; nothing was sent.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting is invalid.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -81,7 +82,7 @@ class InfinityConnection:
         config.verify()
         self.config = config
         self.rdma_connected = False
-        """Whether the connection is of `TYPE_RDMA` and open; `transport` tells how the bytes go."""
+        """Whether the connection has `TYPE_RDMA` and is open. See also `transport`."""
         self._lock = threading.Lock()
         self._stores: _Stores | None = None
         self._close_stores: weakref.finalize[Any, Any] | None = None
@@ -90,13 +91,14 @@ class InfinityConnection:
             Logger.set_log_level(config.log_level)
 
     def connect(self) -> None:
-        """Connect, and wait for it. Call it outside of event loops, or where they may wait.
+        """Connect. Blocks; in an event loop use `connect_async`.
 
         Raises:
-            StoreUnavailable: no server answers there.
-            AuthenticationFailed: the server wants another token than the one in INFINISTORE_TOKEN.
-            VersionMismatch: the server is of another version.
-            InfiniStoreException: it is connected already.
+            StoreUnavailable: no server answers at the address.
+            AuthenticationFailed: the server requires a token other than the one in
+                INFINISTORE_TOKEN.
+            VersionMismatch: the server has an incompatible version.
+            InfiniStoreException: already connected.
         """
         self._check_unconnected()
         stores = _Stores(self.config)
@@ -108,7 +110,7 @@ class InfinityConnection:
             raise
 
     async def connect_async(self) -> None:
-        """Connect, while other tasks run. Errors are those of `connect`."""
+        """Connect without blocking the event loop. Raises as `connect`."""
         self._check_unconnected()
         stores = _Stores(self.config)
         try:
@@ -119,18 +121,18 @@ class InfinityConnection:
             raise
 
     def reconnect(self) -> None:
-        """Close and connect again, with the settings of now; what was registered stays so. Errors are those of
-        `connect`, and leave the connection closed.
+        """Close and connect again with the current settings.
 
-        A server that was restarted is found again without it.
+        Memory stays registered. Raises as `connect`, which leaves the connection
+        closed. Not needed for a server that restarts: later calls reconnect.
         """
         self._let_go()
         self.connect()
 
     def close(self) -> None:
-        """Close the connection and forget what was registered. Any number of times.
+        """Close the connection and unregister all memory. Idempotent.
 
-        Calls under way end by themselves.
+        Running calls finish.
         """
         self._let_go()
         self._regions.clear()
@@ -143,20 +145,24 @@ class InfinityConnection:
 
     @property
     def transport(self) -> str:
-        """How the bytes go: "shm", "tcp" or another name of a path; docs/moving-from-infinistore.md tells when."""
+        """The transport, such as "shm" or "tcp": docs/moving-from-infinistore.md."""
         return self._connected().blocking.stats().transport
 
     def register_mr(self, arg: Any, size: int | None = None) -> int:
-        """Make memory known, so that blocks can be read into it and written from it. Returns 0.
+        """Register memory to read blocks into and write them from. Returns 0.
 
-        `arg` is an address, with `size` in bytes; or a tensor, or a writable buffer. It stays the caller's: keep it
-        until the connection is closed, or no call uses it any more. Registering the same address again replaces its
-        size. By RDMA it may be memory of a GPU, whose blocks have no checksums; see docs/rdma.md.
+        `arg` is an address, with `size` in bytes; or a tensor, or a writable buffer.
+        The caller owns the memory and must keep it until the connection is closed or no
+        call uses it any more. Registering the same address again replaces its size.
+        With RDMA it may be GPU memory, whose blocks have no checksums; see
+        docs/rdma.md.
 
         Raises:
-            InvalidRequest: no memory of this process, or it cannot be written; or a GPU's, and there is no RDMA.
-            LimitExceeded: RDMA is in use, and the system does not let so much memory be pinned.
-            DeviceMemoryUnreachable: the system does not let memory of a GPU be registered.
+            InvalidRequest: not memory of this process, or not writable; or GPU memory
+                without RDMA.
+            LimitExceeded: RDMA is in use, and the system does not allow pinning that
+                much memory.
+            DeviceMemoryUnreachable: the system does not allow registering GPU memory.
         """
         stores = self._connected_by_rdma()
         if isinstance(arg, Integral):
@@ -167,7 +173,7 @@ class InfinityConnection:
             address, whole = address_and_size(arg)
             size = whole if size is None else size
             if whole_number("size", size) > whole:
-                raise InvalidRequest(f"the memory has {whole} bytes, not {size}")
+                raise InvalidRequest(f"the memory has {in_units(whole)}, not {in_units(size)}")
         region = find_region(address, whole_number("size", size))
         if isinstance(region.view, DeviceMemory) and (path := stores.blocking.stats().transport) != "rdma":
             raise InvalidRequest(
@@ -180,12 +186,12 @@ class InfinityConnection:
     async def rdma_write_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
         """Write blocks of `block_size` bytes. Returns 200.
 
-        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in registered memory. What a key had
-        before is replaced; of a key that is named twice the last block counts. All of them become visible at once, or
-        after an error none.
+        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in
+        registered memory. Existing keys are replaced; for a duplicate key, the last
+        block counts. All blocks become visible in one step, or none after an error.
 
         Raises:
-            OutOfMemory, ValueTooLarge: the server has no room for it.
+            OutOfMemory, ValueTooLarge: the server has no space for the blocks.
         """
         store = self._connected_by_rdma().asynchronous
         keys, offsets = keys_and_offsets(blocks)
@@ -199,12 +205,14 @@ class InfinityConnection:
     async def rdma_read_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
         """Read blocks into memory, all or nothing. Returns 200.
 
-        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in registered memory. A stored value
-        may be shorter than `block_size`; then only its bytes are written.
+        `blocks` are pairs of a key and an offset in bytes from `ptr`, an address in
+        registered memory. A stored value may be shorter than `block_size`; then only
+        its bytes are written.
 
         Raises:
-            InfiniStoreKeyNotFound: one of the keys is not there; nothing was written to memory.
-            BufferTooSmall: a stored value is longer than `block_size`; nothing was written to memory.
+            InfiniStoreKeyNotFound: a key does not exist. The memory is undefined.
+            BufferTooSmall: a stored value is longer than `block_size`. Nothing was
+                written.
             ChecksumMismatch: the bytes are not those that were written.
         """
         store = self._connected_by_rdma().asynchronous
@@ -217,18 +225,20 @@ class InfinityConnection:
         return _DONE
 
     def tcp_write_cache(self, key: str, ptr: int, size: int, **kwargs: object) -> None:
-        """Write `size` bytes at the address `ptr`, which need not be registered; what the key had before is replaced.
+        """Write `size` bytes at the address `ptr`, which need not be registered.
+
+        An existing key is replaced.
 
         Raises:
-            OutOfMemory, ValueTooLarge: the server has no room for it.
+            OutOfMemory, ValueTooLarge: the server has no space for the value.
         """
         store = self._connected().blocking
         store.put(checked_key(key), readable_memory(whole_number("ptr", ptr), whole_number("size", size)))
 
     def tcp_read_cache(self, key: str, **kwargs: object) -> "numpy.ndarray[Any, Any] | memoryview | None":
-        """Read one value: a writable array of uint8, of exactly its length; None if the key is not there.
+        """Read one value: a writable array of uint8; None if the key does not exist.
 
-        Without numpy it is a memoryview.
+        Without numpy, a memoryview.
 
         Raises:
             ChecksumMismatch: the bytes are not those that were written.
@@ -244,14 +254,14 @@ class InfinityConnection:
         return numpy.frombuffer(value, numpy.uint8)
 
     def check_exist(self, key: str) -> bool:
-        """Tell whether the key is there."""
+        """Return whether the key exists."""
         return self._connected().blocking.exists(checked_key(key))
 
     def get_match_last_index(self, keys: Sequence[str]) -> int:
-        """Return the highest index in `keys` of a key that is there.
+        """Return the highest index in `keys` of a key that exists.
 
         Raises:
-            InfiniStoreKeyNotFound: none of them is.
+            InfiniStoreKeyNotFound: none of the keys exists.
         """
         store = self._connected().blocking
         keys = key_list(keys)
@@ -262,7 +272,7 @@ class InfinityConnection:
         raise KeyNotFound(f"can't find a match: none of the {len(keys)} keys is in the store")
 
     def delete_keys(self, keys: Sequence[str]) -> int:
-        """Delete keys; returns how many were there."""
+        """Delete keys. Returns how many of them existed."""
         return self._connected().blocking.delete(key_list(keys))
 
     def _keep(self, stores: _Stores, statistics: Stats) -> None:
@@ -271,7 +281,8 @@ class InfinityConnection:
             for region in self._regions.all():
                 stores.register(region)
             self._stores = stores
-            # At the end of this object, and of the process: while threads still run, which closing may have to join.
+            # At the end of this object, and of the process: while threads still run,
+            # which closing may have to join.
             self._close_stores = weakref.finalize(self, stores.close)
             self.rdma_connected = self.config.connection_type == TYPE_RDMA
         self._tell_path(statistics.transport, statistics.transport_reason)

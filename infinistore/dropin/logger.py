@@ -1,7 +1,7 @@
-"""`Logger`: the original's way to log, on top of `logging`.
+"""`Logger`: the original's logger, on top of `logging`.
 
-Messages go to the logger `infinistore`. As with every library, where they end up is for the program to say
-(`logging.basicConfig`); until it does, Python shows warnings and errors, on stderr.
+Messages go to the logger `infinistore`. The program configures their destination
+(`logging.basicConfig`); until then, Python prints warnings and errors to stderr.
 """
 
 import logging
@@ -15,34 +15,34 @@ _log = logging.getLogger("infinistore")
 
 
 class Logger:
-    """Logs anything that can be turned into text."""
+    """Logs any object as text."""
 
     @staticmethod
     def info(msg: object) -> None:
-        """Log what somebody may want to know."""
+        """Log at level INFO."""
         _log.info("%s", msg)
 
     @staticmethod
     def debug(msg: object) -> None:
-        """Log what helps to find a fault."""
+        """Log at level DEBUG."""
         _log.debug("%s", msg)
 
     @staticmethod
     def error(msg: object) -> None:
-        """Log what went wrong."""
+        """Log at level ERROR."""
         _log.error("%s", msg)
 
     @staticmethod
     def warn(msg: object) -> None:
-        """Log what may go wrong."""
+        """Log at level WARNING."""
         _log.warning("%s", msg)
 
     @staticmethod
     def set_log_level(level: str) -> None:
-        """Log this and what is worse: "error", "warning", "info" or "debug".
+        """Set the lowest level to log: "error", "warning", "info" or "debug".
 
         Raises:
-            ConfigError: another word.
+            ConfigError: an unknown level.
         """
         if level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {level!r}")

@@ -1,7 +1,7 @@
-"""The caller's memory, named by address and length, as views: nothing is copied, and nothing is kept alive.
+"""Views of the caller's memory by address and length. No copies, no references.
 
-An address is taken at its word only after a look at the process's own map. Memory that is not there, or cannot be
-written, gets an error when it is registered, where touching it later would kill the process.
+Each address is checked against the process's memory map. Memory that is unmapped or
+read-only is refused when it is registered; accessing it later would kill the process.
 """
 
 import ctypes
@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from infinistore.client.device_memory import DeviceMemory, cuda_driver
+from infinistore.client.extension import DeviceMemory, cuda_driver
 from infinistore.errors import InvalidRequest
+from infinistore.sizes import in_units
 
 __all__ = ["Region", "Regions", "address_and_size", "find_region", "readable_memory"]
 
@@ -27,41 +28,46 @@ _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Region(NamedTuple):
-    """Memory that can be read and written: `view` has its bytes, from `address` on. A GPU's only RDMA can move."""
+    """Writable memory: `view` contains its bytes, from `address` on.
+
+    Only RDMA can move GPU memory.
+    """
 
     address: int
     view: memoryview | DeviceMemory
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after it."""
         return self.address + len(self.view)
 
     def block(self, address: int, size: int, *, clip: bool = False) -> memoryview | DeviceMemory:
-        """Return the memory of a block inside. With `clip`, less than `size` will do, up to the end of the region.
+        """Return the memory of a block in the region.
+
+        With `clip`, the block may be cut off at the end of the region.
 
         Raises:
-            InvalidRequest: it is not inside.
+            InvalidRequest: the block is not in the region.
         """
         start = address - self.address
         view = self.view[start : start + size]
         if len(view) < size and not (clip and len(view)):
             raise InvalidRequest(
-                f"{size} bytes at {address:#x} are not inside the memory that was registered,"
-                f" {len(self.view)} bytes at {self.address:#x}"
+                f"{in_units(size)} at {address:#x} are not inside the memory that was registered,"
+                f" {in_units(len(self.view))} at {self.address:#x}"
             )
         return view
 
 
 class Regions:
-    """What was registered on one connection. Any thread may use it."""
+    """The registered memory of one connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_address: dict[int, Region] = {}
 
     def add(self, region: Region) -> None:
-        """Take it up; what began at its address before is forgotten."""
+        """Add a region; it replaces one with the same address."""
         with self._lock:
             self._by_address[region.address] = region
 
@@ -71,10 +77,12 @@ class Regions:
             return list(self._by_address.values())
 
     def at(self, address: int) -> Region:
-        """Return the region that an address is in: the one that begins there, else the one that reaches furthest.
+        """Return the region of an address.
+
+        If several contain it: the one that begins there, else the one that ends last.
 
         Raises:
-            InvalidRequest: it is in none.
+            InvalidRequest: no region contains the address.
         """
         _check_range(address, 1)
         region = self._by_address.get(address)
@@ -86,16 +94,16 @@ class Regions:
         return max(around, key=lambda region: region.end)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Remove all regions."""
         with self._lock:
             self._by_address.clear()
 
 
 def find_region(address: int, size: int) -> Region:
-    """Return memory that can be read and written: of this process, or of a GPU.
+    """Return writable memory of this process or of a GPU.
 
     Raises:
-        InvalidRequest: it is neither, or it cannot be written.
+        InvalidRequest: it is neither, or it is read-only.
     """
     _check_range(address, size)
     try:
@@ -110,33 +118,33 @@ def find_region(address: int, size: int) -> Region:
 
 
 def _check_range(address: int, size: int) -> None:
-    """Raise `InvalidRequest` unless this can be memory at all."""
+    """Raise `InvalidRequest` for an impossible range of addresses."""
     if address <= 0:
         raise InvalidRequest(f"ptr is {address or 'null'}; give the address of the data")
     if size <= 0:
         raise InvalidRequest(f"a size must be at least 1 byte, not {size}")
     if address + size > _LARGEST_ADDRESS:
-        raise InvalidRequest(f"no memory has {size} bytes at {address:#x}")
+        raise InvalidRequest(f"no memory has {in_units(size)} at {address:#x}")
 
 
 def readable_memory(address: int, size: int) -> memoryview:
-    """Return the bytes of memory that was not registered, to be read.
+    """Return a read-only view of memory that is not registered.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: it is not memory of this process.
     """
     _check_range(address, size)
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _msync(start, address + size - start, _MS_ASYNC):  # it writes nothing back, but finds what is not mapped
-        raise InvalidRequest(f"{size} bytes at {address:#x} are not memory of this process")
+        raise InvalidRequest(f"{in_units(size)} at {address:#x} are not memory of this process")
     return memoryview(_view_of_memory(address, size, _PY_BUF_WRITE)).toreadonly()
 
 
 def address_and_size(memory: Any) -> tuple[int, int]:
-    """Return where a tensor, or anything else with the buffer protocol, is, and how many bytes it has.
+    """Return the address and the length in bytes of a tensor or a buffer.
 
     Raises:
-        InvalidRequest: it is none, read-only, or not contiguous.
+        InvalidRequest: another type, or it is read-only or not contiguous.
     """
     if hasattr(memory, "data_ptr"):  # a tensor of PyTorch, which is not imported for that
         if not memory.is_contiguous():
@@ -153,7 +161,10 @@ def address_and_size(memory: Any) -> tuple[int, int]:
 
 
 def _check_writable(address: int, size: int) -> None:
-    """Look the memory up in this process's map. Memory of a GPU is not there, or is not to be touched."""
+    """Raise `InvalidRequest` unless this process's memory map has it as writable.
+
+    GPU memory is not in the map, or must not be touched.
+    """
     reached = address
     for start, end, access in _mapped_spans():
         if start > reached:
@@ -166,11 +177,11 @@ def _check_writable(address: int, size: int) -> None:
             reached = end
             if reached >= address + size:
                 return
-    raise InvalidRequest(f"{size} bytes at {address:#x} are not memory of this process, or end at {reached:#x}")
+    raise InvalidRequest(f"{in_units(size)} at {address:#x} are not memory of this process, or end at {reached:#x}")
 
 
 def _mapped_spans() -> Iterator[tuple[int, int, str]]:
-    """The address space of this process in order: from, to, and how it may be used, such as "rw-p"."""
+    """The address space of this process: start, end and access, such as "rw-p"."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             span, access, _ = line.split(" ", 2)

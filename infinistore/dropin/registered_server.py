@@ -1,8 +1,9 @@
-"""`register_server`: a server inside the caller's process, and what can be asked of it.
+"""`register_server`: a server inside the caller's process, and its requests.
 
-The original ran its server in the caller's uvloop. Here it runs in a thread of its own, with a Trio loop, so that
-neither waits for the other's callbacks; it shares the interpreter with the caller all the same. A server that is to be
-fast is a process of its own: `infinistore`, or `python -m infinistore.server`.
+The original ran its server in the caller's uvloop. This one runs in a separate thread
+with a Trio loop, so that neither waits for the other's callbacks. It still shares the
+interpreter with the caller. For speed, run a separate process: `infinistore`, or
+`python -m infinistore.server`.
 """
 
 import asyncio
@@ -21,28 +22,33 @@ import attrs
 import trio
 
 from infinistore.blocking import BlockingStore, open_store
-from infinistore.config import ServerConfig, read_token
+from infinistore.config import ServerConfig
 from infinistore.errors import InvalidRequest, StoreUnavailable
+from infinistore.kept_errors import KeptError
+from infinistore.new_threads import start_thread
 from infinistore.server import ServerAddresses, serve
+from infinistore.token_file import read_token
 
 __all__ = ["RegisteredServer", "evict_cache", "get_kvmap_len", "purge_kv_map", "register_server"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("infinistore.dropin")
 _registered: "list[RegisteredServer]" = []
-"""The servers of this process. The functions of the original name none, so they mean the latest."""
+"""The servers of this process. The original's functions use the latest one."""
 
 
 def register_server(loop: asyncio.AbstractEventLoop | None, config: ServerConfig) -> "RegisteredServer":
-    """Start a server in this process; return when it listens.
+    """Start a server in this process. Returns when it listens.
 
-    It stops when `stop()` of what is returned is called, when `loop` is gone (closed, and no longer referred to), and
-    when the process ends. The loop does not have to run. The management port is left to the caller, as it was by the
-    original; requests that the original answered there are `purge_kv_map`, `get_kvmap_len` and `evict_cache`.
+    It stops when `stop()` of the returned object is called, when `loop` is gone (closed
+    and unreferenced), and when the process ends. The loop does not have to run. As in
+    the original, the caller serves the management port; `purge_kv_map`,
+    `get_kvmap_len` and `evict_cache` implement its requests.
 
     Raises:
-        ConfigError: a setting, a port or a path that cannot be used.
+        ConfigError: a setting, a port or a path is invalid.
         OutOfMemory: the machine has no memory for the pool.
+        StoreUnavailable: the process cannot start another thread.
     """
     server = RegisteredServer(config)
     _registered.append(server)
@@ -52,30 +58,30 @@ def register_server(loop: asyncio.AbstractEventLoop | None, config: ServerConfig
 
 
 def get_kvmap_len() -> int:
-    """Return how many keys the server of this process has.
+    """Return the number of keys of this process's server.
 
     Raises:
-        StoreUnavailable: there is none.
+        StoreUnavailable: this process has no server.
     """
     return _server().ask(lambda store: store.stats().store.keys)
 
 
 def purge_kv_map() -> int:
-    """Delete every key of the server of this process; returns how many there were.
+    """Delete every key of this process's server. Returns how many there were.
 
     Raises:
-        StoreUnavailable: there is none.
+        StoreUnavailable: this process has no server.
     """
     return _server().ask(lambda store: store.purge())
 
 
 def evict_cache(min_threshold: float, max_threshold: float) -> int:
-    """If more than `max_threshold` of the pool is in use, evict cold blocks until at most `min_threshold` is.
+    """Evict down to `min_threshold` if more than `max_threshold` of the pool is in use.
 
-    Both are parts of the pool, from 0 to 1. Returns how many blocks went.
+    Both are fractions of the pool, from 0 to 1. Returns the number of evicted blocks.
 
     Raises:
-        InvalidRequest: the thresholds are not in this order, or not between 0 and 1.
+        InvalidRequest: the thresholds are not in this order, or not from 0 to 1.
         StoreUnavailable: this process has no server.
     """
     if not 0 <= min_threshold < max_threshold <= 1:
@@ -94,19 +100,19 @@ def _server() -> "RegisteredServer":
 
 
 class RegisteredServer:
-    """A server that runs in a thread of this process, from when it is made until `stop`."""
+    """A server in a thread of this process, from its construction until `stop`."""
 
     def __init__(self, config: ServerConfig) -> None:
         # Management is left out: a program of the original serves its own on that port.
         self._config = attrs.evolve(config, manage_port=None)
         self._ready = threading.Event()
         self._addresses: ServerAddresses | None = None
-        self._failure: BaseException | None = None
+        self._failure: KeptError | None = None
         self._scope = trio.CancelScope()
         self._trio_token: trio.lowlevel.TrioToken | None = None
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="infinistore-server", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         try:
             self._ready.wait()
         except BaseException:  # Ctrl-C, while it takes its memory
@@ -114,28 +120,28 @@ class RegisteredServer:
             raise
         if self._failure is not None:
             self._thread.join()
-            raise self._failure
+            raise self._failure.again()
         atexit.register(self.stop)  # while daemon threads still run
 
     @property
     def addresses(self) -> ServerAddresses:
-        """Where it can be reached."""
+        """Where clients can reach it."""
         assert self._addresses is not None
         return self._addresses
 
     @property
     def running(self) -> bool:
-        """Whether it still serves."""
+        """Whether it is running."""
         return self._thread.is_alive()
 
     def ask(self, question: Callable[[BlockingStore], _T]) -> _T:
-        """Put a question to its store."""
+        """Call a function with a store that is connected to it."""
         token = read_token(self._config.token_file) if self._config.token_file else ""
         with open_store(self._url(), token=token) as store:
             return question(store)
 
     def stop(self) -> None:
-        """Close its connections, give its memory back, and wait until it has. Any number of times."""
+        """Stop the server and wait until its memory is freed. Idempotent."""
         self.request_stop()
         self._thread.join()
         atexit.unregister(self.stop)
@@ -143,7 +149,7 @@ class RegisteredServer:
             _registered.remove(self)
 
     def request_stop(self) -> None:
-        """As `stop`, but do not wait."""
+        """As `stop`, without waiting."""
         if self._trio_token is not None and self._process == os.getpid():  # a forked child has no such thread
             with suppress(trio.RunFinishedError):
                 self._trio_token.run_sync_soon(self._scope.cancel)
@@ -152,7 +158,7 @@ class RegisteredServer:
         try:
             trio.run(self._serve)
         except BaseException as error:  # noqa: BLE001 - handed on to who waits for the server, or logged
-            self._failure = error
+            self._failure = KeptError(error)
             if self._addresses is not None:
                 _log.exception("the server of this process has failed")
         finally:
@@ -164,7 +170,7 @@ class RegisteredServer:
             await serve(self._config, task_status=self)
 
     def started(self, value: ServerAddresses | None = None) -> None:
-        """What Trio calls a task status: the server tells its addresses once it listens."""
+        """Trio's task status: the server reports its addresses once it listens."""
         self._addresses = value
         self._ready.set()
 
