@@ -1,1 +1,4 @@
-"""Adapters for the programs that use a KV cache. Each is a module of its own, and needs its program to be installed."""
+"""Adapters for programs that use a KV cache, one module each.
+
+A module needs its program to be installed.
+"""

@@ -6,18 +6,19 @@
       remote_storage_plugin.infinistore.class_name: InfiniStoreConnectorAdapter
       remote_storage_plugin.infinistore.url: infinistore://127.0.0.1:22345
 
-Blocks go straight from LMCache's memory objects into the store and back, in batches. Each has a short description
-beside it: memory format, and dtype and shape of each group of layers. What does not come back as it was described is a
-miss. Nothing is raised into the engine: a store that is lost, slow, full or of another kind costs hits, is counted, and
-told to the log once.
+Batches of blocks move directly between LMCache's memory objects and the store. Each
+block has a small descriptor next to it: memory format, and dtype and shape of each
+group of layers. A block that does not match its descriptor is a miss. The engine never
+gets an exception: a store that is lost, slow, full or incompatible costs hits, is
+counted, and is logged once.
 
-LMCache's own `infinistore://` connector needs none of this; `docs/lmcache.md` compares the two. Its multi-process mode
-has `infinistore.integrations.lmcache_l2`.
+LMCache's own `infinistore://` connector works without this module; `docs/lmcache.md`
+compares the two. `infinistore.integrations.lmcache_l2` serves its multi-process mode.
 """
 
 import builtins
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
@@ -32,38 +33,45 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, LimitExceeded
-from infinistore.integrations.exact_reads import Outcome, read_exactly_async
-from infinistore.integrations.held_prefixes import HeldPrefixes
-from infinistore.integrations.record import Record
-from infinistore.integrations.store_settings import StoreSettings
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, LimitExceeded
+from infinistore.integrations.internal.blocking_read_ahead import read_ahead as read_ahead_blocking
+from infinistore.integrations.internal.exact_reads import read_exactly
+from infinistore.integrations.internal.held_prefixes import HeldPrefixes
+from infinistore.integrations.internal.read_ahead import read_ahead
+from infinistore.integrations.internal.read_outcomes import Outcome
+from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.store_settings import StoreSettings
+from infinistore.sizes import in_units
 
 __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
 
 _T = TypeVar("_T")
 _log = init_logger(__name__)
 _DESCRIPTION_BYTES = 1024
-"""Room for a description: one has some 60 bytes, and 20 more for each further group of layers."""
+"""Space for a descriptor: about 60 bytes, plus 20 for each further group of layers."""
 _SCHEME = "plugin://"
 _TYPE = "infinistore"
 
 
 class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unused-ignore]
-    """Makes the connector for `infinistore`, and for `infinistore.NAME` where there are several, from `extra_config`.
+    """Creates the connector of `infinistore` or `infinistore.NAME` from `extra_config`.
 
     Raises:
-        ConfigError: the configuration names no store, or has a setting that is none.
+        ConfigError: the configuration names no store, or has an unknown setting.
     """
 
     def __init__(self) -> None:
         super().__init__(_SCHEME + _TYPE)
 
     def can_parse(self, url: str) -> bool:
-        """Tell whether a URL is ours: `plugin://infinistore` or `plugin://infinistore.NAME`."""
+        """Whether the URL is `plugin://infinistore` or `plugin://infinistore.NAME`."""
         return url.startswith(_SCHEME) and extract_plugin_type(url.removeprefix(_SCHEME)) == _TYPE
 
     def create_connector(self, context: ConnectorContext) -> "InfiniStoreConnector":
-        """Make a connector. The store need not be there yet."""
+        """Create a connector. The store need not be up yet.
+
+        Without `metadata`, the CPU backend's metadata is used.
+        """
         plugin = context.plugin_name or context.url.removeprefix(_SCHEME)
         section = f"remote_storage_plugin.{plugin}."
         extra = (context.config.extra_config if context.config else None) or {}
@@ -76,7 +84,7 @@ class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unuse
 
 @attrs.frozen
 class _Description:
-    """What a block is: what LMCache needs to make a memory object for it."""
+    """The descriptor of a block: what LMCache needs to create its memory object."""
 
     format: MemoryFormat
     shapes: list[torch.Size]
@@ -96,14 +104,14 @@ class _Description:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray) -> "_Description":
-        """Raise `ValueError` for what `pack` has not made."""
+        """Raise `ValueError` for bytes that `pack` has not produced."""
         try:
             name, groups = msgpack.unpackb(packed)
             shapes = [torch.Size(shape) for _, shape in groups]
             dtypes = [None if dtype is None else getattr(torch, dtype) for dtype, _ in groups]
             described = cls(MemoryFormat[name], shapes, dtypes)
             if described.size_bytes <= 0:
-                raise ValueError(f"a block of {described.size_bytes} bytes")
+                raise ValueError(f"a block of {in_units(described.size_bytes)}")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise ValueError(f"a description that this version cannot read: {error}") from None
         return described
@@ -117,18 +125,26 @@ class _Description:
 
 
 class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
-    """A `RemoteConnector` over one store.
+    """A `RemoteConnector` for one store.
 
-    Its coroutines run in LMCache's loop, over an asyncio store; what LMCache calls from its own threads (look-ups) goes
-    over a blocking one, past whatever the loop is busy with.
+    Its coroutines run in LMCache's loop and use an asyncio store. Calls from LMCache's
+    own threads (lookups) use a blocking store, so that they do not wait for the loop.
     """
 
     def __init__(self, settings: StoreSettings, context: ConnectorContext) -> None:
-        super().__init__(context.config, context.metadata)
+        memory: LocalCPUBackend = context.local_cpu_backend
+        # Both may be left out where the memory for blocks has been made for them.
+        config = context.config or getattr(memory, "config", None)
+        metadata = context.metadata or getattr(memory, "metadata", None)
+        if config is None or metadata is None:
+            raise ConfigError(
+                "plugin://infinistore needs LMCache's metadata: give it to CreateConnector, with the configuration"
+            )
+        super().__init__(config, metadata)
         self._blocks = settings.key_prefix + "kv/"
         self._descriptions = settings.key_prefix + "about/"
         self._hold_s = settings.hold_s
-        self._memory: LocalCPUBackend = context.local_cpu_backend
+        self._memory = memory
         self._record = Record(_log, settings.url)
         self._usual: _Description | None = None
         self._held = HeldPrefixes(settings.hold_s)  # by look-up
@@ -138,23 +154,26 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
             self._exit = stack.pop_all()
+        self._tag = "{%s}" if self._store.is_cluster else "%s"  # one node has a block and its description
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was counted: blocks as `hits`, `misses`, `stored` and `not_stored`, and calls that `failed`."""
+        """Counts of blocks (`hits`, `misses`, `stored`, `not_stored`) and calls
+        (`failed`).
+        """
         return self._record.counts
 
-    # Look-ups.
+    # Lookups.
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        """Tell whether a block is there."""
+        """Return whether a block exists."""
         return await self._guarded("look-up", self._exists(key), False)
 
     async def _exists(self, key: CacheEngineKey) -> bool:
         return await (await self._opened()).exists(self._name(key))
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
-        """Tell whether a block is there, to a thread."""
+        """Return whether a block exists. For threads."""
         return self._guarded_sync("look-up", lambda: self._store.exists(self._name(key)), False)
 
     def support_batched_contains(self) -> bool:
@@ -162,28 +181,46 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Count the leading blocks that are there."""
-        return self._guarded_sync("look-up", lambda: int(self._store.match_prefix(map(self._name, keys))), 0)
+        """Count the leading blocks that exist. Those that are on disk only come into
+        memory from now on.
+        """
+        return self._guarded_sync("look-up", lambda: self._match_blocking(keys), 0)
+
+    def _match_blocking(self, keys: Sequence[CacheEngineKey]) -> int:
+        match = self._store.match_prefix(map(self._name, keys))
+        read_ahead_blocking(self._store, match, self._names_to_load(keys[:match]), self._record)
+        return int(match)
 
     def support_batched_async_contains(self) -> bool:
         """Many keys are looked up at once."""
         return True
 
     async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        """Count the leading blocks that are there; with `pin`, keep them for the load of the same `lookup_id`."""
+        """Count the leading blocks that exist. Those that are on disk only come into
+        memory from now on.
+
+        With `pin`, hold them for the load with the same `lookup_id`.
+        """
         return await self._guarded("look-up", self._match(lookup_id, keys, pin), 0)
 
     async def _match(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool) -> int:
         store = await self._opened()
         names = list(map(self._name, keys))
-        if not pin:
-            return int(await store.match_prefix(names))
         try:
-            match = await store.match_prefix(names, hold_s=self._hold_s)
+            match = await store.match_prefix(names, hold_s=self._hold_s if pin else 0)
         except LimitExceeded:  # too much is held already; most of it will be there all the same
-            return int(await store.match_prefix(names))
-        self._held.add(lookup_id, match.hold)
+            match = await store.match_prefix(names)
+        else:
+            if pin:
+                self._held.add(lookup_id, match.hold)
+        await read_ahead(store, match, self._names_to_load(keys[:match]), self._record)
         return int(match)
+
+    def _names_to_load(self, keys: Iterable[CacheEngineKey]) -> Iterator[str]:
+        """Yield what a load of these blocks reads, in its order."""
+        for key in keys:
+            yield self._description_name(key)
+            yield self._name(key)
 
     # Stores.
 
@@ -196,14 +233,15 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         await self.batched_put([key], [memory_obj])
 
     async def batched_put(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
-        """Store blocks, straight from their memory objects; those that are there already are not moved again."""
+        """Store blocks from their memory objects; existing ones are not sent again."""
         stored = await self._guarded("store", self._put(keys, memory_objs), 0)
         self._record.count(stored=stored, not_stored=len(keys) - stored)
 
     async def _put(self, keys: Sequence[CacheEngineKey], blocks: Sequence[MemoryObj]) -> int:
         items: dict[str, Any] = {}
         for key, block in zip(keys, blocks, strict=True):
-            # What is first in a batch is evicted last: a description outlives its block.
+            # What is first in a batch is evicted last: a description outlives its
+            # block.
             items[self._description_name(key)] = _Description.of(block).pack()
             items[self._name(key)] = block.byte_array
             self._note_usual(block)
@@ -221,7 +259,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return True
 
     async def batched_get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Load blocks, straight into new memory objects; None for each that is not there or not what it should be."""
+        """Load blocks into new memory objects; None for a missing or invalid block."""
         blocks = await self._guarded("load", self._get(keys), [None] * len(keys))
         hits = sum(block is not None for block in blocks)
         self._record.count(hits=hits, misses=len(blocks) - hits)
@@ -232,7 +270,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return True
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        """Load the leading blocks that are there, and let go of what the look-up kept for this."""
+        """Load the leading blocks that exist, and release the hold of the lookup."""
         try:
             blocks = await self.batched_get(keys)
         finally:
@@ -262,9 +300,10 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
     async def _get_usual(
         self, store: aio.AsyncStore, keys: Sequence[CacheEngineKey]
     ) -> tuple[list[MemoryObj | None], list[int]]:
-        """Load blocks that are described like most, with their descriptions, in one round trip.
+        """Load blocks with the usual descriptor, and their descriptors, in one round
+        trip.
 
-        Return them, and the places of those that are there and described otherwise.
+        Returns them, and the indices of existing blocks with other descriptors.
         """
         usual = self._usual
         blocks = [] if usual is None else [self._allocate(usual) for _ in keys]
@@ -297,7 +336,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return blocks, others
 
     async def _get_described(self, store: aio.AsyncStore, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Load blocks of any kind: first their descriptions, then them."""
+        """Load blocks of any kind: first their descriptors, then the blocks."""
         packed = await store.get_many(map(self._description_name, keys))
         blocks: list[MemoryObj | None] = [None] * len(keys)
         bad: list[CacheEngineKey] = []
@@ -312,7 +351,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                     bad.append(keys[index])
             wanted = [(index, block) for index, block in enumerate(blocks) if block is not None]
             items = [(self._name(keys[index]), memoryview(block.byte_array)) for index, block in wanted]
-            outcomes = await read_exactly_async(store, items, self._record)
+            outcomes = await read_exactly(store, items, self._record)
             for (index, block), outcome in zip(wanted, outcomes, strict=True):
                 if outcome is Outcome.HIT:
                     self._note_usual(block)
@@ -329,7 +368,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return blocks
 
     def _note_usual(self, block: MemoryObj) -> None:
-        """Most blocks are full chunks, all alike: the largest. Compressed blocks are all different."""
+        """Remember the largest: most blocks are full chunks with equal descriptors."""
         described = _Description.of(block)
         larger = self._usual is None or described.size_bytes > self._usual.size_bytes
         if larger and None not in described.dtypes:
@@ -342,13 +381,15 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
     # The rest.
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Delete a block; tell whether it was there."""
+        """Delete a block. Returns whether it existed."""
         names = [self._name(key), self._description_name(key)]
         return self._guarded_sync("removal", lambda: self._store.delete(names) > 0, False)
 
     async def list(self) -> list[str]:
-        """List the keys of all blocks, of every model. Looks at every key of the store: for people, not for hot
-        paths."""
+        """List the keys of all blocks of every model.
+
+        Scans every key of the store: not for hot paths.
+        """
         return await self._guarded("list", self._list(), [])
 
     async def _list(self) -> builtins.list[str]:
@@ -356,22 +397,20 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         found: list[str] = []
         while page := await store.keys(self._blocks, after=found[-1] if found else ""):
             found += page
-        return [name.removeprefix(self._blocks) for name in found]
+        return [name.removeprefix(self._blocks).strip("{}") for name in found]
 
     async def close(self) -> None:
-        """Let go of the store, and of what look-ups found there."""
+        """Release all holds and close the stores."""
         for hold in self._held.pop_all():
             await self._guarded("release", self._release(hold), False)
         self._exit.close()
         await self._async_exit.aclose()
 
     def _name(self, key: CacheEngineKey) -> str:
-        name: str = key.to_string()
-        return self._blocks + name
+        return f"{self._blocks}{self._tag % key.to_string()}"
 
     def _description_name(self, key: CacheEngineKey) -> str:
-        name: str = key.to_string()
-        return self._descriptions + name
+        return f"{self._descriptions}{self._tag % key.to_string()}"
 
     async def _opened(self) -> aio.AsyncStore:
         if self._async_store is None:  # being lazy, it opens without giving another task a turn

@@ -1,12 +1,15 @@
-"""LMCache's multi-process mode: a store as its second level of cache (`L2AdapterInterface` of LMCache 0.5.6).
+"""LMCache's multi-process mode: a store as its second level of cache
+(`L2AdapterInterface` of LMCache 0.5.6).
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "infinistore.integrations.lmcache_l2",
         "class_name": "InfiniStoreL2Adapter", "adapter_params": {"url": "infinistore://127.0.0.1:22345"}}'
 
-LMCache's controllers submit tasks, and poll three event descriptors for their ends. A look-up locks what it finds: the
-store holds it, so that the load that follows finds it, until it is unlocked or `hold_s` is over. Blocks go straight
-between the objects that LMCache gives and the store. No failure is raised: a store that fails has stored nothing, and
-a look-up or a load that fails has found nothing; both are counted, and told to the log once.
+LMCache's controllers submit tasks, and poll three event descriptors for their
+completion. A lookup locks the blocks that it finds: the store holds them for the
+following load until they are unlocked or `hold_s` is over. Blocks move directly between
+LMCache's objects and the store. Failures raise nothing: a failed store has stored
+nothing, and a failed lookup or load has found nothing. Both are counted, and logged
+once.
 """
 
 import ctypes
@@ -30,9 +33,11 @@ from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
 from infinistore.errors import LimitExceeded
-from infinistore.integrations.exact_reads import Outcome, read_exactly
-from infinistore.integrations.record import Record
-from infinistore.integrations.store_settings import StoreSettings
+from infinistore.integrations.internal.blocking_exact_reads import read_exactly
+from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.read_outcomes import Outcome
+from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.store_settings import StoreSettings
 
 __all__ = ["InfiniStoreL2Adapter"]
 
@@ -44,7 +49,7 @@ _TRANSFER_THREADS = 4
 
 @attrs.define(eq=False)
 class _Lock:
-    """What one hold of the store keeps: it is released when the last of its keys is unlocked."""
+    """The keys of one hold; the hold is released when the last of them is unlocked."""
 
     hold: str
     keys: set[ObjectKey]
@@ -52,7 +57,7 @@ class _Lock:
 
 
 class _Locks:
-    """Which hold stands for which lock. LMCache unlocks by key, each key as often as it was locked."""
+    """Maps locks to holds. LMCache unlocks each key as often as it was locked."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +66,7 @@ class _Locks:
         self._by_end: deque[_Lock] = deque()
 
     def add(self, keys: Sequence[ObjectKey], hold: str, hold_s: float) -> None:
-        """Note that a hold keeps these keys for so long. What has ended meanwhile is forgotten."""
+        """Record that a hold keeps these keys for `hold_s`; forget expired holds."""
         now = self._clock()
         lock = _Lock(hold, set(keys), now + hold_s)
         with self._lock:
@@ -74,12 +79,12 @@ class _Locks:
                 self._of_key.setdefault(key, deque()).append(lock)
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[str]:
-        """Unlock each key once; return the holds that nothing needs any more."""
+        """Unlock each key once. Returns the holds that are no longer needed."""
         done: list[str] = []
         with self._lock:
             for key in keys:
                 locks = self._of_key.get(key)
-                if not locks:  # it ended by itself
+                if not locks:  # it expired
                     continue
                 lock = locks[0]
                 self._unlock(key, lock)
@@ -89,7 +94,7 @@ class _Locks:
         return done
 
     def remove_all(self) -> list[str]:
-        """Unlock everything; return all holds."""
+        """Unlock everything. Returns all holds."""
         with self._lock:
             holds = [lock.hold for lock in self._by_end]
             self._by_end.clear()
@@ -109,7 +114,10 @@ class _Locks:
 
 
 class _Tasks:
-    """Tasks of one kind: run in threads, their results kept until they are asked for, and signalled by a descriptor."""
+    """Tasks of one kind, which run in threads and signal completion by a descriptor.
+
+    Results are kept until they are fetched.
+    """
 
     def __init__(self, threads: ThreadPoolExecutor, numbers: Iterator[L2TaskId]) -> None:
         self._threads = threads
@@ -125,7 +133,7 @@ class _Tasks:
         return descriptor
 
     def submit(self, work: Callable[[], Any]) -> L2TaskId:
-        """Run `work`, which does not raise, and keep what it returns."""
+        """Run `work`, which must not raise, and keep its result."""
         number = next(self._numbers)
         self._threads.submit(self._run, number, work)
         return number
@@ -137,25 +145,26 @@ class _Tasks:
         self._notifier.notify()
 
     def pop(self, number: L2TaskId) -> Any:
-        """Return the result of a task, once; None before it is there."""
+        """Return the result of a task once; None while it runs."""
         with self._lock:
             return self._results.pop(number, None)
 
     def pop_all(self) -> dict[L2TaskId, Any]:
-        """Return the results of all tasks that are done, once."""
+        """Return the results of all finished tasks once."""
         with self._lock:
             results, self._results = self._results, {}
             return results
 
 
 class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
-    """A store as LMCache's second level. `parameters` are the settings of `StoreSettings`.
+    """A store as LMCache's second level. `parameters` are the settings of
+    `StoreSettings`.
 
-    The store evicts by itself, so LMCache is told no capacity, and does not evict there. What it deletes is accounted
-    for with the size that the last object of the same group had.
+    The store handles eviction, so the adapter reports no capacity and LMCache does not
+    evict there. Deletions are accounted with the size of the last object of the group.
 
     Raises:
-        ConfigError: the parameters name no store, or have a setting that is none.
+        ConfigError: the parameters name no store, or have an unknown setting.
     """
 
     def __init__(self, parameters: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
@@ -170,7 +179,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             if l1_memory_desc is not None:  # so that RDMA moves objects without copying them
                 memory = (ctypes.c_ubyte * l1_memory_desc.size).from_address(l1_memory_desc.ptr)
                 self._guarded("registration", lambda: stack.callback(self._store.register(memory).close), None)
-            # Look-ups never wait behind blocks.
+            # Lookups never wait behind blocks.
             self._lookup_threads = _threads(stack, _LOOKUP_THREADS, "look-up")
             self._transfer_threads = _threads(stack, _TRANSFER_THREADS, "transfer")
             stack.callback(lambda: self._release(self._locks.remove_all()))
@@ -181,27 +190,27 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             self._exit = stack.pop_all()
 
     def get_store_event_fd(self) -> int:
-        """The descriptor that tells of stores that are done."""
+        """The descriptor that signals finished stores."""
         return self._stores.fileno()
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """The descriptor that tells of look-ups that are done."""
+        """The descriptor that signals finished lookups."""
         return self._lookups.fileno()
 
     def get_load_event_fd(self) -> int:
-        """The descriptor that tells of loads that are done."""
+        """The descriptor that signals finished loads."""
         return self._loads.fileno()
 
     # Stores.
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
-        """Store objects; those that are there already are not moved again."""
+        """Store objects; existing ones are not sent again."""
         return self._stores.submit(
             lambda: self._guarded("store", lambda: self._put(keys, objects), L2StoreResult(False, 0))
         )
 
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
-        """Return how the stores that are done ended."""
+        """Return the results of finished stores."""
         return self._stores.pop_all()
 
     def _put(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
@@ -214,20 +223,22 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             self._notify_keys_stored(list(stored), list(stored.values()))
         return L2StoreResult(True, sum(stored.values()))
 
-    # Look-ups.
+    # Lookups.
 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        """Look up objects, and lock those that are there."""
+        """Look up objects, and lock those that exist. Those that are on disk only come
+        into memory from now on.
+        """
         return self._lookups.submit(lambda: self._guarded("look-up", lambda: self._look_up(keys), Bitmap(len(keys))))
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
-        """Return which objects were found, once; None before that is known."""
+        """Return which objects were found, once; None while it runs."""
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Unlock objects. What cannot be unlocked because the store is away ends by itself after `hold_s`."""
+        """Unlock objects. If the store is away, the hold expires after `hold_s`."""
         holds = self._locks.remove(keys)
         if holds:
             self._lookup_threads.submit(self._release, holds)
@@ -236,8 +247,9 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         self._guarded("unlock", lambda: sum(map(self._store.release_hold, holds)), 0)
 
     def _look_up(self, keys: Sequence[ObjectKey]) -> Bitmap:
-        # LMCache asks for several prefixes at once, one for each rank and group of layers, and may want what comes
-        # after a hole, too: a sliding window needs the last chunks, not the first.
+        # LMCache asks for several prefixes at once, one for each rank and group of
+        # layers, and may want what comes after a hole, too: a sliding window needs the
+        # last chunks, not the first.
         found = Bitmap(len(keys))
         first = 0
         for _, prefix in itertools.groupby(keys, _group):
@@ -253,7 +265,10 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         return found
 
     def _lock(self, found: Bitmap, first: int, keys: Sequence[ObjectKey]) -> int:
-        """Lock the leading keys that are there, note them in `found` from place `first` on, and return how many."""
+        """Lock the leading keys that exist, set their bits in `found` from `first` on.
+
+        Returns how many there are.
+        """
         names = list(map(self._name, keys))
         try:
             match = self._store.match_prefix(names, hold_s=self._settings.hold_s)
@@ -262,17 +277,18 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             match = self._store.match_prefix(names)
         if match.hold:
             self._locks.add(keys[:match], match.hold, self._settings.hold_s)
+        read_ahead(self._store, match, names[:match], self._record)
         found.batched_set(list(range(first, first + match)))
         return int(match)
 
     # Loads.
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
-        """Load objects straight into the memory given."""
+        """Load objects into their memory."""
         return self._loads.submit(lambda: self._guarded("load", lambda: self._get(keys, objects), Bitmap(len(keys))))
 
     def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
-        """Return which objects were loaded, once; None before that is known."""
+        """Return which objects were loaded, once; None while it runs."""
         return self._loads.pop(task_id)
 
     def _get(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Bitmap:
@@ -292,12 +308,23 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
     # The rest.
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete objects. What a load is reading stays until it is done."""
-        if self._guarded("deletion", lambda: self._store.delete(map(self._name, keys)), 0):
-            self._notify_keys_deleted(keys, [self._sizes.get(_group(key), 0) for key in keys])
+        """Delete objects, and report those that existed to LMCache.
+
+        An object that a load is reading stays until the load is done.
+        """
+        deleted: list[ObjectKey] = self._guarded("deletion", lambda: self._delete(keys), [])
+        if deleted:
+            self._notify_keys_deleted(deleted, [self._sizes.get(_group(key), 0) for key in deleted])
+
+    def _delete(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        # The store says how many it has deleted, not which.
+        there = self._store.exists_many(map(self._name, keys))
+        found = [key for key, is_there in zip(keys, there, strict=True) if is_there]
+        self._store.delete(map(self._name, found))
+        return found
 
     def report_status(self) -> dict[str, Any]:
-        """Tell whether the store is there, and what was counted."""
+        """Return the health of the store, and the counts."""
         return {
             "is_healthy": self._record.is_healthy,
             "type": type(self).__name__,
@@ -307,7 +334,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         }
 
     def close(self) -> None:
-        """Unlock everything, finish what is under way, drop what has not begun, and let go of the store."""
+        """Unlock everything, finish running tasks, drop the others, close the store."""
         self._exit.close()
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()

@@ -1,15 +1,18 @@
-"""SGLang's HiCache with a store as its third level, by the dynamic backend and its v1 interface (SGLang 0.5.23).
+"""SGLang's HiCache with a store as its third level, by the dynamic backend and its v1
+interface (SGLang 0.5.23).
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "infinistore",
         "module_path": "infinistore.integrations.sglang", "class_name": "InfiniStoreHiCache", "interface_v1": 1,
         "url": "infinistore://127.0.0.1:22345"}'
 
-Pages go straight between SGLang's host pool and the store: for each page, each part that the pool has of it (keys and
-values, or the one latent of MLA) is a block. A block's key says model, dtype, layout, parallel rank, and the page's
-hash, so that what is found can be used as it is. Ranks of an MLA model hold the same, and share it.
+Pages move directly between SGLang's host pool and the store. Each part of a page in the
+pool (keys and values, or the single latent of MLA) is a block. A block's key contains
+model, dtype, layout, parallel rank and the page's hash, so a hit can be used as it is.
+Ranks of an MLA model hold the same data and share it.
 
-SGLang takes an exception, or None for a list, as the end of its prefetch thread. So no failure is raised: it is a miss,
-or a page that is not stored; it is counted, and told to the log once.
+An exception, or None instead of a list, would end SGLang's prefetch thread. Failures
+therefore raise nothing: they are misses, or pages that are not stored. They are
+counted, and logged once.
 """
 
 import ctypes
@@ -24,28 +27,30 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded
-from infinistore.integrations.exact_reads import Outcome, read_exactly
-from infinistore.integrations.held_prefixes import HeldPrefixes
-from infinistore.integrations.prefix_keys import fingerprint
-from infinistore.integrations.record import Record
-from infinistore.integrations.store_settings import StoreSettings
+from infinistore.integrations.internal.blocking_exact_reads import read_exactly
+from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.held_prefixes import HeldPrefixes
+from infinistore.integrations.internal.prefix_keys import fingerprint
+from infinistore.integrations.internal.read_outcomes import Outcome
+from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.store_settings import StoreSettings
 
 __all__ = ["InfiniStoreHiCache"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
-"""What SGLang itself reads of the extra configuration, besides what it takes out of it."""
+"""Keys of the extra configuration that SGLang reads and does not remove."""
 _GEOMETRY = ("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
-"""What of a host pool tells how a page lies in memory; each kind of pool has some of it."""
+"""Attributes of host pools that describe a page's layout; each kind has some."""
 
 
 class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
-    """A store as HiCache's storage. SGLang calls it from threads of its own.
+    """A store as HiCache's storage. SGLang calls it from its own threads.
 
     Raises:
-        ConfigError: the configuration names no store, has a setting that is none, or the host pool cannot be read in
-            place.
+        ConfigError: the configuration names no store or has an unknown setting, or the
+            host pool cannot be read in place.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +61,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._settings = settings
         self._config = storage_config
         self._record = Record(_log, settings.url)
-        self._held = HeldPrefixes(settings.hold_s)  # by the first page of a batch
+        self._held = HeldPrefixes(settings.hold_s)  # by the last page: the first may be left out
         self._set_keys({}, ["page"])
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
@@ -64,11 +69,13 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was counted: pages as `hits`, `misses`, `stored` and `not_stored`, and calls that `failed`."""
+        """Counts of pages (`hits`, `misses`, `stored`, `not_stored`) and calls
+        (`failed`).
+        """
         return self._record.counts
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn where pages lie, and how. SGLang calls this once, before anything else."""
+        """Learn the location and layout of pages. SGLang calls this first, once."""
         super().register_mem_pool_host(mem_pool_host)
         parts = ["page"]
         if self._in_place:
@@ -85,7 +92,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._set_keys({name: getattr(mem_pool_host, name, None) for name in _GEOMETRY}, parts)
 
     def _register(self, pool: Any) -> None:
-        """Register the pool's memory, so that RDMA moves pages without copying them."""
+        """Register the pool's memory, so that RDMA moves pages without a copy."""
         for name in ("kv_buffer", "k_buffer", "v_buffer"):
             buffer = getattr(pool, name, None)
             if isinstance(buffer, torch.Tensor) and buffer.is_contiguous():
@@ -109,12 +116,17 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return int(self._config.logical_page_size or getattr(pool, "page_size", 0))
 
     def _names(self, keys: Sequence[str]) -> list[str]:
+        if self._store.is_cluster:  # one node has all parts of a page
+            return [f"{self._prefix}{{{key}}}/{part}" for key in keys for part in self._parts]
         return [f"{self._prefix}{key}/{part}" for key in keys for part in self._parts]
 
-    # The v1 interface: pages are read and written where they lie.
+    # The v1 interface: pages are read and written in place.
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Count the leading pages that are there, and keep them for the load that follows."""
+        """Count the leading pages that exist, and hold them until the last is loaded.
+
+        Those that are on disk only come into memory from now on.
+        """
         return self._guarded("look-up", lambda: self._match(keys), 0)
 
     def _match(self, keys: Sequence[str]) -> int:
@@ -125,13 +137,20 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             match = self._store.match_prefix(names, hold_s=self._settings.hold_s)
         except LimitExceeded:  # too much is held already; most of it will be there all the same
             match = self._store.match_prefix(names)
-        self._held.add(keys[0], match.hold)
-        return match // len(self._parts)
+        pages = match // len(self._parts)
+        if pages:
+            self._held.add(keys[pages - 1], match.hold)
+            read_ahead(self._store, match, names[: pages * len(self._parts)], self._record)
+        else:  # a part of a page, which is of no use
+            self._release([match.hold])
+        return pages
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages into the host pool at these indices; tell of each whether it is there now."""
+        """Load pages into the host pool at these indices. Returns success for each
+        page.
+        """
         loaded = self._guarded("load", lambda: self._load(keys, host_indices), [False] * len(keys))
         self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))
         return loaded
@@ -140,7 +159,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         try:
             return self._read(keys, self._buffers(keys, host_indices))
         finally:
-            self._release([self._held.pop(keys[0])] if keys else [])
+            self._release(self._held.pop_each(keys))
 
     def _release(self, holds: Sequence[str]) -> None:
         for hold in filter(None, holds):
@@ -149,7 +168,9 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of the host pool at these indices; tell of each whether it is in the store now."""
+        """Store pages of the host pool at these indices. Returns success for
+        each page.
+        """
         return self._guarded_write(keys, lambda: self._buffers(keys, host_indices))
 
     def _buffers(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[memoryview]:
@@ -189,22 +210,24 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._record.succeeded(call)
         return result
 
-    # The older interface: pages come and go as tensors of their own.
+    # The older interface: each page is a separate tensor.
 
     def exists(self, key: str) -> bool:
-        """Tell whether a page is there."""
+        """Return whether a page exists."""
         return self._guarded("look-up", lambda: all(self._store.exists_many(self._names([key]))), False)
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Load a page into a tensor of just its size, and return that; None if it is not there."""
+        """Load a page into a tensor of its size, and return it; None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Load pages into tensors of just their size, and return those; None for each page that is not there."""
+        """Load pages into tensors of their size, and return them; None for each
+        miss.
+        """
         targets = list(target_locations or [])
         if self._in_place or len(targets) != len(keys) or any(target is None for target in targets):
             self._record.failed("load", ValueError("give a tensor for each page, and leave interface_v1 out"))
@@ -214,7 +237,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return [target if there else None for target, there in zip(targets, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page; tell whether it is in the store now."""
+        """Store a page. Returns success."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -224,7 +247,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store pages; tell whether all are in the store now."""
+        """Store pages. Returns whether all of them were stored."""
         pages = list(values or [])
         if self._in_place or len(pages) != len(keys):
             self._record.failed("store", ValueError("give a tensor for each page, and leave interface_v1 out"))
@@ -242,13 +265,13 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             self._store.delete(names)
 
     def close(self) -> None:
-        """Let go of the store, and of what look-ups found there."""
+        """Release all holds and close the store."""
         self._release(self._held.pop_all())
         self._exit.close()
 
 
 def _flat(pointers: Sequence[Any], sizes: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Some pools give, for each part of a page, a list of the pieces that it lies in."""
+    """Flatten: some pools return a list of pieces for each part of a page."""
     if not any(isinstance(pointer, list | tuple) for pointer in pointers):
         return list(pointers), list(sizes)
     return [piece for part in pointers for piece in part], [size for part in sizes for size in part]

@@ -1,4 +1,4 @@
-"""Keep the `DynamicCache` of Hugging Face transformers in a store, and get it back by the longest prefix that is there.
+"""Keeps the `DynamicCache` of Hugging Face transformers in a store, by prefix.
 
     from infinistore import blocking
     from infinistore.integrations.transformers import load_cache, save_cache
@@ -8,12 +8,14 @@
         output = model(torch.tensor([token_ids[matched:]]), past_key_values=cache, use_cache=True)
         save_cache(store, model, token_ids, output.past_key_values)
 
-One value holds one block of tokens: for each layer its keys, then its values, each as [heads, tokens, head size]. Keys
-and values come back exactly as they were, bit by bit. Its name says model, dtype, layout and all tokens up to its end.
+A value is one block of tokens: for each layer its keys, then its values, each as
+[heads, tokens, head size]. Keys and values are restored bit for bit. The key covers
+model, dtype, layout and all tokens up to the block's end.
 
-A store that is lost, slow or full is a miss: `load_cache` returns an empty cache, `save_cache` stores less, and it is
-logged, under `infinistore.integrations.transformers`. What cannot be right (a cache of another model, a batch of
-several sequences) is a `ValueError`.
+A store that is lost, slow or full is a miss: `load_cache` returns an empty cache,
+`save_cache` stores less, and the logger `infinistore.integrations.transformers` emits a
+warning. Invalid input (a cache of another model, a batch of several sequences) raises
+`ValueError`.
 """
 
 import logging
@@ -24,7 +26,7 @@ import attrs
 
 from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.errors import InfiniStoreException
-from infinistore.integrations.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
+from infinistore.integrations.internal.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ __all__ = ["load_cache", "save_cache"]
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 64 * 1024 * 1024
-"""How much is moved at a time, through memory of its own beside the cache."""
+"""Size of the buffer through which blocks move."""
 _HOLD_S = 60.0
 _MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
@@ -50,23 +52,29 @@ def save_cache(
     name: str = "",
     salt: str = "",
     block_tokens: int = 64,
+    group_tokens: int = 1024,
 ) -> int:
-    """Store the full blocks of a sequence's cache. Returns how many leading tokens are in the store now.
+    """Store the full blocks of a sequence's cache.
+
+    Returns the number of leading tokens that are in the store now.
 
     Args:
         store: an open store of `infinistore.blocking`.
         model: the model that filled the cache; a plain one, on one device.
-        token_ids: the tokens of the sequence: [tokens] or [1, tokens]. The cache may cover fewer or more of them.
-        cache: what the model returned as `past_key_values`, of a batch of one.
-        name: what to call the model in the store; `model.name_or_path` unless given. Other weights need
-            another name.
-        salt: what else the cache depends on: an adapter, images, a tenant. Only equal salts find each other.
-        block_tokens: how many tokens are stored under one key.
+        token_ids: the tokens of the sequence: [tokens] or [1, tokens]. The cache may
+            cover fewer or more of them.
+        cache: the model's `past_key_values`, of a batch of one.
+        name: the name of the model in the store; default: `model.name_or_path`.
+            Different weights need different names.
+        salt: everything else that the cache depends on: an adapter, images, a tenant.
+            Only caches with equal salts share blocks.
+        block_tokens: number of tokens under one key.
+        group_tokens: in a cluster, so many tokens in a row are on one node.
 
     Raises:
-        ValueError: the cache cannot be stored so that it comes back right; the message says why.
+        ValueError: the cache could not be restored correctly; the message says why.
     """
-    layout = _CacheLayout.of(model, name, block_tokens)
+    layout = _CacheLayout.of(model, name, block_tokens, group_tokens if store.is_cluster else 0)
     tokens = _token_list(model, token_ids, salt)
     tensors = layout.tensors(cache)
     blocks = min(len(tokens), cache.get_seq_length()) // block_tokens
@@ -82,7 +90,7 @@ def save_cache(
             store.put_many(zip(keys[first:end], staging.unbind(), strict=True), replace=False)
             stored = end
     except InfiniStoreException as error:
-        _log.warning("the KV cache was not stored in full: %s", error)
+        _log.warning("the KV cache was not stored in full: %s", str(error))
     return stored * block_tokens
 
 
@@ -94,23 +102,25 @@ def load_cache(
     name: str = "",
     salt: str = "",
     block_tokens: int = 64,
+    group_tokens: int = 1024,
 ) -> "tuple[DynamicCache, int]":
-    """Return a cache of the longest stored prefix of a sequence, and how many tokens it covers.
+    """Return a cache of a sequence's longest stored prefix, and its number of tokens.
 
-    It never covers the last token: a model must compute at least one to predict the next. Arguments and errors are
-    those of `save_cache`; the cache is on the model's device.
+    It never includes the last token, because a model must compute at least one token to
+    predict the next. The cache is on the model's device. Arguments and errors are those
+    of `save_cache`.
     """
     from transformers import DynamicCache
 
-    layout = _CacheLayout.of(model, name, block_tokens)
+    layout = _CacheLayout.of(model, name, block_tokens, group_tokens if store.is_cluster else 0)
     tokens = _token_list(model, token_ids, salt)
     cache = DynamicCache(config=model.config)
-    layout.tensors(cache)  # there are none yet, but for this kind of cache there must be two of each layer
+    layout.tensors(cache)  # empty, but checks the kind of each layer
     keys = layout.keys(tokens[: max(len(tokens) - 1, 0)], salt)
     try:
         loaded = _read(store, layout, keys)
     except InfiniStoreException as error:
-        _log.warning("the KV cache was not read, and is computed again: %s", error)
+        _log.warning("the KV cache was not read, and is computed again: %s", str(error))
         loaded = []
     loaded.reverse()
     for number in range(len(loaded) // 2):
@@ -119,14 +129,18 @@ def load_cache(
 
 
 def _read(store: BlockingStore, layout: "_CacheLayout", keys: list[str]) -> "list[torch.Tensor]":
-    """Return keys and values of one layer after the other, [1, heads, tokens, head size], for the leading blocks that
-    are there."""
+    """Return the keys and values of each layer, for the leading blocks that exist.
+
+    Shape: [1, heads, tokens, head size].
+    """
     match = store.match_prefix(keys, hold_s=_HOLD_S) if keys else PrefixMatch(0)
     if not match:
         return []
     tensors = layout.empty(match)
     found = 0
     try:
+        if match.in_memory < match:  # so that no batch waits for a disk while the one before it is copied
+            store.prefetch(keys[:match])
         for first, end in _batches(0, match, layout.block_bytes):
             staging = layout.staging(end - first)
             lengths = store.get_many_into(zip(keys[first:end], staging.unbind(), strict=True))
@@ -145,24 +159,25 @@ def _read(store: BlockingStore, layout: "_CacheLayout", keys: list[str]) -> "lis
 def _release(store: BlockingStore, hold: str) -> None:
     try:
         store.release_hold(hold)
-    except InfiniStoreException as error:  # it ends by itself
-        _log.debug("a hold was not released: %s", error)
+    except InfiniStoreException as error:  # it expires
+        _log.debug("a hold was not released: %s", str(error))
 
 
 @attrs.frozen
 class _CacheLayout:
-    """How a model's cache lies in the store, as its configuration tells."""
+    """The layout of a model's cache in the store, from its configuration."""
 
     namespace: str
     layers: int
     heads: int
     head_size: int
     block_tokens: int
+    group_blocks: int
     dtype: "torch.dtype"
     device: "torch.device"
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", name: str, block_tokens: int) -> "_CacheLayout":
+    def of(cls, model: "PreTrainedModel", name: str, block_tokens: int, group_tokens: int) -> "_CacheLayout":
         name = name or model.name_or_path or ""
         if not name:
             raise ValueError("this model has no name to tell its cache from another's; pass name=")
@@ -180,22 +195,28 @@ class _CacheLayout:
             "layout": ["layer", "key then value", "head", "token", "head size"],
             "shape": [layers, 2, heads, block_tokens, head_size],
         }
+        group_blocks = max(1, group_tokens // block_tokens) if group_tokens else 0
+        if group_blocks:
+            facts["group blocks"] = group_blocks
         namespace = f"transformers/{name.rstrip('/').rpartition('/')[2][:100]}/{fingerprint(facts)}"
-        return cls(namespace, layers, heads, head_size, block_tokens, model.dtype, model.device)
+        return cls(namespace, layers, heads, head_size, block_tokens, group_blocks, model.dtype, model.device)
 
     @property
     def block_bytes(self) -> int:
         return self.layers * 2 * self.heads * self.block_tokens * self.head_size * self.dtype.itemsize
 
     def keys(self, tokens: Sequence[int], salt: str) -> list[str]:
-        chain = PrefixChain(self.block_tokens, salt)
+        chain = PrefixChain(self.block_tokens, salt, group_blocks=self.group_blocks)
         return [f"{self.namespace}/{block}" for block in chain.extend(tokens)]
 
     def tensors(self, cache: "DynamicCache") -> "list[torch.Tensor]":
-        """Return keys and values of one layer after the other, [1, heads, tokens, head size]; none of an empty cache.
+        """Return the keys and values of each layer; an empty list for an empty cache.
+
+        Shape: [1, heads, tokens, head size].
 
         Raises:
-            ValueError: a layer does not keep keys and values of all tokens, or not in the shape that is stored.
+            ValueError: a layer does not keep keys and values of all tokens, or has
+                another shape.
         """
         from transformers.cache_utils import DynamicLayer
 
@@ -219,25 +240,30 @@ class _CacheLayout:
         return found
 
     def empty(self, blocks: int) -> "list[torch.Tensor]":
-        """Return room on the model's device: keys and values of each layer, [1, heads, tokens, head size]."""
+        """Return empty keys and values of each layer, on the model's device.
+
+        Shape: [1, heads, tokens, head size].
+        """
         import torch
 
         shape = (1, self.heads, blocks * self.block_tokens, self.head_size)
         return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2 * self.layers)]
 
     def staging(self, blocks: int) -> "torch.Tensor":
-        """Return room for blocks in this machine's memory, one value each: [blocks, 2 * layers, heads, tokens, head
-        size]."""
+        """Return a buffer for blocks in host memory.
+
+        Shape: [blocks, 2 * layers, heads, tokens, head size].
+        """
         import torch
 
         return torch.empty((blocks, 2 * self.layers, self.heads, self.block_tokens, self.head_size), dtype=self.dtype)
 
     def views(self, staging: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
-        """Return the parts for keys and values of each layer: [blocks, heads, tokens, head size]."""
+        """Return keys and values of each layer: [blocks, heads, tokens, head size]."""
         return staging.unbind(1)
 
     def split(self, part: "torch.Tensor") -> "torch.Tensor":
-        """See [1, heads, tokens, head size] as [blocks, heads, tokens, head size], in place."""
+        """View [1, heads, tokens, head size] as [blocks, heads, tokens, head size]."""
         blocks = part.shape[2] // self.block_tokens
         return part.view(self.heads, blocks, self.block_tokens, self.head_size).transpose(0, 1)
 

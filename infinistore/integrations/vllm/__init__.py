@@ -1,4 +1,4 @@
-"""vLLM's KV cache in a store: a connector of vLLM's own kind, `KVConnectorBase_V1`, loaded by its module path.
+"""vLLM's KV cache in a store: a `KVConnectorBase_V1`, loaded by its module path.
 
     vllm serve MODEL --kv-transfer-config '{
         "kv_connector": "InfiniStoreConnector",
@@ -7,13 +7,15 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": "infinistore://HOST:22345"}}'
 
-Full blocks of prompts are written to the store layer by layer, while the model computes the next layer. A request whose
-prompt begins like one that is stored gets its blocks from there, while other requests go on. What cannot be read is
-computed: a store that is lost, slow or full costs time, never an answer.
+Full blocks of prompts are written to the store layer by layer, while the model computes
+the next layer. A request whose prompt has a stored prefix gets its blocks from the
+store, while other requests run. Blocks that cannot be read are computed: a store that
+is lost, slow or full costs time, never correctness.
 
-The parts: `settings` (what `kv_connector_extra_config` may say), `names` (keys), `step` (what the scheduler tells the
-workers), `scheduler` and `worker` (the two halves of the connector, which know of vLLM only what they are given), and
-`connector`, which is vLLM's class. Only the last needs vLLM; it is imported when it is asked for.
+Modules: `settings` (`kv_connector_extra_config`), `names` (keys), `step` (messages from
+the scheduler to the workers), `scheduler` and `worker` (the two halves of the
+connector, independent of vLLM), and `connector`, vLLM's class. Only the last one needs
+vLLM; it is imported on first use.
 """
 
 from typing import TYPE_CHECKING

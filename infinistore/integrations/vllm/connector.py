@@ -1,10 +1,11 @@
-"""vLLM's class: hands what vLLM asks to one of the two halves, and tells them what they need to know of vLLM."""
+"""vLLM's class: forwards vLLM's calls to the two halves of the connector."""
 
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -17,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Uniform
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
-from infinistore.integrations.prefix_keys import fingerprint_of_config
-from infinistore.integrations.record import Record
+from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -27,13 +28,13 @@ from infinistore.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 __all__ = ["InfiniStoreConnector"]
 
 LOG = logging.getLogger("vllm.infinistore")
-"""Under vLLM's own logger, so that its level, format and place hold for the connector, too."""
+"""A child of vLLM's logger, which determines level, format and destination."""
 
 
 class _Metadata(KVConnectorMetadata):
@@ -42,29 +43,33 @@ class _Metadata(KVConnectorMetadata):
 
 
 class InfiniStoreConnector(KVConnectorBase_V1):
-    """Keeps vLLM's KV cache in an InfiniStore server. vLLM makes one in its scheduler and one in each worker.
+    """Keeps vLLM's KV cache in an InfiniStore server.
 
-    Settings are those of `ConnectorSettings`, in `kv_connector_extra_config`.
+    vLLM creates one in its scheduler and one in each worker. `ConnectorSettings` lists
+    the settings in `kv_connector_extra_config`.
 
     Raises:
-        ConfigError: a setting is wrong, or the model's KV cache cannot be stored in blocks.
-        AuthenticationFailed, VersionMismatch, ProtocolError: what answers at the store's address is of no use.
+        ConfigError: a setting is invalid; or, within a MultiConnector, a failed read
+            would fail its request; or the model's KV cache is not supported.
+        AuthenticationFailed, VersionMismatch, ProtocolError: the peer at the store's
+            address cannot be used.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+        _check_load_failures(transfer)
         self._stack = ExitStack()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = _only_group(vllm_config, kv_cache_config)
-        names = _names(vllm_config, kv_cache_config, self._settings)
         record = Record(LOG, self._settings.url.partition("?")[0])
         scheduling = role is KVConnectorRole.SCHEDULER
         self._store = store = self._open(
             self._settings.lookup_deadline_s if scheduling else self._settings.deadline_s, role
         )
+        names = _names(vllm_config, kv_cache_config, self._settings, grouped=store.is_cluster)
         if scheduling:
             if transfer.kv_load_failure_policy != "recompute":
                 LOG.warning("InfiniStore: kv_load_failure_policy is now 'recompute': what cannot be read is computed")
@@ -93,12 +98,15 @@ class InfiniStoreConnector(KVConnectorBase_V1):
                 delivers=not transfer.is_kv_consumer,
             )
 
-    # What a lost save costs is a computation later, so no request need be held back for it.
+    # What a lost save costs is a computation later, so no request need be held back for
+    # it.
     requires_kv_delivery = False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are saved by calls between them, which a graph of the whole model would leave out."""
+        """Layers are saved by calls between them, which a graph of the whole model
+        would leave out.
+        """
         return True
 
     def _open(self, deadline_s: float, role: KVConnectorRole) -> blocking.BlockingStore:
@@ -111,7 +119,7 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         try:
             stats = store.stats()
         except (StoreUnavailable, DeadlineExceeded) as error:
-            LOG.warning("InfiniStore: the store is not there, and vLLM goes on without it until it is: %s", error)
+            LOG.warning("InfiniStore: the store is not there, and vLLM goes on without it until it is: %s", str(error))
         except BaseException:
             self._stack.close()
             raise
@@ -122,67 +130,69 @@ class InfiniStoreConnector(KVConnectorBase_V1):
     # ---- the worker's side ----
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Learn where the KV cache is, and say so if the store is too small for one prompt."""
+        """Register the KV cache; warn if the store is too small for one prompt."""
         block_bytes = self._at_work.register(kv_caches, self._kv_cache_config.num_blocks)
         config = self._vllm_config
         blocks = config.model_config.max_model_len // _block_tokens(_only_group(config, self._kv_cache_config))
-        self._check_room(blocks * block_bytes * config.parallel_config.world_size)
+        self._check_capacity(blocks * block_bytes * config.parallel_config.world_size)
 
-    def _check_room(self, prompt_bytes: int) -> None:
+    def _check_capacity(self, prompt_bytes: int) -> None:
         try:
             statistics = self._store.stats().store
         except InfiniStoreException:
             return  # it was warned of when the store was opened
-        room = statistics.capacity_bytes + statistics.growable_bytes
-        if room < prompt_bytes:
+        capacity_bytes = statistics.capacity_bytes + statistics.growable_bytes
+        if capacity_bytes < prompt_bytes:
             LOG.warning(
                 "InfiniStore: the pool of the store (%.3g GiB) is smaller than the KV cache of a longest prompt (%.3g),"
                 " which then evicts its own beginning: start the server with a larger --prealloc-size",
-                room / 2**30,
+                capacity_bytes / 2**30,
                 prompt_bytes / 2**30,
             )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait until nothing is read any more from the blocks of requests that were preempted."""
+        """Wait for the writes of preempted requests' blocks."""
         assert isinstance(kv_connector_metadata, _Metadata)
         self._at_work.begin(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        """Begin to read, in the background."""
+        """Start the loads in the background."""
         self._at_work.start_loads(_after_what_was_queued())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: requests whose blocks are being read take no part in the step."""
+        """Do nothing: requests whose blocks are being loaded are not part of
+        the step.
+        """
 
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
-        """Begin to write a layer."""
+        """Start the saves of a layer."""
         self._at_work.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """End the writing of a step."""
+        """End the saves of a step."""
         self._at_work.end_saves()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Tell which requests are saved, and which are read."""
+        """Return the requests that are saved, and those that are loaded."""
         return self._at_work.poll(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Tell which blocks could not be read."""
+        """Return the blocks that could not be read."""
         return self._at_work.take_failed_blocks()
 
     # ---- the scheduler's side ----
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask the store how much of a request it has; what there is, is read in the background."""
+        """Look up how much of a request is stored; it is loaded in the background."""
         tokens = self._at_schedule.loadable_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Learn where to read to."""
+        """Record the blocks to load into."""
         self._at_schedule.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Tell the workers what to read and write."""
+        """Return the workers' loads and saves of a step."""
         state = scheduler_output.kv_connector_block_state
         step = self._at_schedule.plan(
             scheduler_output.num_scheduled_tokens,
@@ -192,7 +202,7 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         return _Metadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn what was read, and what could not be."""
+        """Record which loads have ended, and which blocks failed."""
         self._at_schedule.loads_ended(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -202,7 +212,7 @@ class InfiniStoreConnector(KVConnectorBase_V1):
     # ---- both ----
 
     def shutdown(self) -> None:
-        """Finish what is being written, and close the store."""
+        """Finish the writes and close the store."""
         if self._worker is not None:
             self._worker.close()
         self._stack.close()
@@ -218,8 +228,27 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         return self._scheduler
 
 
+def _check_load_failures(transfer: "KVTransferConfig") -> None:
+    """Refuse a MultiConnector in which a failed read would fail its request.
+
+    vLLM's scheduler reads the MultiConnector's own configuration. A connector gets a
+    copy of its part and cannot change the rest. It can see the rest only in a worker,
+    and vLLM creates the workers before the scheduler.
+    """
+    current = get_current_vllm_config_or_none()
+    top = None if current is None else current.kv_transfer_config
+    if top is None or top.kv_connector == transfer.kv_connector or not transfer.is_kv_consumer:
+        return
+    if top.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"within {top.kv_connector}, a read that fails would fail the request, not be computed: add"
+            ' "kv_load_failure_policy": "recompute" to --kv-transfer-config,'
+            f' beside "kv_connector": "{top.kv_connector}"'
+        )
+
+
 def _only_group(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> "KVCacheGroupSpec":
-    """Return the layers of the model, all of which must keep keys and values of every token."""
+    """Return the layers; each must keep keys and values of every token."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("InfiniStoreConnector cannot store blocks that context parallelism spreads over workers")
@@ -242,8 +271,13 @@ def _block_tokens(group: "KVCacheGroupSpec") -> int:
     return tokens
 
 
-def _names(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> BlockNames:
-    """Return how blocks are called: equal exactly where they are interchangeable, in the scheduler as in workers."""
+def _names(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, settings: ConnectorSettings, *, grouped: bool
+) -> BlockNames:
+    """Return the names of blocks: equal if and only if blocks are interchangeable.
+
+    With `grouped`, as many blocks as have `group_tokens` are on one node of a cluster.
+    """
     group = _only_group(vllm_config, kv_cache_config)
     model = vllm_config.model_config
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
@@ -265,11 +299,12 @@ def _names(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, settings: 
         namespace=settings.namespace,
         layers=group.layer_names,
         shards=shards,
+        group_blocks=max(1, settings.group_tokens // _block_tokens(group)) if grouped else 0,
     )
 
 
 def _kernels() -> object:
-    """Return what else decides how keys and values lie in a block: on a CPU, the instructions that it has."""
+    """Return what else determines a block's layout: a CPU's instruction set."""
     if not current_platform.is_cpu():
         return current_platform.device_type
     import torch
@@ -279,13 +314,15 @@ def _kernels() -> object:
 
 
 def _extra_keys(request: Any, first: int, end: int) -> bytes:
-    """Return what a block depends on besides its tokens: cache salt, LoRA adapter, images, embeddings."""
+    """Return a block's further inputs: cache salt, LoRA adapter, images, embeddings."""
     keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
     return repr(keys).encode() if keys else b""
 
 
 def _after_what_was_queued() -> Callable[[], object]:
-    """Return what waits, in another thread, for what this one has given the GPU to do so far."""
+    """Return a function that waits, in any thread, for this thread's GPU work
+    so far.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -1,11 +1,14 @@
-"""The scheduler's half: which of a request's blocks are in the store, which to read, and which to write.
+"""The scheduler's half: looks up a request's blocks, and plans reads and writes.
 
-It runs in the scheduler's thread, so that a look-up holds up everybody: it has a short deadline of its own, and a store
-that does not answer is left alone for a while (the client sees to that). Whatever goes wrong is a miss.
+It runs in the scheduler's thread, where a lookup delays all requests. Lookups therefore
+have a short deadline, and the client's circuit breaker protects against a store that
+does not answer. Every failure is a miss.
 
-Blocks that a look-up found are held in the store until a worker has read them. It asks in two steps: first for what is
-written last of each block, a key or a few per block, which is all when nothing is there; then for everything of the
-blocks that would be read, together with the hold.
+The blocks found by a lookup are held in the store until a worker has read them. A
+lookup has two steps. The first one checks the keys that are written last, one or a few
+per block; it is the only one if nothing is stored. The second one checks all keys of
+the blocks to read, and places the hold. If some of these are on disk only, the store is
+told to read them while vLLM allocates memory for them and waits for its turn.
 """
 
 import time
@@ -16,55 +19,56 @@ import attrs
 
 from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.errors import InfiniStoreException, LimitExceeded
-from infinistore.integrations.prefix_keys import PrefixChain
-from infinistore.integrations.record import Record
+from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.prefix_keys import PrefixChain
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.names import BlockNames
 from infinistore.integrations.vllm.step import Load, Save, Step
 
 __all__ = ["Request", "SchedulerSide"]
 
 _ASK_AGAIN_S = 1.0
-"""How long the answer "nothing, the store is away" counts for a request that waits."""
+"""How long a lookup that failed counts as a miss for a waiting request."""
 
 
 class Request(Protocol):
-    """What the scheduler's half needs to know of vLLM's `Request`."""
+    """The part of vLLM's `Request` that the scheduler's half uses."""
 
     request_id: str
     num_computed_tokens: int
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """The prompt, and the tokens that were generated."""
+        """The tokens of the prompt, and the generated ones."""
 
 
 @attrs.define
 class _Tracked:
-    """What is known of one request. Counts are of its leading blocks."""
+    """The state of one request. Counts are of its leading blocks."""
 
     request: Request
     chain: PrefixChain
     in_store: int = 0
     kept: int = 0
-    """How many are in the store, or are being written."""
+    """Number of blocks that are stored or being written."""
     known_until: float = 0.0
-    """Until when the answer of the last look-up counts."""
+    """Until when the result of the last lookup is valid."""
     hold: str = ""
     loading: Load | None = None
     load_failed: bool = False
     saving: bool = False
-    """Whether a worker may still be reading from this request's blocks, to write them."""
+    """Whether a worker may still be saving this request's blocks."""
 
 
 class SchedulerSide:
     """The scheduler's half of the connector. One thread uses it.
 
-    `reads` and `writes` say what this engine does: `kv_role`. `extra` returns what a block depends on besides its
-    tokens.
+    `reads` and `writes` follow from `kv_role`. `extra` returns what a block depends on
+    besides its tokens.
     """
 
     def __init__(
@@ -95,7 +99,10 @@ class SchedulerSide:
         self._loads: list[Load] = []
 
     def loadable_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Return how many tokens after the first `computed_tokens` can be read: a multiple of the block size."""
+        """Return the number of tokens to read after the first `computed_tokens`.
+
+        It is a multiple of the block size.
+        """
         tracked = self._track(request)
         now = self._clock()
         if tracked.known_until <= now:
@@ -105,7 +112,9 @@ class SchedulerSide:
         return max(0, tracked.in_store * self._block_tokens - computed_tokens)
 
     def allocated(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
-        """Learn that a request has got blocks; the workers are to fill the last `load_tokens` tokens that it found."""
+        """Record a request's blocks; workers will load the last `load_tokens` found
+        tokens.
+        """
         tracked = self._track(request)
         if not load_tokens:
             self._release(tracked)
@@ -124,7 +133,7 @@ class SchedulerSide:
         preempted: Iterable[str],
         block_ids_of: Callable[[str], Sequence[int]],
     ) -> Step:
-        """Return what the workers are to do in a step that computes so many tokens of each request."""
+        """Return the workers' tasks in a step that computes these tokens."""
         step = Step(self._loads, preempted=set(preempted), computes=bool(scheduled_tokens))
         self._loads = []
         for request_id in step.preempted:
@@ -139,14 +148,15 @@ class SchedulerSide:
         return step
 
     def loads_ended(self, request_ids: Iterable[str], failed_blocks: Iterable[int]) -> None:
-        """Learn from the workers which requests' loads are over, and which blocks could not be read."""
+        """Record which loads have ended, and which blocks could not be read."""
         failed = set(failed_blocks)
         if failed:
             for tracked in self._tracked.values():
                 load = tracked.loading
                 if load is not None and not failed.isdisjoint(load.block_ids):
                     first_bad = next(i for i, block_id in enumerate(load.block_ids) if block_id in failed)
-                    # Not asked for again: whatever was wrong with it may be wrong the next time.
+                    # Not asked for again: whatever was wrong with it may be wrong the
+                    # next time.
                     tracked.load_failed = True
                     tracked.kept = tracked.in_store - len(load.block_ids) + first_bad
         for request_id in request_ids:
@@ -154,7 +164,7 @@ class SchedulerSide:
                 found.loading = None
 
     def finished(self, request: Request) -> bool:
-        """Forget a request. True if its blocks must be kept until the workers say that it is saved."""
+        """Forget a request. True if its blocks must be kept until they are saved."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -164,7 +174,11 @@ class SchedulerSide:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            chain = PrefixChain(self._block_tokens, extra=lambda first, end: self._extra(request, first, end))
+            chain = PrefixChain(
+                self._block_tokens,
+                extra=lambda first, end: self._extra(request, first, end),
+                group_blocks=self._names.group_blocks,
+            )
             tracked = self._tracked[request.request_id] = _Tracked(request, chain)
         return tracked
 
@@ -178,9 +192,12 @@ class SchedulerSide:
             present = self._store.match_prefix(self._names.last_keys(hashes)) // self._names.shards if hashes else 0
             tracked.in_store = min(present, first)
             if present > first:
-                match = self._match(self._names.all_keys(hashes[first:present]))
+                keys = self._names.all_keys(hashes[first:present])
+                match = self._match(keys)
                 tracked.hold = match.hold
                 tracked.in_store = first + match // self._names.keys_per_block
+                if self._reads:
+                    read_ahead(self._store, match, keys[:match], self._record)
             tracked.known_until = now + self._hold_s / 2
         except InfiniStoreException as error:
             self._record.failed("look-up", error)
@@ -206,7 +223,9 @@ class SchedulerSide:
                 self._record.failed("release of a hold", error)
 
     def _save(self, tracked: _Tracked, count: int, block_ids_of: Callable[[str], Sequence[int]]) -> Save | None:
-        """Return the blocks that are full after `count` more tokens, and neither in the store nor on their way."""
+        """Return the blocks that `count` more tokens fill and that are not
+        stored yet.
+        """
         request = tracked.request
         known = len(request.all_token_ids) if self._save_generated else request.num_prompt_tokens
         full = min(request.num_computed_tokens + count, known) // self._block_tokens

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say, checked when vLLM starts: what is wrong or unknown stops it there."""
+"""The settings in `kv_connector_extra_config`; an invalid one stops vLLM at startup."""
 
 import difflib
 from collections.abc import Mapping
@@ -18,25 +18,27 @@ class ConnectorSettings:
     """The settings of the connector. Times are in seconds."""
 
     url: str
-    """The store, as `open_store` takes it; options such as `?token_file=` included."""
+    """The URL of the store, with options such as `?token_file=`."""
     namespace: str = ""
-    """Part of every key. Engines share blocks if this and all that makes blocks interchangeable are the same."""
+    """Part of every key. Engines with different namespaces share nothing."""
     model: str = ""
-    """What to call the model in keys, for engines that have it under different paths; vLLM's name of it if empty."""
+    """The model's name in keys, for engines with different paths; default: vLLM's."""
     deadline_s: float = 10.0
-    """How long a read or write of blocks may take."""
+    """Deadline of a read or write of blocks."""
     lookup_deadline_s: float = 0.5
-    """How long the scheduler may wait for a look-up."""
+    """How long the scheduler may wait for a lookup."""
     hold_s: float = 30.0
-    """How long blocks that were found are kept from being evicted before they are read."""
+    """How long found blocks are held until they are read."""
+    group_tokens: int = 1024
+    """In a cluster, so many tokens in a row are on one node. Part of every key."""
     save_generated: bool = False
-    """Whether blocks of generated tokens are stored, too, not only those of prompts."""
+    """Whether to store blocks of generated tokens, too."""
     load_threads: int = 2
-    """How many requests' blocks are read at a time."""
+    """Number of requests whose blocks are read concurrently."""
     max_pending_bytes: int = 256 * 1024 * 1024
-    """How much may wait to be written."""
+    """Limit of bytes waiting to be written."""
     when_full: Literal["", "block", "drop"] = ""
-    """At that bound: wait, or leave blocks out. Unless given, a producer waits and the others leave out."""
+    """At that limit: block or drop. Default: a producer blocks, others drop."""
     verify: Literal["always", "never"] = "always"
     """Whether blocks carry checksums."""
 
@@ -53,10 +55,10 @@ class ConnectorSettings:
 
     @classmethod
     def from_extra_config(cls, given: Mapping[str, Any]) -> "ConnectorSettings":
-        """Check what a user wrote.
+        """Check a user's settings.
 
         Raises:
-            ConfigError: no store is named, or a setting is unknown or cannot be used.
+            ConfigError: the store is missing, or a setting is unknown or invalid.
         """
         known = [field.name for field in attrs.fields(cls)]
         for name in given:
@@ -90,6 +92,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "lookup_deadline_s": _TIME,
     "hold_s": _TIME,
     "save_generated": ("true or false", lambda value: isinstance(value, bool)),
+    "group_tokens": _COUNT,
     "load_threads": _COUNT,
     "max_pending_bytes": _COUNT,
     "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the workers' halves about one step of the engine."""
+"""Messages from the connector's scheduler half to its workers, one per engine step."""
 
 import attrs
 
@@ -7,7 +7,9 @@ __all__ = ["Load", "Save", "Step"]
 
 @attrs.frozen
 class Load:
-    """Read these blocks for a request, in the background. `hold` keeps them in the store until they are read."""
+    """Read these blocks for a request in the background; `hold` pins them until
+    then.
+    """
 
     request_id: str
     hashes: list[str]
@@ -17,7 +19,7 @@ class Load:
 
 @attrs.frozen
 class Save:
-    """Write these blocks of a request: they are full when this step is over."""
+    """Write these blocks of a request, which are full at the end of this step."""
 
     request_id: str
     hashes: list[str]
@@ -26,7 +28,7 @@ class Save:
 
 @attrs.frozen
 class Step:
-    """One step: what to read and write, whose blocks are about to be taken away, and whether anything is computed."""
+    """One step: loads, saves, preempted requests, and whether anything is computed."""
 
     loads: list[Load] = attrs.field(factory=list)
     saves: list[Save] = attrs.field(factory=list)

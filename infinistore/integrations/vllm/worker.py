@@ -1,12 +1,13 @@
 """A worker's half: moves blocks between vLLM's KV cache and the store.
 
-Reading: each request's blocks are read in a thread of their own, straight into the KV cache, while the engine computes
-for other requests. A block of which any part is missing, of another size or not what was written counts as failed; vLLM
-is told, and computes it.
+Reading: a thread reads a request's blocks directly into the KV cache while the engine
+computes for other requests. A block fails if any part of it is missing, has another
+size, or does not match its checksum; vLLM then computes it.
 
-Writing: after each layer, what is full of it is handed to a `LayerWriter`, which writes it from the KV cache in place
-while the next layer is computed. So these blocks must not be given to other requests before they are written: until
-then a finished request is not reported as sent, and a preempted one is waited for.
+Writing: after each layer, its full blocks go to a `LayerWriter`, which writes them from
+the KV cache in place while the next layer is computed. They must not be given to other
+requests before they are written: until then a finished request is not reported as sent,
+and a preempted one is waited for.
 """
 
 import math
@@ -19,7 +20,7 @@ import attrs
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
-from infinistore.integrations.record import Record
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.names import BlockNames
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Load, Save, Step
@@ -31,33 +32,35 @@ if TYPE_CHECKING:
 __all__ = ["LayerCache", "WorkerSide"]
 
 _READ_BYTES = 64 * 1024 * 1024
-"""How much is read at a time."""
+"""Size of one read."""
 _IDLE_WAIT_S = 0.005
-"""How long a step that computes nothing waits for a read or write to end, instead of keeping a core busy asking."""
+"""How long a step without computation waits for a read or write, to avoid polling."""
 
 
 @attrs.frozen
 class LayerCache:
-    """The KV cache of one layer, as bytes: block number i begins at i * `stride_bytes`, and is one piece of memory."""
+    """The KV cache of one layer as bytes: block i is contiguous at i *
+    `stride_bytes`.
+    """
 
     label: str
     memory: "torch.Tensor"
     view: memoryview | None
-    """The same, where it is this machine's memory, and not a GPU's."""
+    """The same, if it is host memory."""
     block_bytes: int
     stride_bytes: int
 
     def block(self, number: int) -> memoryview:
-        """Return one block, in this machine's memory."""
+        """Return one block in host memory."""
         assert self.view is not None
         return self.view[number * self.stride_bytes : number * self.stride_bytes + self.block_bytes]
 
     @classmethod
     def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
-        """See a layer's tensor, whose first dimension counts blocks, as blocks.
+        """View a layer's tensor, whose first dimension counts blocks, as blocks.
 
         Raises:
-            ConfigError: a block of it is not one piece of memory.
+            ConfigError: a block is not contiguous.
         """
         import torch
 
@@ -84,7 +87,7 @@ class LayerCache:
 class _Saving:
     tickets: list[Ticket] = attrs.field(factory=list)
     ended: bool = False
-    """Whether vLLM has finished the request, and waits to be told that it is saved."""
+    """Whether vLLM has finished the request, and waits for its blocks to be saved."""
 
     @property
     def done(self) -> bool:
@@ -92,11 +95,12 @@ class _Saving:
 
 
 class WorkerSide:
-    """A worker's half of the connector. vLLM's thread calls it; blocks are moved in others.
+    """A worker's half of the connector. vLLM's thread calls it; others move blocks.
 
-    `labels` are those of the layers that are stored, by their names. `shard` is the part of each layer that this worker
-    has. `writes`: it writes that part (of workers that have the same one, only one does). `delivers`: a step ends only
-    when its blocks are stored, as a decoder elsewhere asks for them.
+    `labels` maps the names of the stored layers to their labels. `shard` is this
+    worker's part of each layer. `writes`: it writes that part (one of the workers with
+    the same part does). `delivers`: a step ends only when its blocks are stored,
+    because a decoder elsewhere asks for them.
     """
 
     def __init__(
@@ -136,10 +140,10 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
 
     def register(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> int:
-        """Learn where the KV cache is. Returns the bytes of one block in all of this worker's layers.
+        """Register the KV cache. Returns the bytes of one block in all layers.
 
         Raises:
-            ConfigError: it is laid out in a way that cannot be stored.
+            ConfigError: its layout is not supported.
         """
         self._layers = {
             name: LayerCache.of(name, label, caches.get(name), num_blocks) for name, label in self._labels.items()
@@ -147,21 +151,23 @@ class WorkerSide:
         return sum(layer.block_bytes for layer in self._layers.values())
 
     def begin(self, step: Step) -> None:
-        """Begin a step: wait until nothing is written any more from blocks that are about to be taken away."""
+        """Begin a step: wait for the writes of preempted requests' blocks."""
         self._step = step
         for request_id in step.preempted:
             for ticket in self._saving.pop(request_id, _Saving()).tickets:
                 self._wait(ticket)
 
     def start_loads(self, after: Callable[[], object] = lambda: None) -> None:
-        """Begin to read, in the background; `after` returns when blocks may be filled."""
+        """Start the loads in the background; `after` returns when blocks may be
+        filled.
+        """
         for load in self._step.loads:
             with self._progress:
                 self._reading += 1
             self._readers.submit(self._load, load, after)
 
     def save_layer(self, name: str) -> None:
-        """Begin to write what this step fills of a layer, which has just been computed."""
+        """Start the saves of a layer that has just been computed."""
         layer = self._layers.get(name)
         if layer is None or not self._step.saves:
             return
@@ -173,7 +179,7 @@ class WorkerSide:
                     saving.tickets.append(ticket)
 
     def end_saves(self) -> None:
-        """End the writing of a step. Where a decoder waits for the blocks, wait until they are stored."""
+        """End the saves of a step. If a decoder waits for the blocks, wait for them."""
         for save in self._step.saves:
             saving = self._saving.setdefault(save.request_id, _Saving())
             if self._delivers:
@@ -182,7 +188,9 @@ class WorkerSide:
             saving.tickets = [ticket for ticket in saving.tickets if not self._ended(ticket)]
 
     def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the requests that are saved, of those that vLLM has finished, and those whose reads are over."""
+        """Return the finished requests that are saved, and those whose loads have
+        ended.
+        """
         for request_id in finished:
             if (saving := self._saving.get(request_id)) is not None:
                 saving.ended = True
@@ -197,13 +205,13 @@ class WorkerSide:
         return sent, read
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that could not be read since this was last asked."""
+        """Return the blocks that could not be read since the last call."""
         with self._progress:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def close(self) -> None:
-        """Finish what is being written, as long as the store takes it, and end the threads."""
+        """Finish the writes if the store is available, and end the threads."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         try:
             self._writer.flush(self._deadline_s)
@@ -225,7 +233,7 @@ class WorkerSide:
         return None
 
     def _wait(self, ticket: Ticket) -> None:
-        """Wait until a write is over, however it ends: each has its deadline."""
+        """Wait until a write has ended, with or without success."""
         while not ticket.done:
             try:
                 ticket.wait(self._deadline_s)
@@ -235,9 +243,9 @@ class WorkerSide:
                 self._record.failed("save", error)
 
     def _ended(self, ticket: Ticket) -> bool:
-        """Whether a write is over; if it failed, say so, once."""
-        if ticket.done and ticket.error is not None:
-            self._record.failed("save", ticket.error)
+        """Whether a write has ended; log its failure once."""
+        if ticket.done and ticket.failure is not None:
+            self._record.failed("save", ticket.failure.again())
         elif ticket.done and not ticket.dropped:
             self._record.succeeded("save")
         return ticket.done
@@ -254,7 +262,9 @@ class WorkerSide:
                 self._progress.wait_for(lambda: self._read or not self._reading, _IDLE_WAIT_S)
 
     def _load(self, load: Load, after: Callable[[], object]) -> None:
-        """In a thread: read a request's blocks, layer by layer; whatever happens, the request is told of."""
+        """In a thread: read a request's blocks layer by layer; always report the
+        request.
+        """
         failed = set(load.block_ids)
         try:
             after()
@@ -275,7 +285,7 @@ class WorkerSide:
                 self._record.failed("release of a hold", error)
 
     def _read_layers(self, load: Load) -> set[int]:
-        """Read what all layers have of the leading blocks; return the blocks that are not complete."""
+        """Read all layers of the leading blocks. Returns the incomplete blocks."""
         good = len(load.block_ids)
         for layers in self._batches(good):
             while good and (found := self._read_batch(load, layers, good)) < good:
@@ -283,7 +293,9 @@ class WorkerSide:
         return set(load.block_ids[good:])
 
     def _batches(self, blocks: int) -> Iterator[list[LayerCache]]:
-        """Return the layers, as many at a time as one read should take: it is few large reads that are fast."""
+        """Return the layers in groups of the size of one read: few large reads are
+        fast.
+        """
         batch: list[LayerCache] = []
         batch_bytes = 0
         for layer in self._layers.values():
@@ -295,7 +307,10 @@ class WorkerSide:
         yield batch
 
     def _read_batch(self, load: Load, layers: list[LayerCache], count: int) -> int:
-        """Read some layers of the first `count` blocks; return how many lead up to the first that is not complete."""
+        """Read some layers of the first `count` blocks.
+
+        Returns the number of leading complete blocks.
+        """
         hashes, block_ids = load.hashes[:count], load.block_ids[:count]
         if layers[0].view is None:
             (layer,) = layers

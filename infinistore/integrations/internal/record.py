@@ -1,7 +1,8 @@
-"""What an engine's adapter remembers of its calls: counts, and what it has already told the log.
+"""The counts of an engine's adapter, and what it has logged already.
 
-An engine goes on without its store, thousands of calls long. So a lost store is told once, when it is lost, and once
-more when it is back, with how much was missed in between.
+An engine continues without its store, for thousands of calls. So the log mentions a
+lost store once, and once more when it is back, with the number of calls that failed
+meanwhile.
 """
 
 import logging
@@ -21,10 +22,10 @@ _OUTAGES = (StoreUnavailable, DeadlineExceeded, AuthenticationFailed, ProtocolEr
 
 
 class Record:
-    """Counts what adapters do, and logs their failures: each outage once, each other trouble of a call once.
+    """Counts what adapters do, and logs each outage and each other problem once.
 
-    Any thread may use it. `counts` has what the adapter counts, `failed`: the calls that failed, and `bad`: blocks
-    that were not what they should be.
+    Thread-safe. `counts` has what the adapter counts, `failed`, the calls that failed,
+    and `bad`, the blocks whose size or checksum was wrong.
     """
 
     def __init__(self, log: logging.Logger, store: str) -> None:
@@ -42,7 +43,7 @@ class Record:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last call that reached for the store found it."""
+        """Whether the last call to the store reached it."""
         return "" not in self._open
 
     def count(self, **amounts: int) -> None:
@@ -50,8 +51,8 @@ class Record:
         with self._lock:
             self._counts.update(amounts)
 
-    def failed(self, call: str, error: Exception) -> None:
-        """Note that a call failed; log it if that is new."""
+    def failed(self, call: str, error: BaseException) -> None:
+        """Count a failed call. Log it if that is new."""
         topic = "" if isinstance(error, _OUTAGES) else call
         with self._lock:
             self._counts["failed"] += 1
@@ -63,11 +64,11 @@ class Record:
                 self._store,
                 call,
                 type(error).__name__,
-                error,
+                str(error),
             )
 
     def bad_block(self, error: Exception) -> None:
-        """Note a block that is not what it should be; only the first is logged."""
+        """Count a bad block. Only the first is logged."""
         with self._lock:
             self._counts["bad"] += 1
             is_first = self._counts["bad"] == 1
@@ -76,11 +77,11 @@ class Record:
                 "InfiniStore %s: a block is not what it should be, and is dropped: %s: %s (told once; see the counts)",
                 self._store,
                 type(error).__name__,
-                error,
+                str(error),
             )
 
     def succeeded(self, call: str) -> None:
-        """Note that a call was answered; log it if calls failed before."""
+        """Note a call that succeeded. Log it if calls failed before."""
         if not self._open:
             return
         with self._lock:

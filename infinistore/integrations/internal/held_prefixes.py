@@ -1,16 +1,16 @@
-"""Holds that wait for a load: what a look-up found is kept in the store until the request that asked loads it."""
+"""Holds that wait for a load: from the lookup to the load of the same request."""
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 __all__ = ["HeldPrefixes"]
 
 
 class HeldPrefixes:
-    """Holds by what the engine calls the request. One that is never asked for again ends by itself, and is forgotten.
+    """The hold of each request, by the engine's name of the request. Thread-safe.
 
-    Any thread may use it.
+    A hold that is never asked for again expires, and is forgotten.
     """
 
     def __init__(self, hold_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,7 +20,7 @@ class HeldPrefixes:
         self._holds: dict[Hashable, tuple[str, float]] = {}  # and when they end, in that order
 
     def add(self, request: Hashable, hold: str) -> None:
-        """Remember the hold of a match; an empty one is none."""
+        """Remember the hold of a match. An empty one means no hold."""
         now = self._clock()
         with self._lock:
             while self._holds and next(iter(self._holds.values()))[1] <= now:
@@ -30,9 +30,14 @@ class HeldPrefixes:
                 self._holds[request] = (hold, now + self._hold_s)
 
     def pop(self, request: Hashable) -> str:
-        """Return the hold of a request, to be released; empty if there is none."""
+        """Return the hold of a request, to be released; empty if it has none."""
         with self._lock:
             return self._holds.pop(request, ("", 0.0))[0]
+
+    def pop_each(self, requests: Iterable[Hashable]) -> list[str]:
+        """Return the holds of these requests, to be released."""
+        with self._lock:
+            return [self._holds.pop(request)[0] for request in requests if request in self._holds]
 
     def pop_all(self) -> list[str]:
         """Return all holds, to be released."""

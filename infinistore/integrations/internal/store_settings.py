@@ -1,4 +1,4 @@
-"""What an engine's configuration says about the store, the same for every adapter: where it is, and how to use it."""
+"""The settings of the store in an engine's configuration, for every adapter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +15,10 @@ __all__ = ["StoreSettings"]
 class StoreSettings:
     """Where the store is, and how an adapter uses it.
 
-    An engine waits for its look-ups, so a call has 5 s unless the URL or `deadline_s` says otherwise. `hold_s` is how
-    long what a look-up found is kept for the load that follows, in seconds; the server bounds it. `key_prefix` begins
-    every key.
+    An engine waits for its lookups, so a call takes at most 5 s unless the URL or
+    `deadline_s` says otherwise. `hold_s` is how long the blocks that a lookup found are
+    held for the load that follows, in seconds; the server limits it. Every key begins
+    with `key_prefix`.
     """
 
     url: str
@@ -27,10 +28,12 @@ class StoreSettings:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], *, where: str, key_prefix: str) -> "StoreSettings":
-        """Read settings from an engine's configuration; `where` names the place there, for messages.
+        """Read settings from an engine's configuration.
+
+        `where` names the source in messages.
 
         Raises:
-            ConfigError: there is no `url`, a name that is no setting, or a value that cannot be used.
+            ConfigError: `url` is missing, a setting is unknown, or a value is invalid.
         """
         known = tuple(attrs.fields_dict(cls))
         for name in given:
@@ -48,7 +51,7 @@ class StoreSettings:
 
     @property
     def options(self) -> Any:
-        """The keyword arguments for `open_store`: the store need not be there yet."""
+        """The keyword arguments for `open_store`. The server need not be running."""
         options: dict[str, Any] = {"lazy": True}
         if self.deadline_s is not None:
             options["deadline_s"] = self.deadline_s

@@ -1,0 +1,1 @@
+"""What the adapters share. Not public: it may change without notice."""

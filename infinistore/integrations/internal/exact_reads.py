@@ -1,0 +1,32 @@
+"""Reads into buffers of exact size, which tell hits, misses and bad blocks apart.
+
+A block that is longer than its buffer, or whose checksum is wrong, fails a whole batch.
+An engine wants the other blocks all the same.
+"""
+
+from collections.abc import Sequence
+
+from infinistore.aio import AsyncStore
+from infinistore.integrations.internal.read_outcomes import BAD_BLOCK, BAD_SIZE, Outcome, outcomes
+from infinistore.integrations.internal.record import Record
+
+__all__ = ["read_exactly"]
+
+
+async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[Outcome]:
+    """Read blocks, each of which has to fill its buffer.
+
+    After anything but a hit, the contents of a buffer are undefined. Raises what
+    `get_many_into` raises, except `BufferTooSmall` and `ChecksumMismatch`.
+    """
+    try:
+        return outcomes(items, await store.get_many_into(items), record)
+    except BAD_BLOCK as error:
+        record.bad_block(error)
+    sizes: list[int | None] = []
+    for item in items:
+        try:
+            sizes += await store.get_many_into([item])
+        except BAD_BLOCK:
+            sizes.append(BAD_SIZE)
+    return outcomes(items, sizes, record)
