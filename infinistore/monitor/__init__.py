@@ -1,6 +1,7 @@
 """The live terminal screen, `infinistore monitor`.
 
-`model.py` turns samples of a server's statistics into rates, history, percentiles and warnings; `view.py` turns that
-into lines of text for a size of terminal; `controls.py` is what the keys do. They are pure: no clock, no input or
-output. `app.py` brings them together with a server and a terminal, as Trio tasks.
+`model.py` converts samples of a server's statistics to rates, history, percentiles and
+warnings. `view.py` renders them as lines of text for a terminal size. `controls.py`
+implements the keys. These modules are pure: no clock, no I/O. `app.py` connects them to
+a server and a terminal with Trio tasks.
 """

@@ -1,7 +1,7 @@
-"""What an operator should look at: found in the newest sample and in what changed over the last few.
+"""Warnings for operators, from the latest sample and the changes over the last few.
 
-Each alarm says what is the matter, with its numbers, and where it helps what to do. They are found over several
-samples, so that one does not flicker from second to second.
+Each warning describes the problem with its numbers and, where useful, a remedy.
+Warnings cover several samples, so that they do not flicker.
 """
 
 from collections import Counter
@@ -11,8 +11,8 @@ from typing import Final, Literal
 import attrs
 
 from infinistore.monitor import figures
-from infinistore.monitor.rates import Rates, Sample, rates
-from infinistore.statistics import ServerDetails, Stats
+from infinistore.monitor.rates import Rates, Sample, elapsed_s, rates
+from infinistore.statistics import DiskTierStatistics, ServerDetails, Stats
 
 __all__ = ["Alarm", "alarms"]
 
@@ -24,7 +24,7 @@ Severity = Literal["error", "warning", "notice"]
 
 @attrs.frozen
 class Alarm:
-    """One thing to look at. `kind` is for programs, `text` for people."""
+    """One warning. `kind` is for programs, `text` for people."""
 
     kind: str
     severity: Severity
@@ -32,7 +32,10 @@ class Alarm:
 
 
 def alarms(oldest: Sample, now: Sample) -> tuple[Alarm, ...]:
-    """Return what is worth looking at, the worst first. `oldest` and `now` are samples of one run of a server."""
+    """Return the warnings, the worst first.
+
+    `oldest` and `now` are samples of one run of a server.
+    """
     recent = rates(oldest, now)
     found = [
         *_state_alarms(now.stats),
@@ -40,6 +43,7 @@ def alarms(oldest: Sample, now: Sample) -> tuple[Alarm, ...]:
         *_error_alarms(oldest, now, recent),
         *_connection_alarms(oldest.stats, now.stats),
         *_room_alarms(now.stats, recent),
+        *_disk_alarms(oldest, now),
         *_pin_alarms(now.stats),
     ]
     order: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
@@ -103,7 +107,7 @@ def _room_alarms(now: Stats, recent: Rates | None) -> Iterator[Alarm]:
     used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
     making_room = evicted.get("on_demand", 0) + evicted.get("periodic", 0)
     if making_room and not store.growable_bytes:
-        # A cache that evicts is at work, and no fault; one that is nearly full as well makes its writers wait.
+        # Eviction is normal for a cache; if it is also nearly full, its writers wait.
         text = f"the pool is {figures.percent(used)} full and evicts {figures.rate(making_room)} blocks/s"
         yield Alarm("evicting", "warning" if used >= _NEARLY_FULL else "notice", text)
     elif used >= _NEARLY_FULL:
@@ -124,3 +128,39 @@ def _pin_alarms(now: Stats) -> Iterator[Alarm]:
         others = f" (and {len(near) - 1} more)" if len(near) > 1 else ""
         text = f"{most.name}{others} pins {figures.size(most.pinned_bytes)} of the {figures.size(limit)} that one may"
         yield Alarm("pinned", "warning", text)
+
+
+def _disk_alarms(oldest: Sample, now: Sample) -> Iterator[Alarm]:
+    tier = now.stats.disk
+    if tier is None:
+        return
+    before = oldest.stats.disk or tier
+    for one in tier.disks:
+        if one.alarm:
+            yield Alarm("disk", "error", f"{one.path}: {one.alarm}")
+        elif one.hung_jobs:
+            text = f"{one.path}: {figures.count(one.hung_jobs)} reads and writes are late; it gets no others meanwhile"
+            yield Alarm("disk_hangs", "warning", text)
+    yield from _disk_error_alarms(before, tier)
+    skipped = tier.skipped_blocks - before.skipped_blocks
+    elapsed = elapsed_s(oldest, now)
+    if skipped > 0 and elapsed > 0:
+        text = f"{figures.rate(skipped / elapsed)} blocks/s are not written to disk: {figures.size(tier.queued_bytes)}"
+        yield Alarm("disk_skips", "notice", f"{text} wait, and the disks take no more")
+    if tier.unsafe_keys:
+        text = f"{figures.count(tier.unsafe_keys)} deleted keys may come back: a disk that has them cannot be written"
+        yield Alarm("disk_deletions", "error", f"{text}; wipe it before it is used again")
+
+
+def _disk_error_alarms(before: DiskTierStatistics, now: DiskTierStatistics) -> Iterator[Alarm]:
+    earlier = {one.path: one for one in before.disks}
+    for one in now.disks:
+        old = earlier.get(one.path, one)
+        fresh = {
+            "reads failed": one.read_errors - old.read_errors,
+            "writes failed": one.write_errors - old.write_errors,
+            "blocks did not match their checksum": one.damaged_blocks - old.damaged_blocks,
+        }
+        said = [f"{figures.count(times)} {what}" for what, times in fresh.items() if times > 0]
+        if said:
+            yield Alarm("disk_errors", "warning", f"{one.path}: {', '.join(said)} just now; check the disk")

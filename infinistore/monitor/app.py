@@ -1,7 +1,7 @@
-"""The monitor itself: Trio tasks that sample, read keys, obey signals and draw.
+"""The monitor: Trio tasks that sample, read keys, handle signals and draw.
 
-Each has one thing to wait for, and nothing is drawn unless something has changed. The terminal is put back on every way
-out: a key, a signal, an error.
+Each task waits for one kind of event, and draws only changes. The terminal is restored
+however the monitor ends: by a key, a signal or an error.
 """
 
 import os
@@ -24,16 +24,16 @@ from infinistore.monitor.view import screen
 
 __all__ = ["report", "still", "take_two", "watch"]
 
-_FIGURES_ONLY: Final = 1  # a screen that stands still has no use for its last line, which names the keys
+_FIGURES_ONLY: Final = 1  # a static screen does not need the line of keys
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEY_BYTES: Final = 1024
 
 
 async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: int | None, glyphs: Glyphs) -> int:
-    """Show the live screen until it is left; return the exit code: 0, or 128 and the number of a signal.
+    """Show the live screen. Returns the exit code: 0, or 128 plus a signal's number.
 
     Raises:
-        InfiniStoreException: there is no server to begin with. The terminal has not been touched.
+        InfiniStoreException: the server was never reached. The terminal is unchanged.
     """
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
     live = _Live(model, pace, glyphs, has_keyboard=input_fd is not None)
@@ -46,11 +46,11 @@ async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: 
 
 
 async def take_two(source: Source, interval_s: float) -> Snapshot:
-    """Take two samples and return what they say together.
+    """Take two samples. Returns their snapshot.
 
     Raises:
-        InfiniStoreException: there is no server.
-        StoreUnavailable: it was lost between the two.
+        InfiniStoreException: the server was not reached.
+        StoreUnavailable: the server was lost between the samples.
     """
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
     taken = trio.Event()
@@ -70,20 +70,22 @@ async def take_two(source: Source, interval_s: float) -> Snapshot:
 
 
 async def report(source: Source, interval_s: float, write: Callable[[Snapshot], None]) -> None:
-    """Call `write` after each sample, and each time that the server does not answer. Never returns."""
+    """Call `write` after each sample and each failure. Never returns."""
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
     await sample(source, pace, model, lambda: write(model.snapshot()))
 
 
 def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Return the screen as it is printed once: without the line of keys, and without runs of blank lines."""
+    """Return the screen for printing, without the line of keys and extra blank
+    lines.
+    """
     lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
     kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
     return kept if not kept or kept[-1].plain else kept[:-1]
 
 
 def _shown_url(url: str) -> str:
-    """The URL without its options, which are nobody's business."""
+    """The URL without its options, which may be confidential."""
     return url.partition("?")[0]
 
 
@@ -102,12 +104,12 @@ class _Live:
         self._scope = trio.CancelScope()
 
     def sampled(self) -> None:
-        """There is something new to show, unless the screen is paused."""
+        """Mark the screen as changed, unless it is paused."""
         if self._frozen is None:
             self._changed.set()
 
     async def run(self, terminal: Terminal, input_fd: int | None) -> None:
-        """Run until a key or a signal ends it, or the terminal is gone."""
+        """Run until a key, a signal, or the end of the terminal."""
         with self._scope:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._obey_signals, terminal)
@@ -166,10 +168,10 @@ class _Live:
                 elif number == signal.SIGTSTP:
                     terminal.leave()
                     with _default_action(signal.SIGTSTP):
-                        os.kill(os.getpid(), signal.SIGTSTP)  # here the program stands still until it is continued
+                        os.kill(os.getpid(), signal.SIGTSTP)  # the program stops here until it is continued
                     terminal.enter()
                 elif number == signal.SIGCONT:
-                    terminal.enter()  # whoever stopped it may have used the terminal meanwhile
+                    terminal.enter()  # another program may have used the terminal
                 else:
                     terminal.resized()
                 self._changed.set()

@@ -1,4 +1,4 @@
-"""What the keys do: pure, one state and a key in, the next state out."""
+"""The keys, as a pure function: state and key in, next state out."""
 
 import enum
 from typing import Final, TypeVar
@@ -25,7 +25,7 @@ HELP: Final = (
 
 
 class ClientOrder(enum.Enum):
-    """By what clients are sorted; all but the name from the largest down."""
+    """Sort orders of clients; all except the name are descending."""
 
     TRAFFIC = "traffic"
     REQUESTS = "requests"
@@ -35,7 +35,7 @@ class ClientOrder(enum.Enum):
 
 
 class PrefixOrder(enum.Enum):
-    """By what prefixes are sorted; all but the name from the largest down."""
+    """Sort orders of prefixes; all except the name are descending."""
 
     BYTES = "bytes"
     KEYS = "keys"
@@ -44,7 +44,7 @@ class PrefixOrder(enum.Enum):
 
 @attrs.frozen
 class Controls:
-    """What the person at the keyboard has chosen."""
+    """The user's choices."""
 
     interval_s: float = 1.0
     client_order: ClientOrder = ClientOrder.TRAFFIC
@@ -52,14 +52,14 @@ class Controls:
     reversed: bool = False
     filter: str = ""
     typing: str | None = None
-    """A filter that is being typed; None: none is."""
+    """The filter that is being typed, or None."""
     paused: bool = False
     help: bool = False
     quit: bool = False
     has_keyboard: bool = True
 
     def press(self, key: str) -> "Controls":
-        """Return the state after a key; an unknown key changes nothing."""
+        """Return the state after a key; an unknown key has no effect."""
         if self.typing is not None:
             return self._type(self.typing, key)
         if key in ("q", "Q"):
@@ -102,7 +102,9 @@ class Controls:
         return self
 
     def shows(self, name: str) -> bool:
-        """Whether the filter, or what is typed of one, lets this name through. Upper and lower case are the same."""
+        """Whether the filter, even an unfinished one, matches this name.
+        Ignores case.
+        """
         wanted = self.filter if self.typing is None else self.typing
         return wanted.lower() in name.lower()
 

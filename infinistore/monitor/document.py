@@ -1,7 +1,7 @@
-"""A snapshot as plain values, for `--json`: the figures of the screen, and the statistics that they were made from.
+"""A snapshot as plain values for `--json`: the screen's figures and their statistics.
 
-Names end in their unit. A rate is None where it is not known: after the first sample, and after the first one of a
-server that was restarted.
+Names end in their unit. An unknown rate is None: after the first sample, and after the
+first one of a restarted server.
 """
 
 from typing import Any
@@ -12,12 +12,13 @@ from infinistore.monitor.model import Snapshot
 from infinistore.monitor.quantiles import Quantile
 from infinistore.monitor.rates import OperationRow
 from infinistore.monitor.sections import shown_alarms
+from infinistore.statistics import Stats
 
 __all__ = ["document"]
 
 
 def document(snapshot: Snapshot) -> dict[str, Any]:
-    """Return one JSON object's worth of a snapshot."""
+    """Return a snapshot as a JSON object."""
     stats, lost, rates = snapshot.stats, snapshot.lost, snapshot.rates
     return {
         "at": snapshot.at.isoformat(timespec="milliseconds") if snapshot.at is not None else None,
@@ -33,8 +34,14 @@ def document(snapshot: Snapshot) -> dict[str, Any]:
         "latency_span_s": snapshot.latency_span_s,
         "operations": [_operation(row) for row in snapshot.operations],
         "clients": [attrs.asdict(row) for row in snapshot.clients],
-        "stats": attrs.asdict(stats) if stats is not None else None,
+        "stats": _stats(stats) if stats is not None else None,
+        **({"disks": [attrs.asdict(row) for row in snapshot.disks]} if snapshot.disks else {}),
     }
+
+
+def _stats(stats: Stats) -> dict[str, Any]:
+    """`disk` is there only if the store has disks."""
+    return {name: value for name, value in attrs.asdict(stats).items() if name != "disk" or value is not None}
 
 
 def _state(snapshot: Snapshot) -> str:
@@ -70,5 +77,5 @@ def _operation(row: OperationRow) -> dict[str, Any]:
 
 
 def _quantile(found: Quantile | None) -> dict[str, Any] | None:
-    """`bound` is "<" or ">" where the value is only a bound, else empty."""
+    """`bound` is "<" or ">" if the value is only a bound, else empty."""
     return {"s": found.value_s, "bound": found.bound} if found is not None else None

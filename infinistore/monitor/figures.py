@@ -1,4 +1,4 @@
-"""Numbers as an operator reads them: three digits and a unit, never wider than their column, so that nothing jumps."""
+"""Numbers for display: three digits and a unit, in columns of fixed width."""
 
 from typing import Final
 
@@ -7,14 +7,14 @@ from infinistore.monitor.quantiles import Quantile
 __all__ = ["UNKNOWN", "count", "duration", "latency", "percent", "rate", "size", "size_rate"]
 
 UNKNOWN: Final = "-"
-"""What stands where nothing is known (yet)."""
+"""Shown for unknown values."""
 
 _SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS: Final = ("k", "M", "G", "T", "P", "E")
 
 
 def _three_digits(number: float) -> str:
-    """At least three digits of a number below 1024, without a point behind the last."""
+    """At least three digits of a number below 1024, without a trailing point."""
     return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
@@ -46,14 +46,14 @@ def count(number: float | None) -> str:
 
 
 def rate(per_s: float | None) -> str:
-    """How often a second, in at most 7 characters: `0.5`, `12,345`. The unit is the column's."""
+    """A frequency per second, in at most 7 characters: `0.5`, `12,345`."""
     if per_s is None:
         return UNKNOWN
     return f"{per_s:.1f}" if 0 < per_s < 9.95 else count(per_s)
 
 
 def percent(ratio: float | None) -> str:
-    """A part of a whole, in at most 6 characters: `93.2 %`. Only what is complete is `100 %`, only nothing is `0 %`."""
+    """A fraction, in at most 6 characters: `93.2 %`. `0 %` and `100 %` are exact."""
     if ratio is None:
         return UNKNOWN
     if ratio <= 0 or ratio >= 1:
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def latency(found: Quantile | None) -> str:
-    """A latency, in at most 7 characters: `87 us`, `1.2 ms`; `<20 us` and `>10 s` where only a bound is known."""
+    """A latency, in at most 7 characters: `87 us`, `1.2 ms`, `<20 us`, `>10 s`."""
     if found is None:
         return UNKNOWN
     value = found.value_s

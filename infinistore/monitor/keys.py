@@ -1,7 +1,8 @@
-"""Bytes that a terminal sends, turned into the names of keys.
+"""Decodes the bytes of a terminal to keys.
 
-A key is a printable character, or one of the names "enter", "escape", "backspace". What else a keyboard can send
-(arrows, function keys) arrives whole and is left out, so that its parts are never taken for keys.
+A key is a printable character, or "enter", "escape" or "backspace". Other keys (arrows,
+function keys) are recognised as a whole and ignored, so that their parts never count as
+keys.
 """
 
 import codecs
@@ -19,10 +20,10 @@ _LONGEST_SEQUENCE: Final = 64
 
 
 class KeyParser:
-    """Takes bytes as they come, in pieces of any length.
+    """Decodes bytes in pieces of any length.
 
-    A lone escape is the escape key; one that is followed by something in the same piece begins a sequence. That is how
-    a terminal sends them, and needs no clock to tell them apart.
+    A lone escape is the escape key; an escape with further bytes in the same piece
+    starts a sequence. Terminals send them like this, so no clock is needed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,9 @@ class KeyParser:
             yield ESCAPE
 
     def _ends_sequence(self, character: str) -> bool:
-        """Whether this is the last character of an escape sequence (ECMA-48): ESC x, ESC O x, or ESC [ ... @-~."""
+        """Whether this ends an escape sequence (ECMA-48): ESC x, ESC O x, ESC [ ...
+        @-~.
+        """
         if len(self._sequence) == 2:
             return character not in "[O"
         return self._sequence[1] == "O" or "@" <= character <= "~" or len(self._sequence) >= _LONGEST_SEQUENCE

@@ -1,7 +1,7 @@
-"""The pieces that a screen is made of: lines that fit, tables with fixed columns, sparklines, maps of memory.
+"""The elements of a screen: lines, tables with fixed columns, sparklines, memory maps.
 
-Every line is built here, so this is where what a server or a client may have written into a name is made harmless: no
-character that could move the cursor gets through.
+All lines are built here, and names from servers and clients are sanitised here: no
+character that could move the cursor passes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,12 @@ __all__ = [
 ]  # fmt: skip
 
 Part = tuple[str, str]
-"""Text and its style, as rich names styles; "" is the terminal's own."""
+"""Text and its style in rich's notation; "" is the terminal's own."""
 
 
 @attrs.frozen
 class Glyphs:
-    """The characters to draw with. `shades` and `bars` go from empty to full; a bar is never empty."""
+    """The characters to draw with. `shades` and `bars` go from empty to full."""
 
     bars: str
     shades: str
@@ -30,13 +30,13 @@ class Glyphs:
     is_ascii: bool = False
 
 
-# No bar fills its cell: the lines above each other would run together.
+# No bar fills its cell, or adjacent lines would merge.
 UNICODE: Final = Glyphs(bars="▁▂▃▄▅▆▇", shades="·░▒▓█", ellipsis="…")
 ASCII: Final = Glyphs(bars="_.-=+*%#", shades=".-+*#", ellipsis="~", is_ascii=True)
 
 
 def visible(text: str, glyphs: Glyphs = UNICODE) -> str:
-    """Return the text with everything escaped that does not print, or that the terminal has no character for."""
+    """Return the text with unprintable and unsupported characters escaped."""
     if glyphs.is_ascii:
         text = text.encode("ascii", "backslashreplace").decode("ascii")
     if text.isprintable():
@@ -44,11 +44,18 @@ def visible(text: str, glyphs: Glyphs = UNICODE) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
-def fit(text: str, width: int, glyphs: Glyphs, *, right: bool = False) -> str:
-    """Return the text in exactly `width` cells: cut with an ellipsis, or filled up with blanks."""
+def fit(text: str, width: int, glyphs: Glyphs, *, right: bool = False, keeps_end: bool = False) -> str:
+    """Return the text in exactly `width` cells, truncated with an ellipsis or padded.
+    With `keeps_end`, it is the beginning that is cut off.
+    """
     text = visible(text, glyphs)
     cells = cell_len(text)
-    if cells > width:
+    if cells > width and keeps_end and width > 0:
+        end = text
+        while cell_len(end) > width - 1:
+            end = end[1:]
+        text, cells = glyphs.ellipsis + end, 1 + cell_len(end)
+    elif cells > width:
         return set_cell_size(text, width - 1) + glyphs.ellipsis if width > 0 else ""
     return " " * (width - cells) + text if right else text + " " * (width - cells)
 
@@ -69,7 +76,7 @@ def line(parts: Iterable[Part], width: int, glyphs: Glyphs) -> Text:
 
 
 def join(left: Text, right: Text, left_width: int) -> Text:
-    """Put two lines side by side; the left one takes `left_width` cells."""
+    """Join two lines; the left one takes `left_width` cells."""
     made = left.copy()
     made.append(" " * max(0, left_width - left.cell_len))
     made.append_text(right)
@@ -78,22 +85,30 @@ def join(left: Text, right: Text, left_width: int) -> Text:
 
 @attrs.frozen
 class Column:
-    """A column of a table. `width` 0: it takes what the others leave. The columns of the highest `rank` go first when
-    there is no room for all."""
+    """A column of a table.
+
+    With `width` 0, it takes the remaining width. Columns with the highest `rank` are
+    dropped first if not all fit.
+    """
 
     title: str
     width: int
     right: bool = True
     rank: int = 0
+    keeps_end: bool = False
+    """Whether what is too long loses its beginning, as paths do."""
 
 
-_SMALLEST_NAME: Final = 19  # room for the longest heading
+_SMALLEST_NAME: Final = 19  # width of the longest heading
 
 
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, height: int, glyphs: Glyphs
 ) -> list[Text]:
-    """Return exactly `height` lines: a heading and as many rows as fit below it. A row has one cell for each column."""
+    """Return exactly `height` lines: a heading, and as many rows as fit below it.
+
+    A row has one cell per column.
+    """
     shown = list(range(len(columns)))
     while sum((columns[index].width or _SMALLEST_NAME) + 1 for index in shown) - 1 > width and len(shown) > 1:
         shown.remove(max(shown, key=lambda index: (columns[index].rank, index)))
@@ -102,7 +117,7 @@ def table(
 
     def cells(values: Sequence[str]) -> str:
         fitted = (
-            fit(values[index], cell_width, glyphs, right=columns[index].right)
+            fit(values[index], cell_width, glyphs, right=columns[index].right, keeps_end=columns[index].keeps_end)
             for index, cell_width in zip(shown, widths, strict=True)
         )
         return " ".join(fitted)
@@ -114,9 +129,9 @@ def table(
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float, glyphs: Glyphs) -> str:
-    """Return the last `width` values as bars, flush right; `top` is the highest bar, None is a gap.
+    """Return the last `width` values as right-aligned bars; None is a gap.
 
-    Only zero has the lowest bar, so that a little can be told from nothing.
+    `top` is the value of the highest bar. Only zero has the lowest bar.
     """
     last = len(glyphs.bars) - 1
 
@@ -131,9 +146,9 @@ def sparkline(values: Sequence[float | None], width: int, top: float, glyphs: Gl
 
 
 def memory_map(fill: Sequence[float], cells: int, glyphs: Glyphs) -> str:
-    """Return how full each part of a span of memory is, as `cells` shades; the parts are of equal length.
+    """Return the usage of equal parts of a span of memory as `cells` shades.
 
-    Only what is empty looks empty, and only what is full looks full.
+    Only empty parts look empty, and only full parts look full.
     """
     last = len(glyphs.shades) - 1
 
@@ -146,7 +161,7 @@ def memory_map(fill: Sequence[float], cells: int, glyphs: Glyphs) -> str:
 
 
 def _resampled(values: Sequence[float], count: int) -> list[float]:
-    """`count` averages of equally long stretches of `values`."""
+    """Return `count` averages of equally long sections of `values`."""
     if not values or count <= 0:
         return [0.0] * max(0, count)
     sums = [0.0]

@@ -1,8 +1,9 @@
-"""Samples of a server in, what a screen shows out. Pure: the caller says what time it is.
+"""Converts samples of a server to the contents of a screen. Pure; the caller has a
+clock.
 
-`Model` remembers as much as a screen can show and no more: the samples of the last moments for latencies and
-warnings, and one `Point` of history for each sample. A server that was started anew begins a new series; the history
-stays, with a gap. No rate is ever negative.
+`Model` keeps only what a screen can show: the last samples for latencies and warnings,
+and one `Point` of history per sample. A restarted server begins a new series; the
+history remains, with a gap. Rates are never negative.
 """
 
 from collections import deque
@@ -15,10 +16,12 @@ import attrs
 from infinistore.monitor.alarms import Alarm, alarms
 from infinistore.monitor.rates import (
     ClientRow,
+    DiskRow,
     OperationRow,
     Rates,
     Sample,
     client_rows,
+    disk_rows,
     elapsed_s,
     is_restart,
     operation_rows,
@@ -29,14 +32,14 @@ from infinistore.statistics import Stats
 __all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Lost", "Model", "Point", "Snapshot"]
 
 HISTORY_POINTS: Final = 512
-"""How much history is kept: more than the widest screen shows."""
+"""Length of the history: more than the widest screen shows."""
 WINDOW_SAMPLES: Final = 10
-"""Latencies and warnings look back over as many samples."""
+"""Number of samples that latencies and warnings cover."""
 
 
 @attrs.frozen
 class Point:
-    """One sample's part of the history; None where nothing is known. `span_s` is the time that it stands for."""
+    """One sample of the history; None is unknown. `span_s` is the time it covers."""
 
     span_s: float
     received_bytes: float | None = None
@@ -55,19 +58,21 @@ class Lost:
 
 @attrs.frozen
 class Snapshot:
-    """What is known at one moment: everything that a screen shows. The figures of a lost server are its last ones."""
+    """The contents of a screen. A lost server keeps its last figures."""
 
     url: str
     at: datetime | None = None
-    """When `stats` were taken; None: there are none yet."""
+    """When `stats` were taken, or None."""
     stats: Stats | None = None
     rates: Rates | None = None
-    """Since the sample before; None after the first one, and after the first one of a server that was restarted."""
+    """Rates since the previous sample; None after the first one and after a restart."""
     history: Sequence[Point] = ()
     operations: Sequence[OperationRow] = ()
     latency_span_s: float | None = None
-    """The time over which latencies were counted; None: since the server's start."""
+    """The time that latencies cover; None: since the server's start."""
     clients: Sequence[ClientRow] = ()
+    disks: Sequence[DiskRow] = ()
+    """Empty if the store has none."""
     alarms: Sequence[Alarm] = ()
     lost: Lost | None = None
     restarts: int = 0
@@ -75,11 +80,11 @@ class Snapshot:
 
 
 class Model:
-    """Watches one server. Feed it with `observe` and `lose`; `snapshot` tells what to show."""
+    """The state of one server: `observe` and `lose` update it, `snapshot` reads it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the run of the server that is on now
+        self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the current run of the server
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._at: datetime | None = None
         self._seen_s: float | None = None
@@ -89,11 +94,11 @@ class Model:
 
     @property
     def answered(self) -> bool:
-        """Whether there was ever a sample."""
+        """Whether a sample has ever been taken."""
         return bool(self._samples)
 
     def observe(self, stats: Stats, *, now_s: float, at: datetime) -> None:
-        """Take in what the server said. `now_s` never goes back; `at` is the same moment as people tell it."""
+        """Record a sample. `now_s` is monotonic; `at` is the same moment as a date."""
         sample = Sample(now_s, stats)
         if self._samples and is_restart(self._samples[-1].stats, stats):
             self._samples.clear()
@@ -107,7 +112,7 @@ class Model:
         self._at, self._seen_s, self._lost = at, now_s, None
 
     def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
-        """Take in that the server did not answer, and why."""
+        """Record that the server did not answer, and why."""
         since, attempts = (at, 1) if self._lost is None else (self._lost.since, self._lost.attempts + 1)
         self._lost = Lost(since, reason, attempts)
         if self._seen_s is not None:
@@ -121,7 +126,7 @@ class Model:
         )
 
     def snapshot(self) -> Snapshot:
-        """Return what is known now."""
+        """Return the current snapshot."""
         if not self._samples:
             return Snapshot(self._url, history=tuple(self._history), lost=self._lost)
         now, oldest = self._samples[-1], self._samples[0]
@@ -136,6 +141,7 @@ class Model:
             operations=operation_rows(first, before, now),
             latency_span_s=elapsed_s(oldest, now) if before is not None else None,
             clients=client_rows(first, before, now),
+            disks=disk_rows(before, now),
             alarms=alarms(oldest, now),
             lost=self._lost,
             restarts=self._restarts,

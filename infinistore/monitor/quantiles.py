@@ -1,4 +1,4 @@
-"""Percentiles from a histogram: between two bounds by interpolation, beyond the last one as a bound."""
+"""Percentiles of a histogram, interpolated; beyond the outer bounds only a bound."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +13,11 @@ __all__ = ["Quantile", "quantile"]
 
 @attrs.frozen
 class Quantile:
-    """The time that a part of the requests took at most.
+    """A quantile of latencies.
 
-    `bound` is "" for a value interpolated between two bounds of the histogram. "<": all that is known is that it is at
-    most `value_s`, because it lies in the first bucket. ">": it is more than `value_s`, because it lies beyond the
-    last.
+    `bound` is "" for a value interpolated between two bounds of the histogram, "<" for
+    a value in the first bucket (at most `value_s`), and ">" for a value beyond the last
+    bound (more than `value_s`).
     """
 
     value_s: float
@@ -25,10 +25,11 @@ class Quantile:
 
 
 def quantile(counts: Sequence[int], part: float) -> Quantile | None:
-    """Return the quantile `part` (0 to 1) of a histogram over `LATENCY_BOUNDS_S`; None if nothing was counted.
+    """Return the quantile `part` (0 to 1) of a histogram; None if it is empty.
 
-    `counts` has one number for each bound and one more, as in `OperationStatistics.latency_counts`. A value lies
-    anywhere in its bucket; they are taken as evenly spread there.
+    `counts` has one number per bound in `LATENCY_BOUNDS_S` and one more, as in
+    `OperationStatistics.latency_counts`. Values are assumed to be evenly distributed in
+    their bucket.
     """
     rank = part * sum(counts)
     below = 0

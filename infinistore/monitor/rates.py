@@ -1,7 +1,7 @@
-"""What happened between two samples of the same server: differences of counters, by second.
+"""Rates between two samples of a server: differences of counters per second.
 
-No rate is ever negative. Whether the two samples are of one run of the server is for `is_restart` to say; the others
-expect that they are.
+Rates are never negative. `is_restart` detects samples of different runs of the server;
+the other functions require samples of the same run.
 """
 
 from collections import defaultdict
@@ -12,18 +12,21 @@ from typing import Final
 import attrs
 
 from infinistore.monitor.quantiles import Quantile, quantile
-from infinistore.statistics import ClientStatistics, OperationStatistics, Stats
+from infinistore.statistics import ClientStatistics, DiskStatistics, OperationStatistics, Stats
 
-__all__ = ["ClientRow", "OperationRow", "Rates", "Sample", "client_rows", "is_restart", "operation_rows", "rates"]
+__all__ = [
+    "ClientRow", "DiskRow", "OperationRow", "Rates", "Sample", "client_rows", "disk_rows", "elapsed_s", "is_restart",
+    "operation_rows", "rates",
+]  # fmt: skip
 
 _OK: Final = "ok"
-_SHORTEST_S: Final = 1e-6  # less is no time at all: what is divided by it may be more than a float can hold
-_SAME_START_S: Final = 0.05  # how far the starts of one connection may lie apart in two samples, by rounding and delay
+_SHORTEST_S: Final = 1e-6  # dividing by less may overflow a float
+_SAME_START_S: Final = 0.05  # tolerance for the start of one connection in two samples
 
 
 @attrs.frozen
 class Sample:
-    """Statistics, and when they were taken: seconds on a clock that never goes back."""
+    """Statistics and their time, in seconds on a monotonic clock."""
 
     at_s: float
     stats: Stats
@@ -31,7 +34,7 @@ class Sample:
 
 @attrs.frozen
 class Rates:
-    """What a store did between two samples, each by second; `hit_rate` is None if nobody looked anything up."""
+    """Rates of a store per second; `hit_rate` is None without reads."""
 
     elapsed_s: float
     received_bytes: float
@@ -47,7 +50,9 @@ class Rates:
 
 @attrs.frozen
 class OperationRow:
-    """One kind of request: by second since the sample before, and how long it took over a longer while."""
+    """One kind of request: rates since the previous sample, latencies over more
+    time.
+    """
 
     kind: str
     total: int
@@ -61,7 +66,7 @@ class OperationRow:
 
 @attrs.frozen
 class ClientRow:
-    """The connections that one client has open over one transport, added up."""
+    """The sum of one client's open connections over one transport."""
 
     name: str
     transport: str
@@ -71,9 +76,29 @@ class ClientRow:
     sent_bytes_per_s: float | None
     recent_requests_per_s: float
     recent_bytes_per_s: float
-    """These two are over a longer while, for an order that does not change with every sample."""
+    """These two cover more time, for a stable sort order."""
     errors: int
     pinned_bytes: int
+
+
+@attrs.frozen
+class DiskRow:
+    """One disk: its state, and rates since the previous sample."""
+
+    path: str
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    read_bytes_per_s: float | None
+    written_bytes_per_s: float | None
+    """Blocks that were made durable."""
+    hits_per_s: float | None
+    """Blocks that were read into the pool."""
+    queue: int
+    """Reads and writes that have not begun, or are late."""
+    errors: int
+    """Since the start: reads and writes that failed, and blocks without their
+    checksum."""
 
 
 def _counters(stats: Stats) -> Iterator[int]:
@@ -86,7 +111,7 @@ def _counters(stats: Stats) -> Iterator[int]:
 
 
 def is_restart(before: Stats, now: Stats) -> bool:
-    """Whether the server was started anew between the two: it says so itself, or a counter went back."""
+    """Whether the server was restarted: another instance, or a decreased counter."""
     if before.server is not None and now.server is not None:
         if before.server.instance != now.server.instance or before.server.uptime_s > now.server.uptime_s:
             return True
@@ -96,7 +121,7 @@ def is_restart(before: Stats, now: Stats) -> bool:
 
 
 def elapsed_s(before: Sample, now: Sample) -> float:
-    """Seconds between two samples: by the server's clock, which knows when it counted, else by ours; 0 if too few."""
+    """Seconds between two samples, by the server's clock if possible; 0 if too few."""
     if before.stats.server is not None and now.stats.server is not None:
         by_server = now.stats.server.uptime_s - before.stats.server.uptime_s
         if by_server >= _SHORTEST_S:
@@ -106,7 +131,7 @@ def elapsed_s(before: Sample, now: Sample) -> float:
 
 
 def rates(before: Sample, now: Sample) -> Rates | None:
-    """What happened between two samples of one run of a server; None if no time passed."""
+    """Return the rates between two samples of one run; None if no time passed."""
     elapsed = elapsed_s(before, now)
     if elapsed <= 0:
         return None
@@ -165,10 +190,11 @@ def _operations(sample: Sample | None) -> list[OperationStatistics]:
 
 
 def operation_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tuple[OperationRow, ...]:
-    """One row for each kind of request, whatever its transport and outcome, in the order of their names.
+    """Return a row per kind of request, over all transports and outcomes, by name.
 
-    Rates are since the sample `before`; latencies are since `oldest`, so that a kind that comes once in a while has
-    some. Without these, rates are unknown and latencies are those since the server's start.
+    Rates are since the sample `before`; latencies are since `oldest`, so that rare
+    kinds have some. Without these samples, rates are unknown and latencies are since
+    the server's start.
     """
     newest, previous, first = (_by_kind(_operations(sample)) for sample in (now, before, oldest))
     elapsed = elapsed_s(before, now) if before is not None and before.stats.details is not None else 0.0
@@ -195,12 +221,13 @@ def operation_rows(oldest: Sample | None, before: Sample | None, now: Sample) ->
 
 
 def client_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tuple[ClientRow, ...]:
-    """One row for each name and transport of the connections that are open now, in the order of their names.
+    """Return a row per name and transport of the open connections, by name.
 
-    Rates are since the sample `before`, the recent ones since `oldest`; without these, they are unknown, and 0.
+    Rates are since the sample `before`, recent rates since `oldest`. Without these
+    samples, they are unknown and 0, respectively.
 
-    A connection has no number of its own, so it is known again by when it was opened. What one did that has closed
-    since `before` is not counted.
+    Connections have no number, so they are identified by the time they were opened.
+    Connections that closed since `before` do not count.
     """
     since_before, since_oldest = _client_rates(before, now), _client_rates(oldest, now)
 
@@ -223,12 +250,43 @@ def client_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tu
     return tuple(row(group, connections) for group, connections in sorted(_connections(now).items()))
 
 
+def disk_rows(before: Sample | None, now: Sample) -> tuple[DiskRow, ...]:
+    """Return a row per disk, in the server's order; rates are since `before`."""
+    if now.stats.disk is None:
+        return ()
+    earlier = {} if before is None or before.stats.disk is None else {one.path: one for one in before.stats.disk.disks}
+    elapsed = elapsed_s(before, now) if before is not None else 0.0
+
+    def row(new: DiskStatistics) -> DiskRow:
+        old = earlier.get(new.path)
+
+        def per_s(counter: str) -> float | None:
+            if old is None or elapsed <= 0:
+                return None
+            difference: int = getattr(new, counter) - getattr(old, counter)
+            return max(0, difference) / elapsed
+
+        return DiskRow(
+            path=new.path,
+            state=new.state,
+            capacity_bytes=new.capacity_bytes,
+            used_bytes=new.used_bytes,
+            read_bytes_per_s=per_s("read_bytes"),
+            written_bytes_per_s=per_s("written_bytes"),
+            hits_per_s=per_s("read_blocks"),
+            queue=new.queued_reads + new.queued_writes + new.hung_jobs,
+            errors=new.read_errors + new.write_errors + new.damaged_blocks,
+        )
+
+    return tuple(map(row, now.stats.disk.disks))
+
+
 _Group = tuple[str, str]
 """Name and transport."""
 
 
 def _client_rates(before: Sample | None, now: Sample) -> dict[_Group, tuple[float, float, float]]:
-    """Requests, bytes received and bytes sent by second."""
+    """Requests, received bytes and sent bytes per second."""
     elapsed = elapsed_s(before, now) if before is not None and before.stats.details is not None else 0.0
     if elapsed <= 0:
         return {}
@@ -244,7 +302,9 @@ def _client_rates(before: Sample | None, now: Sample) -> dict[_Group, tuple[floa
 
 
 def _connections(sample: Sample | None) -> dict[_Group, list[tuple[float, ClientStatistics]]]:
-    """The connections by name and transport, each with when it was opened, the oldest first."""
+    """The connections by name and transport, each with its opening time, oldest
+    first.
+    """
     groups: dict[_Group, list[tuple[float, ClientStatistics]]] = defaultdict(list)
     if sample is not None and sample.stats.details is not None:
         now_s = sample.stats.server.uptime_s if sample.stats.server is not None else sample.at_s
@@ -258,11 +318,14 @@ def _connections(sample: Sample | None) -> dict[_Group, list[tuple[float, Client
 def _matched(
     old: Sequence[tuple[float, ClientStatistics]], new: Sequence[tuple[float, ClientStatistics]]
 ) -> Iterator[tuple[ClientStatistics | None, ClientStatistics]]:
-    """Pair each connection with its own former self, or with None if it is new. Both are sorted by when they opened."""
+    """Pair each connection with its earlier sample, or None if it is new.
+
+    Both are sorted by opening time.
+    """
     index = 0
     for opened_s, one in new:
         while index < len(old) and old[index][0] < opened_s - _SAME_START_S:
-            index += 1  # this one has closed
+            index += 1  # this connection has closed
         if index < len(old) and old[index][0] <= opened_s + _SAME_START_S:
             yield old[index][1], one
             index += 1

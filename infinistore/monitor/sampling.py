@@ -1,7 +1,7 @@
-"""Asks the server, again and again: what it says goes into a model, and so does that it said nothing.
+"""Samples a server periodically, and records the results and failures in a model.
 
-The connection is made anew after every failure, so that a server that comes back is found with the next sample and not
-when the client's own, longer pauses are over.
+Each failure is followed by a new connection, so that a server that is back is found
+with the next sample, and not after the longer pauses of the client.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _WAIT_STEP_S = 0.1
 
 @attrs.frozen
 class Source:
-    """The server to watch. `wait_s`: how long it may take until it is up for the first time."""
+    """The server to watch. `wait_s` is how long to wait for its start."""
 
     url: str
     token: str | None = attrs.field(default=None, repr=False)
@@ -31,13 +31,13 @@ class Source:
     name: str = "monitor"
 
     def options(self) -> dict[str, Any]:
-        """What `open_store` is to be told besides the URL. What is not given may stand in the URL."""
+        """The options for `open_store`; others may be in the URL."""
         given = {"token": self.token, "deadline_s": self.deadline_s, "name": self.name}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class Pace:
-    """When the next sample is due: every `interval_s`, which may change at any time."""
+    """The times of samples: every `interval_s`, which may change at any time."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -46,7 +46,7 @@ class Pace:
 
     @property
     def interval_s(self) -> float:
-        """Seconds from one sample to the next."""
+        """Seconds between two samples."""
         return self._interval_s
 
     @interval_s.setter
@@ -56,7 +56,7 @@ class Pace:
         self._changed = trio.Event()
 
     async def next(self) -> None:
-        """Wait for the next sample's time. One that took longer than the interval puts off those that follow."""
+        """Wait for the next sample's time. A slow sample delays the following ones."""
         while trio.current_time() < (due := self._last_s + self._interval_s):
             with trio.move_on_at(due):
                 await self._changed.wait()
@@ -71,11 +71,14 @@ async def sample(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> NoReturn:
-    """Sample for ever, and call `on_change` after each sample or failure. Started when there is a first sample.
+    """Sample forever, and call `on_change` after each sample or failure.
+
+    The task has started when the first sample is taken.
 
     Raises:
-        InfiniStoreException: there is no server to begin with. Once there was one, failures go into the model instead.
-        ConfigError: a URL that cannot be used.
+        InfiniStoreException: the server was never reached. Later failures go into the
+            model instead.
+        ConfigError: the URL is invalid.
     """
     give_up_s = trio.current_time() + source.wait_s
     while True:

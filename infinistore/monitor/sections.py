@@ -1,7 +1,7 @@
 """The parts of the screen, each as lines that fit a width.
 
-Numbers stand in columns of fixed width, so that nothing moves when they change. What a server does not tell is said in
-the place where it would stand.
+Numbers have columns of fixed width, so that nothing moves when they change. If a server
+does not report a figure, its place says so.
 """
 
 import textwrap
@@ -16,22 +16,23 @@ from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
 from infinistore.monitor.lines import Column, Glyphs, Part, fit, join, line, memory_map, sparkline, table, visible
 from infinistore.monitor.model import Snapshot
-from infinistore.monitor.rates import ClientRow, OperationRow
+from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.statistics import ArenaStatistics, PrefixStatistics
 
 __all__ = [
-    "activity_lines", "arena_lines", "client_lines", "flow_lines", "footer_line", "header_line", "operation_lines",
-    "pool_line", "prefix_lines", "shown_alarms", "state_part", "status_lines",
+    "activity_lines", "arena_lines", "client_lines", "disk_lines", "flow_lines", "footer_line", "header_line",
+    "operation_lines", "pool_line", "prefix_lines", "shown_alarms", "state_part", "status_lines",
 ]  # fmt: skip
 
 _STYLES: Final = {"error": "bold red", "warning": "yellow", "notice": ""}
 _RESTART_SHOWN: Final = timedelta(minutes=1)
 _LABEL: Final = 10
+_DISK_STATES: Final = {"off": 0, "read-only": 1, "recovering": 2, "healthy": 3}
 _KINDS: Final = ("put", "get", "match_prefix", "exists", "delete", "release_hold", "list_keys", "evict", "purge")
 
 
 def state_part(snapshot: Snapshot) -> Part:
-    """In a word or two: how the server is."""
+    """The state of the server in a word or two."""
     if snapshot.lost is not None:
         return f"NO ANSWER since {snapshot.lost.since:%H:%M:%S}", "bold red"
     if snapshot.stats is None:
@@ -41,7 +42,7 @@ def state_part(snapshot: Snapshot) -> Part:
 
 
 def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyphs) -> Text:
-    """Who is watched, how it is, since when; how often, and of when the figures are."""
+    """Address, state and uptime of the server; interval and age of the figures."""
     right: list[Part] = [(" PAUSED ", "reverse")] if controls.paused else []
     right.append((f"  every {figures.duration(controls.interval_s)}", "dim"))
     right.append((f"  {snapshot.at:%H:%M:%S}" if snapshot.at is not None else "", ""))
@@ -54,7 +55,7 @@ def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyp
 
 
 def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
-    """What to look at, with what only the monitor itself knows: a server that is gone, or was gone."""
+    """All warnings, including the monitor's own about a lost or restarted server."""
     found: list[Alarm] = []
     if snapshot.lost is not None:
         times = "once" if snapshot.lost.attempts == 1 else f"{figures.count(snapshot.lost.attempts)} times"
@@ -68,9 +69,9 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
 
 
 def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines of what to look at, the worst first."""
+    """Exactly `height` lines of warnings, the worst first."""
     found = shown_alarms(snapshot)
-    if snapshot.lost is not None and height > 1:  # why it is gone matters more than anything else: in full
+    if snapshot.lost is not None and height > 1:  # the reason matters most: show it in full
         wrapped = textwrap.wrap(visible(found[0].text, glyphs), max(1, width - 2))
         made = [
             line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
@@ -95,7 +96,7 @@ def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) ->
 
 
 def pool_line(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
-    """How full the pool is, in numbers."""
+    """The usage of the pool in numbers."""
     if snapshot.stats is None:
         return line([(fit("pool", _LABEL, glyphs), "cyan"), (figures.UNKNOWN, "")], width, glyphs)
     store = snapshot.stats.store
@@ -118,7 +119,7 @@ def pool_line(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
 
 
 def arena_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines: the arenas as a map of memory, as many in a row as they must be, or spread over rows."""
+    """Exactly `height` lines: the arenas as a map of memory."""
     cells = max(1, width - _LABEL - 8)
     if snapshot.stats is None or height <= 0:
         return [Text(end="")] * height
@@ -166,6 +167,36 @@ def _arena_row(arenas: Sequence[ArenaStatistics], cells: int, width: int, glyphs
     return _map_row(label, shades.ljust(cells), used, width, glyphs)
 
 
+def disk_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: a heading, and a row per disk, the worst state first."""
+    if height <= 0:
+        return []
+    tier = snapshot.stats.disk if snapshot.stats is not None else None
+    waiting = figures.size(tier.queued_bytes if tier is not None else None)
+    columns = (
+        Column(f"disk, {waiting} due", 0, right=False, keeps_end=True),
+        Column("state", 10, right=False), Column("used", 6, rank=1), Column("of", 8, rank=4),
+        Column("read/s", 8), Column("write/s", 8), Column("hits/s", 7, rank=3), Column("queue", 6, rank=2),
+        Column("errors", 6),
+    )  # fmt: skip
+    rows = sorted(snapshot.disks, key=lambda row: _DISK_STATES.get(row.state, 0))
+    return table(columns, [_disk_cells(row) for row in rows], width, height, glyphs)
+
+
+def _disk_cells(row: DiskRow) -> tuple[str, ...]:
+    return (
+        row.path,
+        row.state,
+        figures.percent(row.used_bytes / row.capacity_bytes if row.capacity_bytes else None),
+        figures.size(row.capacity_bytes),
+        figures.size(row.read_bytes_per_s),
+        figures.size(row.written_bytes_per_s),
+        figures.rate(row.hits_per_s),
+        figures.count(row.queue) if row.queue else "",
+        figures.count(row.errors) if row.errors else "",
+    )
+
+
 def flow_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     """Three lines: bytes in, bytes out, and hits, now and as history."""
     now = snapshot.rates
@@ -191,7 +222,7 @@ def _flow_line(label: str, value: str, bars: str, note: str) -> list[Part]:
 
 
 def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines: a heading, and a row for each kind of request."""
+    """Exactly `height` lines: a heading, and a row per kind of request."""
     span = snapshot.latency_span_s
     took = "since start" if span is None else f"over {figures.duration(max(1, round(span)))}"
     columns = (
@@ -206,7 +237,7 @@ def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs)
 
 
 def _chosen_operations(operations: Sequence[OperationRow], most: int) -> list[OperationRow]:
-    """The kinds that came most often since the start, always in the same order."""
+    """The most frequent kinds since the start, in a fixed order."""
     chosen = sorted(operations, key=lambda row: row.total, reverse=True)[: max(0, most)]
     return sorted(chosen, key=lambda row: (_KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS), row.kind))
 
@@ -225,7 +256,7 @@ def _operation_cells(row: OperationRow) -> tuple[str, ...]:
 
 
 def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
-    """Two lines: what was evicted and deleted, and what is pinned."""
+    """Two lines: evictions and deletions, and pins."""
     evicted = snapshot.rates.evicted if snapshot.rates is not None else {}
     first: list[Part] = [(f"{'evicted/s':<{_LABEL}}", "cyan")]
     for name, cause in (
@@ -246,7 +277,7 @@ def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]
 
 
 def client_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines: a heading, and the clients that the filter lets through, as they are sorted."""
+    """Exactly `height` lines: a heading, and the filtered and sorted clients."""
     if height <= 0:
         return []
     if snapshot.stats is not None and snapshot.stats.details is None:
@@ -290,7 +321,7 @@ def _client_cells(row: ClientRow) -> tuple[str, ...]:
 
 
 def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines: a heading, and the prefixes that the filter lets through, as they are sorted."""
+    """Exactly `height` lines: a heading, and the filtered and sorted prefixes."""
     if height <= 0:
         return []
     if snapshot.stats is not None and snapshot.stats.details is None:
@@ -308,12 +339,13 @@ def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int
             figures.count(one.keys),
             figures.size(one.payload_bytes),
             figures.percent(one.payload_bytes / total if total else None),
+            figures.percent(one.payload_error_bytes / one.payload_bytes) if one.payload_error_bytes else "",
         )
         for one in rows
     ]
     columns = (
         Column(f"prefix, by {controls.prefix_order.value}", 0, right=False),
-        Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1),
+        Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1), Column("+-", 8, rank=2),
     )  # fmt: skip
     return table(columns, cells, width, height, glyphs)
 
@@ -347,6 +379,6 @@ def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
         ("p", "go on" if controls.paused else "pause"), ("+ -", "interval"),
     ):  # fmt: skip
         if sum(len(text) for text, _ in parts) + len(key) + 1 + len(meaning) > width:
-            break  # half a word would be no help
+            break  # omit partial words
         parts += [(f"{key} ", "bold"), (f"{meaning}   ", "dim")]
     return line(parts, width, glyphs)

@@ -1,8 +1,8 @@
-"""The terminal: what is done to it is undone, and what is written to it never stops the program.
+"""The terminal: all changes are undone, and writing never blocks the program.
 
-While entered, it shows its other screen, hides the cursor, and hands over keys one by one without echo. `leave` puts
-everything back, and is called on every way out. Lines that have not changed are not written again, so that a slow link
-carries little.
+While entered, it shows the alternate screen, hides the cursor, and passes on keys one
+by one without echo. `leave` restores everything, however the program ends. Only changed
+lines are written, which suits slow links.
 """
 
 import os
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Terminal"]
 
-_ENTER: Final = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # the other screen, no cursor, nothing on it
+_ENTER: Final = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # alternate screen, no cursor, cleared
 _LEAVE: Final = b"\x1b[m\x1b[?25h\x1b[?1049l"
 _INPUT_FLAGS, _LOCAL_FLAGS, _CONTROL = 0, 3, 6  # where tcgetattr has them
 _LAST_WORD_S: Final = 0.5
 
 
 class Terminal:
-    """A terminal to draw lines on and, unless `input_fd` is None, to read keys from. Entered by `with`."""
+    """A terminal to draw on and, unless `input_fd` is None, to read keys from.
+
+    A context manager.
+    """
 
     def __init__(self, output_fd: int, input_fd: int | None) -> None:
         self._output_fd = output_fd
@@ -38,11 +41,12 @@ class Terminal:
         self._before: list[Any] | None = None
         self._entered = False
         self._shown: list[Text] = []
-        self._console = Console()  # knows whether colour is wanted
+        self._console = Console()  # knows whether to use colour
         self.size = (0, 0)
 
     def __enter__(self) -> Self:
-        # A descriptor of our own may be made not to block; the one we were given is shared with the shell.
+        # A new descriptor can be made non-blocking; the given one is shared with the
+        # shell.
         with suppress(OSError):
             self._own_fd = os.open(os.ttyname(self._output_fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
         try:
@@ -61,14 +65,16 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
-        """Put the terminal back and let go of it."""
+        """Restore the terminal and close it."""
         self.leave()
         if self._own_fd is not None:
             os.close(self._own_fd)
             self._own_fd = None
 
     def enter(self) -> None:
-        """Take the terminal over. Once is enough; again, after it was stopped, it is taken over again."""
+        """Take over the terminal. Idempotent; call it again after the program was
+        stopped.
+        """
         if self._input_fd is not None:
             if self._before is None:
                 self._before = termios.tcgetattr(self._input_fd)
@@ -78,7 +84,9 @@ class Terminal:
         self.resized()
 
     def leave(self) -> None:
-        """Put everything back as it was before `enter`. Does nothing if it is; a terminal that is gone is no error."""
+        """Restore the state before `enter`. Idempotent; ignores a terminal that is
+        gone.
+        """
         if not self._entered:
             return
         self._entered = False
@@ -90,17 +98,17 @@ class Terminal:
             self._before = None
 
     def resized(self) -> None:
-        """Look how large it is now. The next lines are drawn from scratch: nobody knows what it shows."""
+        """Update the size. The next lines are drawn from scratch."""
         self._shown = []
         try:
             columns, rows = os.get_terminal_size(self._output_fd)
         except OSError:
             columns = rows = 0
-        # A terminal that was never told its size says 0.
+        # A terminal without a known size reports 0.
         self.size = (columns or 80, rows or 24)
 
     async def draw(self, lines: Sequence[Text]) -> None:
-        """Show these lines, from the top; write only those that are not there already.
+        """Show these lines from the top; write only changed ones.
 
         Raises:
             OSError: the terminal is gone.
@@ -109,7 +117,7 @@ class Terminal:
         shown, written = self._shown, bytearray() if self._shown else bytearray(b"\x1b[m\x1b[2J")
         for index, text in enumerate(lines):
             if index >= len(shown) or shown[index] != text:
-                rest = b"\x1b[K" if text.cell_len < width else b""  # in the last column it would erase that
+                rest = b"\x1b[K" if text.cell_len < width else b""  # in the last column it would erase the character
                 written += b"\x1b[%d;1H" % (index + 1) + self._encoded(text) + rest
         self._shown = list(lines)
         if written:
@@ -127,7 +135,7 @@ class Terminal:
         return "".join(parts).encode("utf-8", "replace")
 
     async def _write(self, data: bytes) -> None:
-        """Write without ever blocking the program: a terminal may be as slow as the link to it, or stand still."""
+        """Write without blocking the program: a terminal may be slow, or stopped."""
         if self._own_fd is None:
             await trio.to_thread.run_sync(_write_all, self._output_fd, data, abandon_on_cancel=True)
             return
@@ -140,7 +148,7 @@ class Terminal:
                 await trio.lowlevel.checkpoint()
 
     def _write_now(self, data: bytes) -> None:
-        """Write a few bytes at once, and wait for the terminal a moment at most."""
+        """Write a few bytes at once, and wait only briefly for the terminal."""
         if self._own_fd is None:
             _write_all(self._output_fd, data)
             return
@@ -160,9 +168,9 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _key_by_key(before: list[Any]) -> list[Any]:
-    """The terminal's settings, but with keys one by one, without echo. Ctrl-C and Ctrl-Z stay signals."""
+    """Return settings for single keys without echo. Ctrl-C and Ctrl-Z stay signals."""
     settings = [*before[:_CONTROL], list(before[_CONTROL])]
     settings[_LOCAL_FLAGS] &= ~(termios.ICANON | termios.ECHO)
-    settings[_INPUT_FLAGS] &= ~termios.IXON  # Ctrl-S would stop the screen, and look like a server that hangs
+    settings[_INPUT_FLAGS] &= ~termios.IXON  # Ctrl-S would freeze the screen
     settings[_CONTROL][termios.VMIN], settings[_CONTROL][termios.VTIME] = 1, 0
     return settings

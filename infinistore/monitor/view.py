@@ -1,7 +1,8 @@
-"""The screen: which parts stand where, for a size of terminal. Pure: a snapshot and a size in, lines out.
+"""The layout of the screen for a terminal size. Pure: snapshot and size in, lines out.
 
-From 60 x 16 up it is the full screen, in two columns from 160 cells on; below that, the few figures that matter most;
-below 12 x 4 it says that there is no room. Every size gives exactly `height` lines of at most `width` cells.
+From 60 x 16 on it is the full screen, with two columns from 160 cells on. Below that it
+has only the most important figures, and below 12 x 4 only a message. Every size gives
+exactly `height` lines of at most `width` cells.
 """
 
 from typing import Final
@@ -17,6 +18,7 @@ from infinistore.monitor.sections import (
     activity_lines,
     arena_lines,
     client_lines,
+    disk_lines,
     flow_lines,
     footer_line,
     header_line,
@@ -27,6 +29,7 @@ from infinistore.monitor.sections import (
     state_part,
     status_lines,
 )
+from infinistore.statistics import DiskTierStatistics
 
 __all__ = ["screen"]
 
@@ -53,10 +56,13 @@ def screen(snapshot: Snapshot, controls: Controls, width: int, height: int, glyp
 
 @attrs.define
 class _Heights:
-    """How many lines each part that can grow has; the gaps are blank lines between parts, all or none."""
+    """The heights of variable parts; the gaps are blank lines between all parts or
+    none.
+    """
 
     status: int = 1
     arenas: int = 1
+    disks: int = 0
     operations: int = 3
     clients: int = 0
     prefixes: int = 0
@@ -65,24 +71,29 @@ class _Heights:
 
 _FIXED: Final = 8  # header, pool, flow (3), activity (2), footer
 _GAPS: Final = 6
-# What grows first, and up to where; a table below two lines would be a heading without a row.
+# The parts in the order of growth, with limits; a table needs at least two lines.
 _GROWTH: Final = (
-    ("clients", 2), ("prefixes", 2), ("operations", 5), ("clients", 4), ("arenas", 2), ("prefixes", 3),
-    ("operations", 6), ("clients", 5), ("prefixes", 5), ("gaps", _GAPS), ("status", 3), ("arenas", 4),
+    ("disks", 3), ("clients", 2), ("prefixes", 2), ("operations", 5), ("disks", 5), ("clients", 4), ("arenas", 2),
+    ("prefixes", 3), ("operations", 6), ("clients", 5), ("prefixes", 5), ("disks", 9), ("gaps", _GAPS),
+    ("status", 3), ("arenas", 4),
     ("operations", 9), ("clients", 9), ("prefixes", 9), ("operations", 12), ("clients", 20), ("prefixes", 20),
     ("arenas", 8), ("clients", 40), ("prefixes", 1000),
 )  # fmt: skip
-_WHOLE: Final = {"gaps": _GAPS, "clients": 2, "prefixes": 2}
+_WHOLE: Final = {"gaps": _GAPS, "clients": 2, "prefixes": 2, "disks": 2}
 
 
-def _heights(height: int, kinds: int) -> _Heights:
-    """Share out the lines. It depends on the size of the screen and on how many kinds of requests were ever seen, so
-    that nothing moves when figures change."""
+def _heights(height: int, kinds: int, disks: int) -> _Heights:
+    """Distribute the lines.
+
+    The result depends on the size of the screen, the number of kinds of requests so
+    far and the number of disks, so that nothing moves when figures change.
+    """
     heights = _Heights()
+    most = {"operations": kinds + 1, "disks": disks + 1 if disks else 0}
     left = height - _FIXED - heights.status - heights.arenas - heights.operations
     for part, target in _GROWTH:
         has: int = getattr(heights, part)
-        more = min(left, target - has if part != "operations" else min(target, kinds + 1) - has)
+        more = min(left, min(target, most.get(part, target)) - has)
         if more > 0 and has + more >= _WHOLE.get(part, 0):
             setattr(heights, part, has + more)
             left -= more
@@ -90,8 +101,8 @@ def _heights(height: int, kinds: int) -> _Heights:
 
 
 def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    heights = _heights(height, len(snapshot.operations))
-    if snapshot.lost is not None and heights.arenas > 1:  # the reason is long, and the map is old
+    heights = _heights(height, len(snapshot.operations), len(snapshot.disks))
+    if snapshot.lost is not None and heights.arenas > 1:  # the reason is long, and the map is outdated
         heights.status, heights.arenas = heights.status + 1, heights.arenas - 1
     gap = [_EMPTY] if heights.gaps else []
     lines = [
@@ -100,6 +111,7 @@ def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
         *gap,
         pool_line(snapshot, width, glyphs),
         *arena_lines(snapshot, width, heights.arenas, glyphs),
+        *disk_lines(snapshot, width, heights.disks, glyphs),
         *gap,
         *flow_lines(snapshot, width, glyphs),
         *gap,
@@ -115,15 +127,19 @@ def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
 
 
 def _wide(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """The pool over the whole width; below it flow and requests on the left, clients and prefixes on the right."""
+    """The pool and its disks on top; flow and requests on the left, clients and
+    prefixes on the right.
+    """
     gap = [_EMPTY] if height >= 24 else []
     arenas = 1 if height < 24 else 2 if height < 40 else 4
+    disks = min(len(snapshot.disks) + 1, max(2, height // 6)) if snapshot.disks else 0
     top = [
         header_line(snapshot, controls, width, glyphs),
         *status_lines(snapshot, width, 1 if height < 30 else 3, glyphs),
         *gap,
         pool_line(snapshot, width, glyphs),
         *arena_lines(snapshot, width, arenas, glyphs),
+        *disk_lines(snapshot, width, disks, glyphs),
         *gap,
     ]
     left_width = min(100, (width - 3) // 2)
@@ -155,7 +171,7 @@ def _with_footer(lines: list[Text], controls: Controls, width: int, height: int,
 
 
 def _reduced(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """The figures that matter most, one a line, for a terminal that has no room for more."""
+    """The most important figures, one per line, for a small terminal."""
     state: list[Part] = [state_part(snapshot)]
     if controls.paused:
         state.insert(0, ("PAUSED ", "reverse"))
@@ -184,9 +200,9 @@ def _reduced_figures(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[lis
     shown = list(snapshot.history)[-cells:] if cells else []
     received, sent = [point.received_bytes for point in shown], [point.sent_bytes for point in shown]
     hits = [point.hit_rate for point in shown]
-    bar = memory_map([1.0] * round(100 * used) + [0.0] * (100 - round(100 * used)), cells, glyphs)
     drawn = (
-        ("pool", figures.percent(used), bar),
+        ("pool", figures.percent(used), _level(used, cells, glyphs)),
+        *(_reduced_disks(stats.disk, cells, glyphs) if stats.disk is not None else ()),
         ("in", figures.size_rate(rates.received_bytes if rates else None), _bars(received, cells, glyphs)),
         ("out", figures.size_rate(rates.sent_bytes if rates else None), _bars(sent, cells, glyphs)),
         ("hits", figures.percent(rates.hit_rate if rates else None), sparkline(hits, cells, 1.0, glyphs)),
@@ -198,6 +214,16 @@ def _reduced_figures(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[lis
         [(f"{label:<7}", "cyan"), (f"{value:>10}", "bold"), (f" {bars}" if bars else "", "green")]
         for label, value, bars in drawn
     ]
+
+
+def _reduced_disks(tier: DiskTierStatistics, cells: int, glyphs: Glyphs) -> list[tuple[str, str, str]]:
+    capacity = sum(one.capacity_bytes for one in tier.disks)
+    used = sum(one.used_bytes for one in tier.disks) / capacity if capacity else 0.0
+    return [("disks", figures.percent(used), _level(used, cells, glyphs))]
+
+
+def _level(used: float, cells: int, glyphs: Glyphs) -> str:
+    return memory_map([1.0] * round(100 * used) + [0.0] * (100 - round(100 * used)), cells, glyphs)
 
 
 def _bars(values: list[float | None], cells: int, glyphs: Glyphs) -> str:
