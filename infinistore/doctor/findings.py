@@ -1,4 +1,4 @@
-"""What `infinistore doctor` says: one finding a line, how serious it is, and what would help."""
+"""The findings of `infinistore doctor`: a line, a level, and a remedy."""
 
 import enum
 from collections.abc import Iterable
@@ -9,18 +9,20 @@ __all__ = ["Finding", "Level", "bad", "good", "warning", "worst"]
 
 
 class Level(enum.Enum):
-    """How serious a finding is."""
+    """The level of a finding."""
 
     GOOD = "good"
     WARNING = "warning"
-    """It works, but less well than it could, or not for everything."""
+    """It works, but not optimally or not for everything."""
     BAD = "bad"
-    """Something that was asked for, or that everybody needs, does not work."""
+    """A requested or generally required feature does not work."""
 
 
 @attrs.frozen
 class Finding:
-    """One line. `remedy` is empty where nothing needs to be done; `details` are lines for who wants to know more."""
+    """One finding. `remedy` is empty if nothing is to be done; `details` are further
+    lines.
+    """
 
     topic: str
     subject: str
@@ -31,21 +33,21 @@ class Finding:
 
 
 def good(topic: str, subject: str, text: str, *, details: Iterable[str] = ()) -> Finding:
-    """Say that something is as it should be."""
+    """Return a good finding."""
     return Finding(topic, subject, Level.GOOD, text, details=tuple(details))
 
 
 def warning(topic: str, subject: str, text: str, remedy: str, *, details: Iterable[str] = ()) -> Finding:
-    """Say that something could be better."""
+    """Return a warning."""
     return Finding(topic, subject, Level.WARNING, text, remedy, tuple(details))
 
 
 def bad(topic: str, subject: str, text: str, remedy: str, *, details: Iterable[str] = ()) -> Finding:
-    """Say that something does not work."""
+    """Return a bad finding."""
     return Finding(topic, subject, Level.BAD, text, remedy, tuple(details))
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """Return the level of the most serious of them; GOOD if there is none."""
+    """Return the worst level; GOOD without findings."""
     levels = list(Level)
     return max((finding.level for finding in findings), key=levels.index, default=Level.GOOD)

@@ -1,6 +1,7 @@
-"""This machine and this process, as the doctor looks at them: files below a root, limits, and a few things to try.
+"""The doctor's view of this machine and process: files below a root, limits, probes.
 
-All that is not a file is a value or a function in `Host`, so that a test can describe any machine.
+Everything except files is a value or a function of `Host`, so that a test can describe
+any machine.
 """
 
 import fcntl
@@ -26,47 +27,50 @@ _LIMITS: Final = {
 
 @attrs.frozen
 class Host:
-    """What there is to look at."""
+    """The machine to check."""
 
     root: Path
     limits: Mapping[str, tuple[int, int]]
-    """Soft and hard limit of this process: memlock, nofile, fsize, as. UNLIMITED stands for none."""
+    """Soft and hard limits of this process: memlock, nofile, fsize, as; or UNLIMITED.
+    """
     try_memfd: Callable[[], str]
-    """Makes and seals a small piece of shared memory; returns why that failed, or nothing."""
+    """Creates and seals some shared memory. Returns the error, or an empty string."""
     socket_folder: Path
-    """Where a server of this user makes its Unix socket."""
+    """Where a server of this user creates its Unix socket."""
 
     def text(self, path: str) -> str:
-        """Return what a file holds, without white space at its ends; empty if it cannot be read."""
+        """Return the stripped contents of a file; empty if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
     def number(self, path: str) -> int | None:
-        """Return the number that a file begins with, or None."""
+        """Return the number at the beginning of a file, or None."""
         found = re.match(r"\d+", self.text(path))
         return int(found[0]) if found else None
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether the file or folder exists."""
         return (self.root / path).exists()
 
     def names(self, folder: str) -> list[str]:
-        """Return what is in a folder, sorted; nothing if it cannot be read."""
+        """Return the sorted contents of a folder; empty if it cannot be read."""
         try:
             return sorted(os.listdir(self.root / folder))
         except OSError:
             return []
 
     def may(self, capability: int) -> bool:
-        """Whether this process has a capability (capabilities(7)), by its number."""
+        """Whether this process has the capability (capabilities(7)) with this
+        number.
+        """
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", self.text("proc/self/status"), re.MULTILINE)
         return found is not None and bool(int(found[1], 16) >> capability & 1)
 
 
 def this_host(socket_folder: Path) -> Host:
-    """Return the machine that this process runs on."""
+    """Return the machine of this process."""
     limits = {name: resource.getrlimit(number) for name, number in _LIMITS.items()}
     return Host(Path("/"), limits, _try_memfd, socket_folder)
 

@@ -11,14 +11,15 @@ from infinistore.sizes import MIB, describe_size
 __all__ = ["examine_kernel", "kernel_version"]
 
 _TOPIC = "system"
-_DESCRIPTORS_BESIDE_CONNECTIONS = 64
+_DESCRIPTORS_BESIDE_CONNECTIONS = 256
+_TOO_FEW_DESCRIPTORS = 64
 _SMALL_QUEUE = 1024
 _SMALL_BUFFER_BYTES = 4 * MIB
 _QUICK_CLOCKS = {"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter"}
 
 
 def examine_kernel(host: Host) -> Iterator[Finding]:
-    """Yield what is to be said of the kernel and of this process's limits."""
+    """Yield the findings about the kernel and this process's limits."""
     yield _version(host)
     yield _descriptors(host)
     yield _queue(host)
@@ -40,7 +41,7 @@ def _version(host: Host) -> Finding:
 
 
 def kernel_version(host: Host) -> tuple[int, int] | None:
-    """Return the first two numbers of the kernel's version; None if it tells none."""
+    """Return the first two numbers of the kernel's version, or None."""
     found = re.match(r"(\d+)\.(\d+)", host.text("proc/sys/kernel/osrelease"))
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -48,13 +49,12 @@ def kernel_version(host: Host) -> tuple[int, int] | None:
 def _descriptors(host: Host) -> Finding:
     soft, hard = host.limits["nofile"]
     connections = ServerConfig().max_connections
-    wanted = connections + _DESCRIPTORS_BESIDE_CONNECTIONS
-    if soft == UNLIMITED or soft >= wanted:
-        return good(_TOPIC, "file descriptors", "unlimited" if soft == UNLIMITED else f"{soft}")
-    text = f"{soft}; a server that takes {connections} connections needs {wanted}"
-    enough = hard == UNLIMITED or hard >= wanted
-    remedy = f"ulimit -n {wanted}" if enough else f"limits.conf: '* - nofile {wanted}'; systemd: LimitNOFILE={wanted}"
-    return (bad if soft < _DESCRIPTORS_BESIDE_CONNECTIONS else warning)(_TOPIC, "file descriptors", text, remedy)
+    wanted = 2 * connections + _DESCRIPTORS_BESIDE_CONNECTIONS
+    if UNLIMITED in (soft, hard) or hard >= wanted:  # a server raises the soft limit as far as it needs
+        return good(_TOPIC, "file descriptors", "unlimited" if hard == UNLIMITED else f"up to {hard}")
+    text = f"at most {hard}; a server that takes {connections} connections needs up to {wanted}"
+    remedy = f"limits.conf: '* - nofile {wanted}'; systemd: LimitNOFILE={wanted}; as root: ulimit -n {wanted}"
+    return (bad if hard < _TOO_FEW_DESCRIPTORS else warning)(_TOPIC, "file descriptors", text, remedy)
 
 
 def _queue(host: Host) -> Finding:

@@ -1,12 +1,12 @@
-"""Memory: how much a pool may take here, huge pages, and what limits shared memory."""
+"""Memory: space for a pool, huge pages, and the limits of shared memory."""
 
 import os
 from collections.abc import Iterator
 
 from infinistore.config import ServerConfig
-from infinistore.core.memory import available_memory, free_huge_pages
 from infinistore.doctor.findings import Finding, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.machine_memory import available_memory, free_huge_pages
 from infinistore.sizes import describe_size
 
 __all__ = ["examine_memory"]
@@ -15,7 +15,7 @@ _TOPIC = "memory"
 
 
 def examine_memory(host: Host) -> Iterator[Finding]:
-    """Yield what is to be said of memory."""
+    """Yield the findings about memory."""
     yield _available(host)
     yield _huge_pages(host)
     yield _memfd(host)

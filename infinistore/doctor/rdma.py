@@ -1,4 +1,4 @@
-"""RDMA: devices, ports and GIDs, what would be chosen and why, and what RDMA needs of the system around it."""
+"""RDMA: devices, ports and GIDs, the selection and its reason, system requirements."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,8 +6,8 @@ from infinistore.doctor.findings import Finding, Level, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
 from infinistore.doctor.kernel import kernel_version
 from infinistore.sizes import MIB, describe_size
-from infinistore.transports.rdma_choice import NoRdma, Wanted, choose, judge_gids, judge_port
-from infinistore.transports.rdma_devices import Link, RdmaDevice, RdmaPort, RdmaSystem, read_system, roce_mtu_bytes
+from infinistore.transports.rdma.choice import NoRdma, Wanted, choose, judge_gids, judge_port
+from infinistore.transports.rdma.devices import Link, RdmaDevice, RdmaPort, RdmaSystem, read_system, roce_mtu_bytes
 
 __all__ = ["examine_rdma"]
 
@@ -19,7 +19,9 @@ _PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def examine_rdma(host: Host, wanted: Wanted, pyverbs: Callable[[], str]) -> Iterator[Finding]:
-    """Yield what is to be said of RDMA. `pyverbs` returns its version, or raises NoRdma."""
+    """Yield the findings about RDMA. `pyverbs` returns its version, or raises
+    NoRdma.
+    """
     system = read_system(host.root)
     for device in system.devices:
         yield _device(device, host)
@@ -91,7 +93,7 @@ def _choice(system: RdmaSystem, wanted: Wanted) -> Finding:
     try:
         chosen = choose(system, wanted)
     except NoRdma as error:
-        level = Level.WARNING if wanted == Wanted() else Level.BAD  # what was asked for does not work
+        level = Level.WARNING if wanted == Wanted() else Level.BAD  # a requested device does not work
         text = f"{error.problem}. Without RDMA, TCP and shared memory are used"
         return Finding(_TOPIC, "choice", level, text, error.remedy or "see docs/rdma.md")
     return good(_TOPIC, "choice", f"{chosen.device} port {chosen.number}, {chosen.reason}")
@@ -124,7 +126,7 @@ def _memlock(host: Host, *, needed: bool) -> Finding:
 
 
 def _gpu_memory(host: Host) -> Finding:
-    """In which of two ways a card's driver can be told where a GPU's memory is."""
+    """Check how a card's driver can locate GPU memory: dmabuf or peer memory."""
     subject = "memory of GPUs"
     driver = host.text("proc/driver/nvidia/version")
     if not driver:

@@ -1,7 +1,8 @@
-"""Python, the packages that InfiniStore needs or can use, and jemalloc."""
+"""Python, required and optional packages, and jemalloc."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import attrs
 
 from infinistore.doctor.findings import Finding, bad, good, warning
-from infinistore.transports.ibverbs import load_pyverbs
+from infinistore.transports.rdma.ibverbs.bindings import load_pyverbs
 
 __all__ = ["Software", "examine_software", "this_software"]
 
@@ -30,26 +31,26 @@ except ConfigError as error:
 
 @attrs.frozen
 class Software:
-    """What is installed, or a description of it."""
+    """The installed software, or a description of it."""
 
     python: str
     executable: str
     requirements: Sequence[str]
-    """As the package's metadata has them: `trio>=0.25`, `torch>=2.2; extra == "torch"`."""
+    """From the package's metadata: `trio>=0.25`, `torch>=2.2; extra == "torch"`."""
     version_of: Callable[[str], str | None]
     """The version of a package; None if it is not installed."""
     pyverbs: Callable[[], str]
-    """Returns its version, or raises NoRdma, which says what would help."""
+    """Returns its version, or raises NoRdma with a remedy."""
     try_jemalloc: Callable[[], str]
-    """Why jemalloc cannot be used, even by a process that makes itself ready for it; empty if it can."""
+    """Why jemalloc cannot be used, even by a prepared process; empty if it can."""
 
 
 def this_software() -> Software:
-    """Return what this process runs on."""
+    """Return the software of this process."""
     return Software(
         f"{sys.implementation.name} {sys.version.split()[0]}",
         sys.executable,
-        metadata.requires("infinistore") or (),
+        _requirements(),
         _version_of,
         _pyverbs,
         _try_jemalloc,
@@ -57,7 +58,7 @@ def this_software() -> Software:
 
 
 def examine_software(software: Software) -> Iterator[Finding]:
-    """Yield what is to be said of what is installed."""
+    """Yield the findings about the software."""
     yield good(_TOPIC, "Python", f"{software.python}, {software.executable}")
     yield _packages(software)
     found = [f"{name} {version}" for name in _OPTIONAL if (version := software.version_of(name))]
@@ -66,7 +67,7 @@ def examine_software(software: Software) -> Iterator[Finding]:
 
 
 def _packages(software: Software) -> Finding:
-    found, missing, old = [], [], []
+    found, missing, old, wanted = [], [], [], []
     for requirement in software.requirements:
         if "extra ==" in requirement:
             continue
@@ -74,13 +75,15 @@ def _packages(software: Software) -> Finding:
         version, least = software.version_of(name), re.search(r">=\s*([\d.]+)", requirement)
         if version is None:
             missing.append(name)
+            wanted.append(requirement)
         elif least is not None and _numbers(version) < _numbers(least[1]):
             old.append(f"{name} {version} (needs {least[1]})")
+            wanted.append(requirement)
         else:
             found.append(f"{name} {version}")
     if missing or old:
         parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"too old: {', '.join(old)}"] * bool(old)
-        remedy = f"{software.executable} -m pip install --upgrade infinistore"
+        remedy = f"{software.executable} -m pip install {shlex.join(wanted)}"
         return bad(_TOPIC, "packages", "; ".join(parts), remedy)
     return good(_TOPIC, "packages", ", ".join(found))
 
@@ -102,6 +105,13 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
+def _requirements() -> Sequence[str]:
+    try:
+        return metadata.requires("infinistore-trio") or ()
+    except metadata.PackageNotFoundError:  # it was not installed: the path alone leads to it
+        return ()
+
+
 def _version_of(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -119,7 +129,7 @@ def _pyverbs() -> str:
 
 
 def _try_jemalloc() -> str:
-    """In a process of its own: loading it changes the process for good."""
+    """Check in a separate process, because loading changes a process permanently."""
     command = [sys.executable, "-P", "-c", _TRY_JEMALLOC]
     try:
         done = subprocess.run(
