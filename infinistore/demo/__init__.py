@@ -1,16 +1,22 @@
-"""The demonstration: a server, a prefill process and a decode process move the KV cache of a real text over TCP.
+"""The demonstration: server, prefill and decode share the KV cache of a text.
 
-`infinistore demo` runs it. `run.py` tells the story; the other modules are its parts:
+`infinistore demo` runs it. `run.py` controls it; the other modules are its parts:
 
-- `settings.py`: what can be chosen, and the defaults
-- `layout.py`: how many bytes a token takes, and the keys (a hash chain over the tokens, as inference engines do it)
-- `text.py`: a file becomes tokens, and two prompts that begin alike
-- `content.py`: the bytes that stand in for a model's output, the same in every process that knows the key
-- `messages.py`: what the processes tell each other about their work
-- `prefill.py`, `decode.py`: the two workers, each a process of its own; `worker.py` and `load.py` are what both need
-- `failure.py`: what can be expected to go wrong
-- `processes.py`: starts and stops the server and the workers
-- `display.py`: what the reader sees while it runs, and the table at the end; `result.py` has its figures
+- `settings.py`: the options and their defaults
+- `layout.py`: the bytes of a token, and the keys (a hash chain over the tokens, as in
+  inference engines)
+- `text.py`: converts a file to tokens, and to two prompts with the same beginning
+- `content.py`: the bytes that replace a model's output, the same in every process
+- `messages.py`: the messages between the processes
+- `prefill.py`, `decode.py`: the two workers, each in a separate process; `worker.py`
+  and `load.py` are shared
+- `failure.py`: expected failures
+- `processes.py`: starts and stops the server and the workers; `own_server.py` has the
+  disk of the server, and restarts it
+- `restart.py`: what happens with a disk after both prompts; `watching.py` asks the
+  server for its figures meanwhile
+- `display.py`: the output while it runs, and the table at the end; `result.py` has the
+  figures
 
-It uses the public API only, as an engine would: nothing in here knows how the store works inside.
+Like an engine, it uses only the public API.
 """

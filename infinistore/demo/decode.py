@@ -1,9 +1,9 @@
-"""The decode process: loads the longest prefix that the store holds of a prompt, and checks every byte of it.
+"""The decode process: loads a prompt's longest stored prefix, and checks every byte.
 
-Run as `python -m infinistore.demo.decode`; `messages.py` says what it reads and writes.
+Run as `python -m infinistore.demo.decode`; `messages.py` defines its input and output.
 
-It is on Trio because it shares `load.py` with prefill. An engine that calls from its own threads would do the same with
-`infinistore.blocking.open_store`; `examples/blocking_client.py` shows that.
+It uses Trio because it shares `load.py` with prefill. An engine with its own threads
+would use `infinistore.blocking.open_store`; see `examples/blocking_client.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 async def decode(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
-    """Load and check the prompt's whole chunks. All must be there: prefill has just been told to store them."""
+    """Load and check the prompt's full chunks. All must exist: prefill has
+    stored them.
+    """
     layout, tokens = setup.layout, len(job.tokens)
     names = chunk_names(layout, job.tokens)
     prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
     if prefix.chunks < len(names):
         raise DemoError(
             f"prefill stored {len(names)} chunks of prompt {job.prompt}, but only the first {prefix.chunks} are still "
-            "there: others write to this store, or its pool is too small (--pool-size)"
+            "there: others write to this store, or its pool or its disk has no room for them"
         )
     return Finished(
         prompt=job.prompt,
@@ -34,6 +36,7 @@ async def decode(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
         hit_tokens=prefix.chunks * layout.chunk_tokens,
         loaded_bytes=prefix.loaded_bytes,
         load_s=prefix.load_s,
+        disk_blocks=prefix.disk_blocks,
         computed_tokens=0,
         compute_s=0.0,
         written_bytes=0,

@@ -1,8 +1,8 @@
-"""What the reader of the demonstration sees: who does what while it runs, and a table at the end.
+"""The output of the demonstration: messages while it runs, and a table at the end.
 
-Sentences are printed as things happen, and stay. Below them, in a terminal, bars show the work under way, layer by
-layer; they go away at the end. Without a terminal there are only the sentences and the table, so that a log stays
-readable.
+Messages are printed as things happen. Below them, a terminal shows progress bars, layer
+by layer, which disappear at the end. Without a terminal there are only the messages and
+the table, so that a log stays readable.
 """
 
 from typing import TYPE_CHECKING, Self
@@ -16,13 +16,15 @@ from rich.text import Text
 
 from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Event, Finished, LayerDone, Matched, Ready, Work
-from infinistore.demo.result import DemoResult, PromptResult, gigabytes_per_s
+from infinistore.demo.result import DemoResult, PromptResult, RestartResult, gigabytes_per_s
 from infinistore.demo.settings import CONTEXT_TOKENS
 from infinistore.sizes import describe_size
+from infinistore.statistics import Stats
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from infinistore.demo.own_server import OwnServer
     from infinistore.demo.text import Prompt
 
 __all__ = ["Display", "Plan"]
@@ -39,7 +41,9 @@ _BARS: tuple[tuple[str, Work, str], ...] = (
 
 @frozen
 class Plan:
-    """What is about to happen: the text, how many of its tokens are used, the layout, the model's speed, the pool."""
+    """The setup: the text, its number of tokens, the layout, the model's speed, the
+    pool.
+    """
 
     source: str
     text_tokens: int
@@ -50,7 +54,9 @@ class Plan:
 
 
 class Display:
-    """Tells the story on `console`; a quiet console makes a silent display. To be used with `with`, once."""
+    """Prints to `console`; a quiet console makes it silent. A context manager, for one
+    use.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,12 +89,13 @@ class Display:
     ) -> None:
         self.bars.stop()
 
-    def server_started(self, pid: int, url: str) -> None:
-        """Say that a server of our own listens."""
-        self._say("server", f"process {pid} listens at {url}")
+    def server_started(self, server: "OwnServer") -> None:
+        """Print that the server listens."""
+        disk = "" if server.disk is None else f", with a disk of {describe_size(server.disk.size_bytes)}"
+        self._say("server", f"process {server.pid} listens at {server.url}{disk}")
 
     def plan(self, plan: Plan) -> None:
-        """Say what is about to happen, and show the bars."""
+        """Print the setup, and show the bars."""
         layout, chunks = plan.layout, plan.layout.whole_chunks(plan.used_tokens)
         rest = plan.used_tokens - chunks * layout.chunk_tokens
         if plan.used_tokens < plan.text_tokens:
@@ -122,17 +129,32 @@ class Display:
         self._show_bars()
 
     def prompt_started(self, prompt: "Prompt") -> None:
-        """Head the part of the story that is about one prompt."""
-        self._console.print(
-            f"\n[bold]Prompt {prompt.name}[/]: {prompt.about}, {len(prompt.tokens):,} tokens", highlight=False
-        )
+        """Print the heading of a prompt."""
+        self.act(f"Prompt {prompt.name}", f"{prompt.about}, {len(prompt.tokens):,} tokens")
         self._moved.clear()
         for (who, work), task in self._tasks.items():
             if who != "server":
                 self.bars.update(task, completed=0, detail="waits", visible=_is_always_visible(who, work))
 
+    def act(self, title: str, about: str) -> None:
+        """Print a heading."""
+        self._console.print(f"\n[bold]{title}[/]: {about}", highlight=False)
+
+    def flushed(self, blocks: int, payload_bytes: int, seconds: float) -> None:
+        """Print that blocks are durable."""
+        self._say("server", f"{blocks:,} blocks, {describe_size(payload_bytes)}, are on disk after {seconds:.2f} s")
+
+    def left(self, prompt: str, blocks: int, in_memory: int, found: int) -> None:
+        """Print where the blocks of a prompt are."""
+        where = f"{in_memory:,} are in memory, {found:,} in memory or on disk"
+        self._say("server", f"of {blocks:,} blocks of prompt {prompt}, {where}")
+
+    def recovered(self, in_memory: int, on_disk: int) -> None:
+        """Print what the new server has."""
+        self._say("server", f"has {in_memory:,} keys in memory, and {on_disk:,} on disk")
+
     def event(self, who: str, event: Event) -> None:
-        """Show what a worker reports."""
+        """Show an event of a worker."""
         match event:
             case Ready():
                 self._say(who, f"process {event.pid} is connected, over {event.transport}")
@@ -146,15 +168,30 @@ class Display:
                 for sentence in _describe_work(who, event, self._layers):
                     self._say(who, sentence)
 
-    def pool(self, used_bytes: int, capacity_bytes: int, blocks: int) -> None:
-        """Show how full the server's pool is."""
-        detail = f"{describe_size(used_bytes)} in {blocks:,} blocks"
-        self.bars.update(self._tasks["server", "pool"], completed=used_bytes, total=capacity_bytes, detail=detail)
+    def usage(self, statistics: Stats) -> None:
+        """Show the usage of the server's pool, and of its disk if it has one."""
+        store = statistics.store
+        detail = f"{describe_size(store.used_bytes)} in {store.keys:,} blocks"
+        self.bars.update(
+            self._tasks["server", "pool"], completed=store.used_bytes, total=store.capacity_bytes, detail=detail
+        )
+        if statistics.disk is not None:
+            [disk] = statistics.disk.disks
+            detail = f"{describe_size(disk.used_bytes)} of {describe_size(disk.capacity_bytes)}"
+            self.bars.update(
+                self._tasks["server", "disk"],
+                completed=disk.used_bytes,
+                total=disk.capacity_bytes,
+                detail=detail,
+                visible=True,
+            )
 
     def table(self, result: DemoResult) -> None:
-        """Print the table of all figures, and what to make of them."""
+        """Print the table of all figures, with explanations."""
         self._console.print()
         self._console.print(_table(result))
+        if result.restart is not None:
+            self._console.print(_table_of_restart(result.restart, result.prefill_tokens_per_s))
         loaded_s = sum(one.decode.load_s for one in result.prompts)
         instead_s = sum(one.computing_instead_s(one.decode, result.prefill_tokens_per_s) for one in result.prompts)
         self._console.print(
@@ -170,6 +207,9 @@ class Display:
 
     def _show_bars(self) -> None:
         self._tasks["server", "pool"] = self.bars.add_task("holds", total=1, who=_name("server"), detail="")
+        self._tasks["server", "disk"] = self.bars.add_task(
+            "on disk", total=1, who=_name("server"), detail="", visible=False
+        )
         for who, work, verb in _BARS:
             self._tasks[who, work] = self.bars.add_task(
                 verb, total=self._layers, who=_name(who), detail="waits", visible=_is_always_visible(who, work)
@@ -193,7 +233,7 @@ class Display:
 
 
 def _is_always_visible(who: str, work: str) -> bool:
-    """Whether a bar is there before there is anything to show. Prefill has nothing to load when all is new."""
+    """Whether a bar is shown from the start; prefill may have nothing to load."""
     return (who, work) != ("prefill", "loaded")
 
 
@@ -204,13 +244,17 @@ def _name(who: str) -> Text:
 def _describe_match(event: Matched) -> str:
     if not event.hit_tokens:
         return "asks for the longest prefix in the store: nothing yet"
-    return f"asks for the longest prefix in the store: {event.hit_tokens:,} of {event.tokens:,} tokens"
+    found = f"asks for the longest prefix in the store: {event.hit_tokens:,} of {event.tokens:,} tokens"
+    if not event.disk_blocks:
+        return found
+    return f"{found}, {'all' if event.disk_blocks == event.blocks else 'some'} from disk"
 
 
 def _describe_work(who: str, event: Finished, layers: int) -> list[str]:
     sentences = []
     if rate := gigabytes_per_s(event.loaded_bytes, event.load_s):
-        loaded = f"loaded {describe_size(event.loaded_bytes)} in {event.load_s:.2f} s ({rate:.1f} GB/s)"
+        where = " from disk" if event.disk_blocks else ""
+        loaded = f"loaded {describe_size(event.loaded_bytes)}{where} in {event.load_s:.2f} s ({rate:.1f} GB/s)"
         sentences.append(f"{loaded}; every byte is right")
     if rate := gigabytes_per_s(event.written_bytes, event.write_s):
         sentences.append(
@@ -226,7 +270,7 @@ def _describe_work(who: str, event: Finished, layers: int) -> list[str]:
 
 
 def _table(result: DemoResult) -> Table:
-    """One column for each prompt: at most 80 characters wide."""
+    """One column per prompt, at most 80 characters wide."""
     table = Table(title="What was found", title_style="bold", title_justify="left")
     table.add_column("")
     for one in result.prompts:
@@ -251,6 +295,22 @@ def _table(result: DemoResult) -> Table:
     row("  read from the store", *(_moved(one.decode.loaded_bytes, one.decode.load_s) for one in prompts))
     row("  bytes that differ", *("0" for _ in prompts))
     row("  time saved", *(_saved(one.decode, one.saved_s(one.decode, speed)) for one in prompts))
+    return table
+
+
+def _table_of_restart(restart: RestartResult, prefill_tokens_per_s: float) -> Table:
+    table = Table(title="After the restart", title_style="bold", title_justify="left")
+    table.add_column("")
+    table.add_column(f"prompt {restart.prompt.name}", justify="right", min_width=14)
+    work = restart.decode
+    others = f"{describe_size(restart.filled_bytes)}, pool of {describe_size(restart.capacity_bytes)}"
+    table.add_row("others stored before", others)
+    table.add_row("index of the disk back", f"after {restart.recovery_s:.2f} s")
+    table.add_row("[green]decode[/]: hit tokens", _hit(work))
+    table.add_row("  blocks from disk", f"{work.disk_blocks:,}")
+    table.add_row("  read from the store", _moved(work.loaded_bytes, work.load_s))
+    table.add_row("  bytes that differ", "0")
+    table.add_row("  time saved", _saved(work, work.hit_tokens / prefill_tokens_per_s - work.load_s))
     return table
 
 

@@ -1,4 +1,4 @@
-"""What can be expected to go wrong, and how it comes out of Trio's nurseries, which wrap what their tasks raise."""
+"""Expected failures, and how to extract them from the groups of Trio's nurseries."""
 
 from infinistore.errors import InfiniStoreException
 
@@ -6,19 +6,23 @@ __all__ = ["DemoError", "expected_error"]
 
 
 class DemoError(Exception):
-    """The demonstration cannot go on, or a byte was wrong. The message is one line for the reader."""
+    """The demonstration cannot continue, or a byte was wrong. The message is
+    one line.
+    """
 
 
-def expected_error(group: BaseExceptionGroup[BaseException]) -> DemoError | InfiniStoreException:
-    """Return the first error in `group`, to be raised in its place and told to the reader in one line.
+def expected_error(group: BaseExceptionGroup[BaseException]) -> DemoError | InfiniStoreException | None:
+    """Return the first expected error in `group`, to be reported in one line.
 
-    If there is any other kind of error in it, that is a mistake in the program: the group itself is raised.
+    None if the group contains another error, which is a bug.
     """
     expected, unexpected = group.split((DemoError, InfiniStoreException))
     if expected is None or unexpected is not None:
-        raise group
-    error: BaseException = expected
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+        return None
+    error = _first(expected)
     assert isinstance(error, DemoError | InfiniStoreException)
     return error
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

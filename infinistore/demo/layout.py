@@ -1,16 +1,18 @@
-"""How a KV cache is cut into blocks, and what each block is called.
+"""How a KV cache is split into blocks, and the keys of the blocks.
 
-A transformer keeps, for every token and every layer, one key vector and one value vector per KV head. Engines group the
-tokens of a prompt into chunks of a fixed length and give every chunk a name that depends on *all* tokens up to its end,
-because attention does: the same sentence after another beginning has another KV cache. The name is therefore a chain,
+A transformer keeps, for every token and every layer, one key vector and one value
+vector per KV head. Engines group the tokens of a prompt into chunks of a fixed length,
+and give every chunk a name that depends on *all* tokens up to its end, because
+attention does: the same sentence after another beginning has another KV cache. The name
+is therefore a chain,
 
     name[0] = hash(layout, tokens of chunk 0)
     name[i] = hash(name[i - 1], tokens of chunk i)
 
-so that two prompts share exactly the names of the chunks that they begin with. One stored block is one layer of one
-chunk, and its key is the chunk's name with the layer behind it.
+so that two prompts share exactly the names of their common leading chunks. A stored
+block is one layer of one chunk; its key is the chunk's name followed by the layer.
 
-This module is arithmetic and hashing only. What stands in a block is the business of `content.py`.
+This module is arithmetic and hashing only. `content.py` generates the contents.
 """
 
 import hashlib
@@ -23,15 +25,17 @@ from attrs.validators import ge
 __all__ = ["DEFAULT_CHUNK_TOKENS", "KVLayout", "block_key", "block_keys", "chunk_names"]
 
 DEFAULT_CHUNK_TOKENS = 256
+_UNIT_BYTES = 64 << 10
 _NAME_BYTES = 16  # 128 bits: two chunks with one name would be served each other's bytes, so make it not happen
 
 
 @frozen
 class KVLayout:
-    """The shape of one model's KV cache, cut into chunks. The defaults are Qwen2.5-7B's.
+    """The shape of a model's KV cache in chunks. The defaults are Qwen2.5-7B's.
 
-    They are from the model's own config.json: 28 layers, 28 query heads that share 4 KV heads, 128 numbers a head,
-    bfloat16. A block is laid out as `[K or V][token][KV head][number]`, without gaps.
+    They come from the model's config.json: 28 layers, 28 query heads that share 4 KV
+    heads, 128 numbers per head, bfloat16. The layout of a block is
+    `[K or V][token][KV head][number]`, without gaps.
     """
 
     model: str = "Qwen2.5-7B"
@@ -48,12 +52,14 @@ class KVLayout:
 
     @property
     def rows(self) -> int:
-        """Rows of `row_bytes` in a block: one of K and one of V for each token of a chunk."""
+        """Rows of `row_bytes` in a block: one of K and one of V per token of a
+        chunk.
+        """
         return 2 * self.chunk_tokens
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one layer of one chunk: what is stored under one key."""
+        """Bytes of one layer of one chunk: the value of one key."""
         return self.rows * self.row_bytes
 
     @property
@@ -62,20 +68,30 @@ class KVLayout:
         return self.layers * self.block_bytes
 
     @property
+    def chunk_footprint_bytes(self) -> int:
+        """What a chunk takes in the pool of a server that nobody tuned: each block a
+        whole number of units.
+        """
+        return self.layers * -(-self.block_bytes // _UNIT_BYTES) * _UNIT_BYTES
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in all layers."""
+        """Bytes of one token in all layers."""
         return 2 * self.row_bytes * self.layers
 
     def whole_chunks(self, tokens: int) -> int:
-        """How many full chunks `tokens` tokens give. The rest, less than a chunk, is not stored, as in the engines."""
+        """Number of full chunks of `tokens` tokens. As in engines, the rest is not
+        stored.
+        """
         return tokens // self.chunk_tokens
 
 
 def chunk_names(layout: KVLayout, tokens: Sequence[int]) -> list[bytes]:
-    """Return the name (16 bytes) of every full chunk of `tokens`, first to last.
+    """Return the name (16 bytes) of every full chunk of `tokens`, in order.
 
-    The chain starts from the layout, so that no two shapes of cache ever share a name. The hash is BLAKE2b (RFC 7693).
-    Token ids are hashed as 32-bit little-endian numbers; one that does not fit raises `struct.error`.
+    The chain starts with the layout, so that caches of different shapes never share a
+    name. The hash is BLAKE2b (RFC 7693). Token ids are hashed as 32-bit little-endian
+    numbers; a larger one raises `struct.error`.
     """
     shape = (layout.model, layout.layers, layout.kv_heads, layout.head_dim, layout.element_bytes, layout.chunk_tokens)
     name = hashlib.blake2b(repr(shape).encode(), digest_size=_NAME_BYTES).digest()
@@ -89,14 +105,14 @@ def chunk_names(layout: KVLayout, tokens: Sequence[int]) -> list[bytes]:
 
 
 def block_key(name: bytes, layer: int) -> str:
-    """Return the key under which one layer of the chunk called `name` is stored, such as `demo/0f...9c/L07`."""
+    """Return the key of one layer of the chunk `name`, such as `demo/0f...9c/L07`."""
     return f"demo/{name.hex()}/L{layer:02d}"
 
 
 def block_keys(layout: KVLayout, names: Sequence[bytes]) -> list[str]:
-    """Return the keys of all blocks of the chunks, chunk by chunk and layer by layer within each.
+    """Return the keys of all blocks, chunk by chunk, and layer by layer within each.
 
-    In this order the longest prefix that a store holds, divided by the number of layers, is the number of chunks that
-    are there whole: a chunk that lost a single layer to eviction does not count.
+    In this order, the longest stored prefix divided by the number of layers is the
+    number of complete chunks: a chunk with an evicted layer does not count.
     """
     return [block_key(name, layer) for name in names for layer in range(layout.layers)]

@@ -1,7 +1,7 @@
-"""Find the longest prefix of a prompt that the store holds, load it layer by layer, and check every byte.
+"""Finds a prompt's longest stored prefix, loads it layer by layer, checks every byte.
 
-Decode does this because it has nothing else; prefill does it because the tokens that it computes look back at the ones
-that it found. Both processes run this same code, so that there is one place that decides what is right.
+Decode needs the whole prefix; prefill needs it because the computed tokens attend to
+the found ones. Both processes run this code.
 """
 
 import time
@@ -27,36 +27,43 @@ _HOLD_S = 60.0  # an upper bound; the hold is released as soon as the prefix is 
 
 @frozen
 class LoadedPrefix:
-    """How many chunks were found, and what loading them took."""
+    """The number of found chunks, and the cost of loading them."""
 
     chunks: int
+    disk_blocks: int
+    """How many blocks were on disk only when the prefix was looked up."""
     loaded_bytes: int
     load_s: float
 
 
 @frozen
 class PrefixLoader:
-    """Loads and checks chunks of one prompt, whose name goes into the events."""
+    """Loads and checks chunks of one prompt; its name is part of the events."""
 
     store: "AsyncStore"
     layout: KVLayout
     prompt: str
 
     async def load(self, tokens: int, names: Sequence[bytes]) -> LoadedPrefix:
-        """Load and check as many of the chunks `names`, from the first on, as the store holds whole.
+        """Load and check the leading chunks of `names` that are completely stored.
 
-        Sends `Matched` and, for each layer, two `LayerDone` events. Memory: one layer of all chunks that were found.
+        Sends `Matched` and two `LayerDone` events per layer. Memory: one layer of all
+        found chunks.
 
-        Raises `DemoError`, which names the block and the byte, if one is wrong or has gone although it was held.
+        Raises `DemoError`, which names the block and the byte, if a byte is wrong or a
+        held block is missing.
         """
         layout = self.layout
         match = await self._match(block_keys(layout, names))
         try:
             found = names[: int(match) // layout.layers]
-            send_event(Matched(self.prompt, tokens, len(found) * layout.chunk_tokens))
+            blocks = len(found) * layout.layers
+            disk_blocks = max(0, blocks - match.in_memory)
+            send_event(Matched(self.prompt, tokens, len(found) * layout.chunk_tokens, blocks, disk_blocks))
             load_s = 0.0
             if found:
-                # One buffer for all layers: its memory is touched once, and an engine loads into pages it has, too.
+                # One buffer for all layers: its memory is touched once, and an engine
+                # loads into pages it has, too.
                 memory = memoryview(bytearray(len(found) * layout.block_bytes))
                 for layer in range(layout.layers):
                     load_s += await self._load_and_check_layer(found, layer, memory)
@@ -64,22 +71,24 @@ class PrefixLoader:
             if match.hold:
                 with trio.CancelScope(shield=True):
                     await self.store.release_hold(match.hold)
-        return LoadedPrefix(len(found), len(found) * layout.chunk_bytes, load_s)
+        return LoadedPrefix(len(found), disk_blocks, len(found) * layout.chunk_bytes, load_s)
 
     async def _match(self, keys: list[str]) -> "PrefixMatch":
-        """Count the leading keys, and hold them so that none is evicted before it is read."""
+        """Count the leading keys, and hold them until they are read."""
         try:
             return await self.store.match_prefix(keys, hold_s=_HOLD_S)
         except infinistore.LimitExceeded:
-            # A server holds no more than a part of its pool. Without a hold a block may be gone when we come to load
-            # it: an engine computes it then, and this demonstration reports it.
+            # A server holds no more than a part of its pool. Without a hold a block may
+            # be gone when we come to load it: an engine computes it then, and this
+            # demonstration reports it.
             return await self.store.match_prefix(keys)
 
     async def _load_and_check_layer(self, names: Sequence[bytes], layer: int, memory: memoryview) -> float:
-        """Load one layer of all chunks with one call, then check it; return the seconds that loading took.
+        """Load one layer of all chunks in one call, then check it. Returns the load
+        time.
 
-        Checking is not part of the time, and not done while the next layer loads: an engine does not do it at all, and
-        it would take the processor from what is being measured.
+        The time does not include the check. The check does not overlap with loading the
+        next layer, because it would distort the measurement.
         """
         size = self.layout.block_bytes
         blocks = [memory[size * number : size * (number + 1)] for number in range(len(names))]

@@ -1,11 +1,12 @@
-"""What the demonstration and its two workers tell each other: one JSON object a line.
+"""Messages between the demonstration and its workers: one JSON object per line.
 
-The demonstration writes a `Setup` and then one `Job` after another to a worker's standard input. The worker writes
-events to its standard output as the work goes on: `Ready` once, then for each job `Matched`, a `LayerDone` for each
-layer and each kind of work, and a `Finished`. `Failed` may come at any time and is the last thing that a worker says.
-End of input means that there is no more work.
+The demonstration writes a `Setup`, followed by `Job`s, to a worker's standard input.
+The worker writes events to its standard output: `Ready` once, then for each job
+`Matched`, a `LayerDone` per layer and kind of work, and `Finished`. `Failed` may occur
+at any time and is the last event. The end of input means the end of work.
 
-Addresses and tokens travel here and not as arguments of the processes, which every user of the machine can read.
+Addresses and tokens are part of messages instead of arguments, which every user of the
+machine can read.
 """
 
 import sys
@@ -40,12 +41,12 @@ __all__ = [
 _MAX_LINE_BYTES = 16 << 20
 
 Work: TypeAlias = Literal["computed", "written", "loaded", "checked"]
-"""What was done to a layer. Prefill computes and writes; both load and check."""
+"""The kind of work. Prefill computes and writes; both load and check."""
 
 
 @frozen
 class Setup:
-    """What a worker must know before its first job."""
+    """The configuration of a worker."""
 
     url: str
     layout: KVLayout
@@ -55,7 +56,7 @@ class Setup:
 
 @frozen
 class Job:
-    """One prompt to work on: its name and its token ids."""
+    """One prompt: its name and its token ids."""
 
     prompt: str
     tokens: list[int]
@@ -67,34 +68,40 @@ class Ready:
 
     pid: int
     transport: str
-    """What `stats()` calls the path that the bytes take, such as `tcp`."""
+    """The transport from `stats()`, such as `tcp`."""
 
 
 @frozen
 class Matched:
-    """The worker has asked the store for the longest prefix of the prompt."""
+    """The worker has looked up the longest stored prefix of the prompt."""
 
     prompt: str
     tokens: int
     hit_tokens: int
-    """How many leading tokens have all their blocks in the store: a multiple of the chunk length."""
+    """Number of leading tokens in the store, a multiple of the chunk length."""
+    blocks: int = 0
+    """Number of blocks that these tokens have."""
+    disk_blocks: int = 0
+    """How many of them are on disk only."""
 
 
 @frozen
 class LayerDone:
-    """One layer of all the chunks that this job moves has been computed, written, loaded or checked."""
+    """One layer of all chunks of this job was computed, written, loaded or checked."""
 
     prompt: str
     work: Work
     layer: int
     payload_bytes: int
     busy_s: float
-    """How long this work took for this layer, waiting for other work not counted."""
+    """Time of this work for this layer, without waiting for other work."""
 
 
 @frozen
 class Finished:
-    """The job is done, and every byte that was loaded was right. Times are in seconds, by a monotonic clock."""
+    """The job is done, and every loaded byte was correct. Monotonic times in
+    seconds.
+    """
 
     prompt: str
     tokens: int
@@ -102,15 +109,20 @@ class Finished:
     loaded_bytes: int
     load_s: float
     """Time spent in calls to the store that load."""
+    disk_blocks: int
+    """How many of the loaded blocks were on disk only."""
     computed_tokens: int
-    """Tokens whose cache was not in the store; 0 for decode, which leaves them to its engine."""
+    """Tokens whose cache was not stored; 0 for decode, which does not compute."""
     compute_s: float
-    """What the simulated model takes for them at its stated speed, if nothing holds it up."""
+    """Time of the simulated model for them, without delays."""
     written_bytes: int
     write_s: float
     """Time spent in calls to the store that write."""
     compute_and_write_s: float
-    """From the first layer's start to the last block's commit. Without overlap: `compute_s` and `write_s` together."""
+    """From the first layer's start to the last block's commit.
+
+    Without overlap, it would be the sum of `compute_s` and `write_s`.
+    """
 
 
 @frozen
@@ -135,28 +147,32 @@ _CONVERTER = _make_converter()
 
 
 def encode_order(order: Order) -> bytes:
-    """Return the line, with its end, that carries `order` to a worker."""
+    """Return `order` as a line, with its end."""
     return _CONVERTER.dumps(order, Order).encode() + b"\n"
 
 
 def decode_order(line: bytes | str) -> Order:
-    """Return what `encode_order` encoded. Anything else raises `ValueError` or one of cattrs' errors."""
+    """Return what `encode_order` encoded. Anything else raises `ValueError` or one of
+    cattrs' errors.
+    """
     return _CONVERTER.loads(line, Order)  # type: ignore[arg-type]  # a union is not a class to mypy
 
 
 def send_event(event: Event) -> None:
-    """Write `event` to this process's standard output, at once."""
+    """Write `event` to standard output, and flush it."""
     sys.stdout.write(_CONVERTER.dumps(event, Event) + "\n")
     sys.stdout.flush()
 
 
 def decode_event(line: bytes | str) -> Event:
-    """Return what `send_event` wrote. Anything else raises `ValueError` or one of cattrs' errors."""
+    """Return what `send_event` wrote. Anything else raises `ValueError` or one of
+    cattrs' errors.
+    """
     return _CONVERTER.loads(line, Event)  # type: ignore[arg-type]  # a union is not a class to mypy
 
 
 class LineReader:
-    """Cuts what comes from `stream` into lines. The stream stays the caller's to close."""
+    """Splits the bytes of `stream` into lines. The caller closes the stream."""
 
     def __init__(self, stream: trio.abc.ReceiveStream) -> None:
         self._stream = stream
@@ -166,7 +182,7 @@ class LineReader:
     async def next_line(self) -> bytes | None:
         """Return the next line without its end, or None at the end of the stream.
 
-        A line of more than 16 MiB raises `ValueError`. Cancelled, it loses nothing: what has arrived stays here.
+        A line of more than 16 MiB raises `ValueError`. Cancellation loses no bytes.
         """
         while not self._lines:
             data = await self._stream.receive_some()

@@ -1,12 +1,13 @@
-"""The prefill process: computes the KV cache of a prompt layer by layer, and writes each layer while the next is made.
+"""The prefill process: computes a prompt's KV cache, and writes it layer by layer.
 
-Run as `python -m infinistore.demo.prefill`; `messages.py` says what it reads and writes.
+Run as `python -m infinistore.demo.prefill`; `messages.py` defines its input and output.
 
-Two tasks in one Trio nursery share the work, with a channel between them. One computes: it makes the bytes of a layer
-in a thread and then waits until the simulated model, at its stated speed, would be done with the layer. The other
-writes what it receives. The channel holds at most one layer, so that a slow store holds the model up instead of filling
-the memory: never more than three layers of the prompt are in this process. If either task fails, the nursery ends the
-other.
+Two tasks in a Trio nursery share the work, with a channel between them. The first task
+creates the bytes of a layer in a thread, and then waits until the simulated model would
+have finished the layer. The second task writes the layers that it receives. The channel
+holds at most one layer, which applies backpressure: a slow store delays the model, and
+this process never contains more than three layers of the prompt. If a task fails, the
+nursery cancels the other.
 """
 
 import time
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from infinistore.client import AsyncStore
 
 Layer = list[tuple[str, bytes]]
-"""One layer of all new chunks: keys and blocks, as `put_many` takes them."""
+"""One layer of all new chunks: keys and blocks for `put_many`."""
 
 
 async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
-    """Load what the store has of the prompt, compute the rest, and store that."""
+    """Load the stored prefix of the prompt, compute the rest, and store it."""
     layout, tokens = setup.layout, len(job.tokens)
     names = chunk_names(layout, job.tokens)
     prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
@@ -53,6 +54,7 @@ async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
         hit_tokens=hit_tokens,
         loaded_bytes=prefix.loaded_bytes,
         load_s=prefix.load_s,
+        disk_blocks=prefix.disk_blocks,
         computed_tokens=tokens - hit_tokens,
         compute_s=compute_s,
         written_bytes=len(new_names) * layout.chunk_bytes,
@@ -64,7 +66,7 @@ async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
 async def _compute(
     setup: Setup, prompt: str, names: Sequence[bytes], to_write: trio.MemorySendChannel[Layer], *, layer_s: float
 ) -> None:
-    """Make one layer after the other, none faster than the simulated model would."""
+    """Create the layers in order, at the speed of the simulated model."""
     async with to_write:
         for number in range(setup.layout.layers):
             started, deadline = time.perf_counter(), trio.current_time() + layer_s
@@ -79,7 +81,7 @@ def _make_layer(layout: KVLayout, names: Sequence[bytes], layer: int) -> Layer:
 
 
 async def _write(store: "AsyncStore", prompt: str, number: int, layer: Layer) -> float:
-    """Store one layer of all new chunks with one call; return the seconds that it took."""
+    """Store one layer of all new chunks in one call. Returns the time in seconds."""
     if not layer:  # everything was found, and what is left fills no chunk
         return 0.0
     started = time.perf_counter()

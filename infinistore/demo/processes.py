@@ -1,8 +1,8 @@
-"""Starts the server and the workers as processes of their own, listens to them, and ends them.
+"""Starts the server and the workers as processes, reads their output, and ends them.
 
-Every process lives in a nursery of the caller: when that is cancelled, by Ctrl-C or because something failed, each gets
-SIGTERM, and SIGKILL if it has not gone five seconds later. A process that ends when it should not is a `DemoError` with
-the last thing that it said.
+Every process belongs to a nursery of the caller. When the nursery is cancelled, by
+Ctrl-C or by a failure, each process gets SIGTERM, and SIGKILL five seconds later if it
+still runs. A process that ends unexpectedly raises `DemoError` with its last output.
 """
 
 import os
@@ -28,6 +28,7 @@ from infinistore.demo.messages import (
     decode_event,
     encode_order,
 )
+from infinistore.disk_settings import DiskPlace
 from infinistore.sizes import format_size
 
 __all__ = ["ServerProcess", "WorkerProcess", "start_server", "start_worker"]
@@ -39,7 +40,7 @@ _ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
 
 
 class _Process:
-    """A child process whose standard error is kept, the last lines of it, for when something goes wrong."""
+    """A child process; the last lines of its standard error are kept for errors."""
 
     def __init__(self, title: str, process: trio.Process) -> None:
         self.title = title
@@ -51,11 +52,13 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     async def keep_stderr(self) -> None:
-        """Read standard error until it ends: a child that nobody reads would block once the pipe is full."""
+        """Read standard error until its end, because a full pipe would block
+        the child.
+        """
         assert self._process.stderr is not None
         reader = LineReader(self._process.stderr)
         try:
@@ -65,7 +68,7 @@ class _Process:
             self._stderr_read.set()
 
     async def ended(self) -> DemoError:
-        """Wait for the end of the process; return what to tell the reader about it."""
+        """Wait for the end of the process. Returns a description of it."""
         status = await self._process.wait()
         with trio.move_on_after(1):  # a grandchild could keep the pipe open
             await self._stderr_read.wait()
@@ -78,9 +81,10 @@ class ServerProcess(_Process):
     """A server that listens at `url`."""
 
     url: str = ""
+    _is_to_end = False
 
     async def wait_until_ready(self) -> None:
-        """Return once the server has said on its standard output where it listens."""
+        """Wait until the server has printed its address."""
         with trio.move_on_after(_START_TIMEOUT_S):
             while (line := await self._stdout.next_line()) is not None:
                 if address := _ADDRESS.search(line.decode(errors="replace")):
@@ -90,15 +94,23 @@ class ServerProcess(_Process):
         raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
 
     async def raise_if_ended(self) -> None:
-        """Raise `DemoError` if the server has ended, or is just ending."""
+        """Raise `DemoError` if the server has ended or is ending."""
         with trio.move_on_after(_ENDING_S):
             raise await self.ended()
 
     async def raise_when_ended(self) -> None:
-        """Read, to keep the pipe empty, for as long as the server runs; raise `DemoError` when it ends."""
+        """Read the pipe while the server runs; raise `DemoError` when it ends."""
         while await self._stdout.next_line() is not None:
             pass
-        raise await self.ended()
+        if not self._is_to_end:
+            raise await self.ended()
+
+    async def stop(self) -> None:
+        """Tell the server to end in an orderly way, and wait for it."""
+        self._is_to_end = True
+        self._process.terminate()
+        if await self._process.wait() != 0:
+            raise await self.ended()
 
 
 class WorkerProcess(_Process):
@@ -111,20 +123,20 @@ class WorkerProcess(_Process):
         self._stdin = process.stdin
 
     async def set_up(self, setup: Setup) -> None:
-        """Tell the worker what it works with; return when it has opened the store."""
+        """Configure the worker, and wait until it has opened the store."""
         await self._order(setup)
         while not isinstance(await self._next_event(), Ready):
             pass
 
     async def run(self, job: Job) -> Finished:
-        """Let the worker do `job`; its events go to `on_event` as they come. One job at a time."""
+        """Run `job`, and pass its events to `on_event`. One job at a time."""
         await self._order(job)
         while not isinstance(event := await self._next_event(), Finished):
             pass
         return event
 
     async def finish(self) -> None:
-        """Tell the worker that there is no more work, and wait until it has gone."""
+        """Tell the worker that there is no more work, and wait for its end."""
         await self._stdin.aclose()
         if await self._process.wait() != 0:
             raise await self.ended()
@@ -154,15 +166,22 @@ async def _start(
     return process
 
 
-async def start_server(nursery: trio.Nursery, pool_bytes: int) -> ServerProcess:
-    """Start a server of this machine's own on a free port, with TCP as the only way in; return when it listens.
+async def start_server(
+    nursery: trio.Nursery, pool_bytes: int, *, port: int = 0, disk: DiskPlace | None = None
+) -> ServerProcess:
+    """Start a server on a port of this machine, a free one unless it is given, with TCP
+    only; wait until it listens.
 
     Raises `DemoError` with the server's own words if it does not start.
     """
-    command = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
-    # Without the settings of another server that may stand in this process's environment.
+    command = ["--host", "127.0.0.1", "--service-port", str(port), "--manage-port", "0", "--unix-socket", "off"]
+    # Without the settings of another server that may stand in this process's
+    # environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
     command += ["--prealloc-size", format_size(pool_bytes)]
+    if disk is not None:
+        # However slow the disk is, what it has is to be found.
+        command += ["--disk", str(disk), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
     process = await _start(nursery, "infinistore", *command, environment=environment)
     server = ServerProcess("server", process)
     nursery.start_soon(server.keep_stderr)
@@ -173,7 +192,9 @@ async def start_server(nursery: trio.Nursery, pool_bytes: int) -> ServerProcess:
 async def start_worker(
     nursery: trio.Nursery, title: str, setup: Setup, on_event: Callable[[str, Event], None]
 ) -> WorkerProcess:
-    """Start the worker `title`, "prefill" or "decode"; return when it has opened the store."""
+    """Start the worker `title`, "prefill" or "decode"; return when it has opened the
+    store.
+    """
     worker = WorkerProcess(title, await _start(nursery, f"infinistore.demo.{title}"), on_event)
     nursery.start_soon(worker.keep_stderr)
     await worker.set_up(setup)

@@ -1,8 +1,10 @@
-"""What a run of the demonstration found: the figures of the table and of `--json`, and how they are worked out.
+"""What a run of the demonstration found: the figures of the table and of `--json`, and
+how they are worked out.
 
-Rates are in GB/s of payload (10**9 bytes a second), over the time spent in calls to the store. The compute is
-simulated: the time "saved" is the time that the model would have taken at the speed that was set, less the time that
-loading took, and is worth as much as that speed is true.
+Rates are in GB/s of payload (10**9 bytes a second), over the time spent in calls to the
+store. The compute is simulated: the time "saved" is the time that the model would have
+taken at the speed that was set, less the time that loading took, and is worth as much
+as that speed is true.
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Finished
 from infinistore.demo.text import Prompt
 
-__all__ = ["DemoResult", "PromptResult", "gigabytes_per_s"]
+__all__ = ["DemoResult", "PromptResult", "RestartResult", "gigabytes_per_s"]
 
 
 def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
@@ -23,7 +25,9 @@ def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
 
 @frozen
 class PromptResult:
-    """What became of one prompt. Every byte that was loaded was compared and was right, or there would be no result."""
+    """What became of one prompt. Every byte that was loaded was compared and was right,
+    or there would be no result.
+    """
 
     prompt: Prompt
     prefill: Finished
@@ -31,16 +35,53 @@ class PromptResult:
 
     @property
     def storing_added_s(self) -> float:
-        """How much longer prefill took because it stored what it computed. Writes that hide behind compute are free."""
+        """How much longer prefill took because it stored what it computed. Writes that
+        hide behind compute are free.
+        """
         return max(0.0, self.prefill.compute_and_write_s - self.prefill.compute_s)
 
     def computing_instead_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
-        """Return what computing the tokens that `work` loaded would have taken, at the speed of the simulated model."""
+        """Return what computing the tokens that `work` loaded would have taken, at the
+        speed of the simulated model.
+        """
         return work.hit_tokens / prefill_tokens_per_s
 
     def saved_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
-        """Return what loading saved compared with computing; negative if the store was the slower way."""
+        """Return what loading saved compared with computing; negative if the store was
+        the slower way.
+        """
         return self.computing_instead_s(work, prefill_tokens_per_s) - work.load_s
+
+
+@frozen
+class RestartResult:
+    """What was found after the server was restarted on its disk."""
+
+    prompt: Prompt
+    durable_blocks: int
+    """Blocks of all prompts that were on disk before."""
+    filled_bytes: int
+    """Blocks of other prompts that were stored afterwards."""
+    capacity_bytes: int
+    """The pool."""
+    recovery_s: float
+    """Until the index of the disk was back."""
+    decode: Finished
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data; keys end in their units."""
+        return {
+            "prompt": self.prompt.name,
+            "durable_blocks": self.durable_blocks,
+            "filled_bytes": self.filled_bytes,
+            "pool_bytes": self.capacity_bytes,
+            "recovery_s": self.recovery_s,
+            "hit_tokens": self.decode.hit_tokens,
+            "disk_blocks": self.decode.disk_blocks,
+            "loaded_bytes": self.decode.loaded_bytes,
+            "load_s": self.decode.load_s,
+            "load_gb_per_s": gigabytes_per_s(self.decode.loaded_bytes, self.decode.load_s),
+        }
 
 
 @frozen
@@ -54,14 +95,19 @@ class DemoResult:
     layout: KVLayout
     prefill_tokens_per_s: float
     prompts: list[PromptResult]
+    restart: RestartResult | None = None
+    """With a disk only."""
 
     @property
     def checked_bytes(self) -> int:
         """Bytes that were loaded, by both workers, and compared one by one."""
-        return sum(work.loaded_bytes for result in self.prompts for work in (result.prefill, result.decode))
+        again_bytes = 0 if self.restart is None else self.restart.decode.loaded_bytes
+        return again_bytes + sum(one.loaded_bytes for result in self.prompts for one in (result.prefill, result.decode))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain data; keys end in their units. `ok` is always true here."""
+        """Return the result as plain data; keys end in their units. `ok` is always true
+        here.
+        """
         return {
             "ok": True,
             "url": self.url,
@@ -80,6 +126,7 @@ class DemoResult:
             "checked_bytes": self.checked_bytes,
             "wrong_bytes": 0,
             "prompts": [self._prompt_as_json(result) for result in self.prompts],
+            "restart": None if self.restart is None else self.restart.as_json(),
         }
 
     def _prompt_as_json(self, result: PromptResult) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """The story that the demonstration tells, from the text to the table.
 
 1. A server starts, unless the address of one is given.
-2. The text becomes tokens, and the tokens two prompts: A is the text, B the text with one sentence put in.
+2. The text becomes tokens, and the tokens two prompts: A is the text, B the text with
+   one sentence put in.
 3. A prefill and a decode process start and connect to the server.
-4. For A, then for B: prefill finds what the store already has, computes the rest and stores it layer by layer; then
-   decode finds it, loads it, and checks every byte.
+4. For A, then for B: prefill finds what the store already has, computes the rest and
+   stores it layer by layer; then decode finds it, loads it, and checks every byte.
+5. With a disk: other prompts fill the pool, the server is restarted, and decode finds A
+   again (`restart.py`).
 
-This process plays the part of a router: it hands out the prompts and never touches a byte of the cache.
+This process plays the part of a router: it hands out the prompts and never touches a
+byte of the cache.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -21,65 +23,62 @@ from infinistore.demo.display import Display, Plan
 from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Event, Job, Setup
-from infinistore.demo.processes import WorkerProcess, start_server, start_worker
+from infinistore.demo.own_server import OwnServer, own_server
+from infinistore.demo.processes import WorkerProcess, start_worker
+from infinistore.demo.restart import RestartAct
 from infinistore.demo.result import DemoResult, PromptResult
 from infinistore.demo.settings import CONTEXT_TOKENS, DemoSettings
 from infinistore.demo.text import INSERTED_SENTENCE, Prompt, insertion_place, sample_text_file, token_ids, two_prompts
-from infinistore.sizes import KIB, describe_size
-
-if TYPE_CHECKING:
-    from infinistore.client import AsyncStore
+from infinistore.demo.watching import watched
+from infinistore.sizes import describe_size
 
 __all__ = ["run_demo", "tokens_that_fit"]
 
 _MAX_TEXT_BYTES = 1 << 20  # more than CONTEXT_TOKENS, for any text that people write
 _USABLE_PART_OF_POOL = 0.75  # below what a server evicts at, so that nothing is lost between prefill and decode
-_PIECE_BYTES = 64 * KIB  # every block takes a whole number of these in a server that nobody tuned
-_WATCH_INTERVAL_S = 0.1
 
 
 async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
-    """Run the whole story and return what was found. Cancelled, it ends all its processes before it returns.
+    """Run the whole story and return what was found. Cancelled, it ends all its
+    processes before it returns.
 
-    Raises `DemoError`, one line for the reader, if anything went wrong: a byte that differs, a process that ended, a
-    server that did not start, a text that cannot be read or is too short. A server at `url` that cannot be used raises
-    what `open_store` raises.
+    Raises `DemoError`, one line for the reader, if anything went wrong: a byte that
+    differs, a process that ended, a server that did not start, a text that cannot be
+    read or is too short. A server at `url` that cannot be used raises what `open_store`
+    raises.
     """
     source, text = _read_text(settings.input_file)
     try:
-        async with trio.open_nursery() as nursery:
-            if settings.url is not None:
-                return await _tell(settings, settings.url, source, text, display)
-            server = await start_server(nursery, settings.pool_bytes)
-            nursery.start_soon(server.raise_when_ended)
-            display.server_started(server.pid, server.url)
-            try:
-                result = await _tell(settings, server.url, source, text, display)
-            except* (DemoError, infinistore.InfiniStoreException):
-                await server.raise_if_ended()  # if it has, what went wrong elsewhere is only the consequence
-                raise
-            nursery.cancel_scope.cancel()  # ends the server
-            return result
+        if settings.url is not None:
+            return await _tell(settings, settings.url, source, text, display)
+        async with own_server(settings.pool_bytes, disk=settings.disk) as server:
+            display.server_started(server)
+            return await _tell(settings, server.url, source, text, display, server=server)
     except BaseExceptionGroup as group:
-        raise expected_error(group) from None
+        raise expected_error(group) or group from None
 
 
-async def _tell(settings: DemoSettings, url: str, source: str, text: str, display: Display) -> DemoResult:
-    """Tell the story with the server at `url`."""
+async def _tell(
+    settings: DemoSettings, url: str, source: str, text: str, display: Display, *, server: OwnServer | None = None
+) -> DemoResult:
+    """Tell the story with the server at `url`, which is our own or somebody else's."""
     layout, speed, tokens = settings.layout, settings.prefill_tokens_per_s, token_ids(text)
     async with infinistore.open_store(url) as store, trio.open_nursery() as nursery:
         statistics = await store.stats()
         capacity_bytes = statistics.store.capacity_bytes
         used_tokens = tokens_that_fit(layout, len(tokens), capacity_bytes)
         display.plan(Plan(source, len(tokens), used_tokens, layout, speed, capacity_bytes))
-        nursery.start_soon(_watch_pool, store, display)
         prefill, decode = await _start_workers(nursery, Setup(url, layout, speed), display.event)
         prompts = two_prompts(tokens[:used_tokens])
-        results = [await _serve(prompt, prefill, decode, display) for prompt in prompts]
+        async with watched(store, display):
+            results = [await _serve(prompt, prefill, decode, display) for prompt in prompts]
+        restarted = None
+        if server is not None and server.disk is not None:
+            act = RestartAct(server, store, layout, prefill, decode, display)
+            restarted = await act.play(prompts, capacity_bytes)
         await prefill.finish()
         await decode.finish()
-        nursery.cancel_scope.cancel()  # ends the watch of the pool
-    return DemoResult(url, statistics.transport, source, layout, speed, results)
+    return DemoResult(url, statistics.transport, source, layout, speed, results, restarted)
 
 
 async def _serve(prompt: Prompt, prefill: WorkerProcess, decode: WorkerProcess, display: Display) -> PromptResult:
@@ -93,7 +92,9 @@ async def _serve(prompt: Prompt, prefill: WorkerProcess, decode: WorkerProcess, 
 async def _start_workers(
     nursery: trio.Nursery, setup: Setup, on_event: Callable[[str, Event], None]
 ) -> tuple[WorkerProcess, WorkerProcess]:
-    """Start both workers at the same time: most of it is the import of Python modules."""
+    """Start both workers at the same time: most of it is the import of Python
+    modules.
+    """
     started: dict[str, WorkerProcess] = {}
 
     async def start(title: str) -> None:
@@ -105,17 +106,9 @@ async def _start_workers(
     return started["prefill"], started["decode"]
 
 
-async def _watch_pool(store: "AsyncStore", display: Display) -> None:
-    """Show how full the pool is until cancelled, or until the server is lost, which others find out and report."""
-    with suppress(infinistore.InfiniStoreException):
-        while True:
-            statistics = await store.stats()
-            display.pool(statistics.store.used_bytes, statistics.store.capacity_bytes, statistics.store.keys)
-            await trio.sleep(_WATCH_INTERVAL_S)
-
-
 def tokens_that_fit(layout: KVLayout, tokens: int, capacity_bytes: int) -> int:
-    """Return how many of `tokens` can be used, so that both prompts fit into a pool of `capacity_bytes` at once.
+    """Return how many of `tokens` can be used, so that both prompts fit into a pool of
+    `capacity_bytes` at once.
 
     Raises `DemoError` if that is less than one chunk.
     """
@@ -124,8 +117,7 @@ def tokens_that_fit(layout: KVLayout, tokens: int, capacity_bytes: int) -> int:
             f"the text has {tokens:,} tokens, and a chunk takes {layout.chunk_tokens:,}: "
             "take a longer text (--input) or shorter chunks (--chunk-tokens)"
         )
-    pieces = -(-layout.block_bytes // _PIECE_BYTES)
-    room_chunks = int(capacity_bytes * _USABLE_PART_OF_POOL) // (layout.layers * pieces * _PIECE_BYTES)
+    room_chunks = int(capacity_bytes * _USABLE_PART_OF_POOL) // layout.chunk_footprint_bytes
     chunks = layout.whole_chunks(min(tokens, CONTEXT_TOKENS))
     if chunks + _chunks_of_b_alone(layout, min(tokens, CONTEXT_TOKENS)) <= room_chunks:
         return min(tokens, CONTEXT_TOKENS)
@@ -141,13 +133,17 @@ def tokens_that_fit(layout: KVLayout, tokens: int, capacity_bytes: int) -> int:
 
 
 def _chunks_of_b_alone(layout: KVLayout, tokens: int) -> int:
-    """Return how many chunks prompt B has that prompt A, of `tokens` tokens, has not."""
+    """Return how many chunks prompt B has that prompt A, of `tokens` tokens,
+    has not.
+    """
     tokens_of_b = tokens + len(token_ids(INSERTED_SENTENCE))
     return layout.whole_chunks(tokens_of_b) - layout.whole_chunks(insertion_place(tokens))
 
 
 def _read_text(file: Path | None) -> tuple[str, str]:
-    """Return the name and the text of `file`, or of the text that the package ships; of a long one the first MiB."""
+    """Return the name and the text of `file`, or of the text that the package ships; of
+    a long one the first MiB.
+    """
     source = sample_text_file() if file is None else file
     try:
         with source.open("rb") as stream:

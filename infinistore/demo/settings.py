@@ -1,4 +1,6 @@
-"""What can be chosen about a run of the demonstration. Imports little: the help of the command line needs it."""
+"""What can be chosen about a run of the demonstration. Imports little: the help of the
+command line needs it.
+"""
 
 from pathlib import Path
 from typing import Final
@@ -7,13 +9,24 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from infinistore.demo.layout import KVLayout
-from infinistore.sizes import GIB
+from infinistore.sizes import GIB, MIB
 
-__all__ = ["CONTEXT_TOKENS", "DEFAULT_POOL_BYTES", "DEFAULT_PREFILL_TOKENS_PER_S", "DemoSettings"]
+__all__ = [
+    "CONTEXT_TOKENS",
+    "DEFAULT_POOL_BYTES",
+    "DEFAULT_POOL_BYTES_WITH_DISK",
+    "DEFAULT_PREFILL_TOKENS_PER_S",
+    "DISK_RATIO",
+    "DemoSettings",
+]
 
 CONTEXT_TOKENS: Final = 32_768
 """The longest prompt that Qwen2.5-7B is made for; a longer text is cut."""
 DEFAULT_POOL_BYTES: Final = GIB
+DEFAULT_POOL_BYTES_WITH_DISK: Final = 512 * MIB
+"""Less, because it is filled with other prompts, which the simulated model computes."""
+DISK_RATIO: Final = 3
+"""How many times the pool the disk may take: both prompts, and the pool once more."""
 DEFAULT_PREFILL_TOKENS_PER_S: Final = 4000.0
 
 
@@ -27,5 +40,7 @@ class DemoSettings:
     """The address of a server that runs already; without one, a server is started."""
     pool_bytes: int = DEFAULT_POOL_BYTES
     """Memory of the server that is started."""
+    disk: bool = False
+    """Whether the server gets a disk, in a temporary folder, and is restarted on it."""
     layout: KVLayout = field(factory=KVLayout)
     prefill_tokens_per_s: float = field(default=DEFAULT_PREFILL_TOKENS_PER_S, validator=gt(0))

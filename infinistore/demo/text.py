@@ -1,10 +1,11 @@
 """A text becomes tokens, and a prompt gets a second one that begins alike.
 
-The tokenizer is a stand-in for a model's own, which would have to be downloaded. It is documented by its regular
-expression: a piece is up to eight letters, up to three digits, or one other sign, each with the one space before it if
-there is one; what is left of white space is a piece too. A piece's id is its BLAKE2b hash, modulo the size of
-Qwen2.5's vocabulary. Two pieces may share an id, which is harmless here. No character is lost: the pieces of a text,
-joined, are the text.
+The tokenizer is a stand-in for a model's own, which would have to be downloaded. It is
+documented by its regular expression: a piece is up to eight letters, up to three
+digits, or one other sign, each with the one space before it if there is one; what is
+left of white space is a piece too. A piece's id is its BLAKE2b hash, modulo the size of
+Qwen2.5's vocabulary. Two pieces may share an id, which is harmless here. No character
+is lost: the pieces of a text, joined, are the text.
 """
 
 import hashlib
@@ -42,7 +43,9 @@ class Prompt:
 
 
 def sample_text_file() -> Traversable:
-    """Return the text that the package ships: what a KV cache is, in about 18 KB of plain English."""
+    """Return the text that the package ships: what a KV cache is, in about 18 KB of
+    plain English.
+    """
     return files("infinistore.demo") / "how_a_kv_cache_works.txt"
 
 
@@ -58,20 +61,26 @@ def _token_id(piece: str) -> int:
 
 
 def token_ids(text: str) -> list[int]:
-    """Return one id in `range(VOCABULARY_SIZE)` for each piece of `text`; the same text gives the same ids anywhere."""
+    """Return one id in `range(VOCABULARY_SIZE)` for each piece of `text`; the same text
+    gives the same ids anywhere.
+    """
     return [_token_id(piece) for piece in pieces(text)]
 
 
 def insertion_place(tokens: int) -> int:
-    """Return after how many of its tokens a text of `tokens` tokens gets the new sentence: two thirds."""
+    """Return after how many of its tokens a text of `tokens` tokens gets the new
+    sentence: two thirds.
+    """
     return 2 * tokens // 3
 
 
 def two_prompts(tokens: list[int]) -> tuple[Prompt, Prompt]:
-    """Return prompt A, which is `tokens`, and prompt B, the same with one sentence put in after two thirds.
+    """Return prompt A, which is `tokens`, and prompt B, the same with one sentence put
+    in after two thirds.
 
-    What comes before the sentence can be taken from the store. What comes after it cannot, although its words are the
-    same: every key and value depends on all the tokens before.
+    What comes before the sentence can be taken from the store. What comes after it
+    cannot, although its words are the same: every key and value depends on all the
+    tokens before.
     """
     place = insertion_place(len(tokens))
     edited = tokens[:place] + token_ids(INSERTED_SENTENCE) + tokens[place:]

@@ -1,7 +1,9 @@
-"""The frame of a worker process: orders come in on standard input, events go out on standard output.
+"""The frame of a worker process: orders come in on standard input, events go out on
+standard output.
 
-A worker ends with exit status 0 when its input ends, and with 1 after a `Failed` event. It does not act on Ctrl-C,
-which a terminal sends to all its processes: the demonstration hears it too and ends its workers in an orderly way.
+A worker ends with exit status 0 when its input ends, and with 1 after a `Failed` event.
+It does not act on Ctrl-C, which a terminal sends to all its processes: the
+demonstration hears it too and ends its workers in an orderly way.
 """
 
 import os
@@ -34,19 +36,24 @@ Work = Callable[["AsyncStore", Setup, Job], Awaitable[Finished]]
 
 
 def run_worker(work: Work) -> None:
-    """Be a worker that does `work` for every job, until there are no more; does not return."""
+    """Be a worker that does `work` for every job, until there are no more; does not
+    return.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         trio.run(_serve_orders, work)
     except BaseExceptionGroup as group:
-        _fail(expected_error(group))
+        if (error := expected_error(group)) is None:
+            raise
+        _fail(error)
     except (DemoError, infinistore.InfiniStoreException) as error:
         _fail(error)
     sys.exit(0)
 
 
 async def _serve_orders(work: Work) -> None:
-    # trio.lowlevel.FdStream closes what it is given, and standard input is not ours to close.
+    # trio.lowlevel.FdStream closes what it is given, and standard input is not ours to
+    # close.
     async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as standard_input:
         orders = LineReader(standard_input)
         setup = await _next_order(orders)
