@@ -1,4 +1,4 @@
-"""`infinistore bench`: how fast this store is on this machine, next to the same bytes moved without a store."""
+"""`infinistore bench`: measures a store, next to the same bytes without a store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +26,7 @@ else:
 
 
 class _Sizes(_TextToSizes):
-    """A list of sizes with commas."""
+    """A comma-separated list of sizes."""
 
     name = "sizes"
 
@@ -34,25 +34,25 @@ class _Sizes(_TextToSizes):
         return tuple(SIZE.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
 
-@click.command("bench", short_help="Measure the speed, next to raw sockets or a copy of memory.")
-@click.option("--embedded", is_flag=True, help="Measure a store in this process. No server is needed.")
+@click.command("bench", short_help="Measure the speed, compared with raw sockets or a memory copy.")
+@click.option("--embedded", is_flag=True, help="Measure a store in this process, without a server.")
 @click.option(
-    "--sizes", type=_Sizes(), metavar="SIZE,...", default=_DEFAULT_SIZES, show_default=True, help="Sizes of a block."
+    "--sizes", type=_Sizes(), metavar="SIZE,...", default=_DEFAULT_SIZES, show_default=True, help="Block sizes."
 )
 @click.option(
-    "--batch", type=click.IntRange(1, 8192), metavar="N", default=64, show_default=True, help="Blocks in one call."
+    "--batch", type=click.IntRange(1, 8192), metavar="N", default=64, show_default=True, help="Blocks per call."
 )
 @click.option(
     "--clients", type=click.IntRange(1, 256), metavar="N", default=1, show_default=True,
-    help="Connections that work at the same time, each in a thread of this process.",
+    help="Concurrent connections, each in a thread of this process.",
 )  # fmt: skip
 @click.option(
     "--path", type=click.Choice(["auto", "tcp", "unix", "shm", "rdma"]), default="auto", show_default=True,
-    help="Which way the bytes go to the server of --url.",
+    help="Transport to the server of --url.",
 )  # fmt: skip
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), metavar="S", default=1.0, show_default=True,
-    help="Time for each figure; there are four for each size.",
+    help="Time per figure; there are four per size.",
 )  # fmt: skip
 @json_option
 @client_options
@@ -67,11 +67,11 @@ def command(
     as_json: bool,
     target: Target,
 ) -> None:
-    """Put and get batches of blocks for a while, and print how fast that was.
+    """Put and get batches of blocks, and print the speed.
 
-    The ratio compares with the same bytes moved in the same run: over blocking sockets to another process if the store
-    is reached over a socket, by a copy of memory if it is not. The keys written are deleted at the end; they may push
-    others out of a store that is nearly full.
+    The ratio compares with the same bytes moved in the same run: over blocking sockets
+    to another process for a store over a socket, otherwise by a memory copy. The keys
+    are deleted at the end. In a store that is nearly full, they may evict others.
     """
     from infinistore.cli.measure import Plan, measure
 
@@ -112,7 +112,9 @@ def command(
 def _opener(
     target: Target, plan: "Plan", *, embedded: bool, path: str
 ) -> Iterator[Callable[[], AbstractContextManager["BlockingStore"]]]:
-    """What opens a client's store. The embedded clients share one store: they are threads of one process."""
+    """What opens a client's store. Embedded clients are threads that share one
+    store.
+    """
     if not embedded:
         yield target.over(path).open
         return
@@ -120,7 +122,7 @@ def _opener(
 
     from infinistore import blocking
 
-    # Twice what is written, so that a put never waits for an eviction; and some, for what alignment takes.
+    # Twice the written bytes, so that a put never waits for eviction, plus alignment.
     pool_bytes = 2 * plan.clients * plan.batch * (max(plan.sizes_bytes) + 65536) + (64 << 20)
     with blocking.open_store(pool_bytes=pool_bytes) as store:
         yield lambda: nullcontext(store)
@@ -129,6 +131,6 @@ def _opener(
 def _is_local(url: str) -> bool:
     from urllib.parse import urlsplit
 
-    from infinistore.config import is_loopback
+    from infinistore.addresses import is_loopback
 
     return is_loopback(urlsplit(url).hostname or "localhost")

@@ -1,4 +1,4 @@
-"""`infinistore completion`: what a shell needs to complete commands and flags."""
+"""`infinistore completion`: shell completion of commands and flags."""
 
 import rich_click as click
 from click.shell_completion import get_completion_class
@@ -8,15 +8,14 @@ from infinistore.cli.output import print_line
 __all__ = ["command"]
 
 
-@click.command("completion", short_help="Teach a shell to complete.")
+@click.command("completion", short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print a script that teaches SHELL to complete infinistore's commands and flags.
+    """Print a completion script for SHELL.
 
-    \b
-    bash    eval "$(infinistore completion bash)"              in ~/.bashrc
-    zsh     eval "$(infinistore completion zsh)"               in ~/.zshrc
-    fish    infinistore completion fish | source               in ~/.config/fish/config.fish
+    \b bash    eval "$(infinistore completion bash)"              in ~/.bashrc zsh
+    eval "$(infinistore completion zsh)"               in ~/.zshrc fish    infinistore
+    completion fish | source               in ~/.config/fish/config.fish
     """
     from infinistore.cli.root import COMPLETION_VARIABLE, PROGRAM, root
 

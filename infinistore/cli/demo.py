@@ -1,4 +1,4 @@
-"""`infinistore demo`: a text's KV cache goes from prefill through a server to decode, and every byte is checked."""
+"""`infinistore demo`: a KV cache goes from prefill through a server to decode."""
 
 import signal
 from pathlib import Path
@@ -10,7 +10,12 @@ from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option
 from infinistore.cli.output import note, print_json
 from infinistore.demo.layout import DEFAULT_CHUNK_TOKENS, KVLayout
-from infinistore.demo.settings import DEFAULT_POOL_BYTES, DEFAULT_PREFILL_TOKENS_PER_S, DemoSettings
+from infinistore.demo.settings import (
+    DEFAULT_POOL_BYTES,
+    DEFAULT_POOL_BYTES_WITH_DISK,
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    DemoSettings,
+)
 from infinistore.sizes import GIB, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
-    """A size as `--prealloc-size` of the server takes it: in GB or with a unit."""
+    """A size in GB or with a unit, like the server's `--prealloc-size`."""
 
     name = "size"
 
@@ -40,15 +45,22 @@ class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new ve
     "input_file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The text to use. Default: one about KV caches that comes with InfiniStore.",
+    help="The text to use. Default: the included text about KV caches.",
 )
-@click.option("--url", metavar="URL", help="Use this server, which runs already, instead of starting one.")
+@click.option("--url", metavar="URL", help="Use this running server instead of starting one.")
 @click.option(
     "--pool-size",
     "pool_bytes",
     metavar="SIZE",
     type=_PoolSize(),
-    help=f"Memory of the server that is started, in GB or with a unit. Default: {format_size(DEFAULT_POOL_BYTES)}.",
+    help=f"Pool of the server to start, in GB or with a unit. Default: {format_size(DEFAULT_POOL_BYTES)}, with a disk "
+    f"{format_size(DEFAULT_POOL_BYTES_WITH_DISK)}.",
+)
+@click.option(
+    "--disk",
+    is_flag=True,
+    help="Give the server a disk, fill its pool, restart it, and load the first prompt from disk. The disk takes up to "
+    "three times the pool, in a folder in TMPDIR that is removed at the end.",
 )
 @click.option(
     "--chunk-tokens",
@@ -56,7 +68,7 @@ class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new ve
     type=click.IntRange(1, 4096),
     default=DEFAULT_CHUNK_TOKENS,
     show_default=True,
-    help="Tokens in a chunk; a block is one layer of one chunk.",
+    help="Tokens per chunk; a block is one layer of one chunk.",
 )
 @click.option(
     "--layers",
@@ -72,7 +84,7 @@ class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new ve
     type=click.FloatRange(1, 1e9),
     default=DEFAULT_PREFILL_TOKENS_PER_S,
     show_default=True,
-    help="How fast the simulated model computes. No model runs.",
+    help="Speed of the simulated model. No model runs.",
 )
 @json_option
 def command(
@@ -80,19 +92,22 @@ def command(
     input_file: Path | None,
     url: str | None,
     pool_bytes: int | None,
+    disk: bool,
     chunk_tokens: int,
     layers: int,
     prefill_tokens_per_s: float,
     as_json: bool,
 ) -> None:
-    """Show on this machine what the store is for.
+    """Demonstrate on this machine what the store is for.
 
-    Starts a server, a prefill process and a decode process, which talk over TCP. Prefill cuts a text into tokens and
-    chunks, computes their KV cache (simulated, in the layout of Qwen2.5-7B), and stores it layer by layer. Decode finds
-    the longest prefix, loads it, and compares every byte. A second prompt that begins like the first shows what can be
-    used again. Exit code 0 means that every byte was right.
+    Starts a server, a prefill process and a decode process, which communicate over TCP.
+    Prefill splits a text into tokens and chunks, computes their KV cache (simulated, in
+    the layout of Qwen2.5-7B), and stores it layer by layer. Decode finds the longest
+    prefix, loads it, and compares every byte. A second prompt with the same beginning
+    shows which blocks are reused. With --disk, the first prompt is found again after a
+    restart of the server. Exit code 0 means that every byte was correct.
 
-    Needs about 1.2 GB of memory; less with a smaller --pool-size.
+    Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip
     from infinistore.demo.failure import DemoError
 
@@ -100,10 +115,14 @@ def command(
         raise click.UsageError(
             "--pool-size is for the server that the demo starts; the one at --url has its pool already"
         )
+    if url is not None and disk:
+        raise click.UsageError("--disk is for the server that the demo starts; it does not restart the one at --url")
+    usual_bytes = DEFAULT_POOL_BYTES_WITH_DISK if disk else DEFAULT_POOL_BYTES
     settings = DemoSettings(
         input_file=input_file,
         url=url,
-        pool_bytes=DEFAULT_POOL_BYTES if pool_bytes is None else pool_bytes,
+        pool_bytes=usual_bytes if pool_bytes is None else pool_bytes,
+        disk=disk,
         layout=KVLayout(layers=layers, chunk_tokens=chunk_tokens),
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
@@ -126,7 +145,9 @@ def _console(*, quiet: bool) -> "Console":
 
 
 def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
-    """Run the demo and print its table; a signal to stop ends all its processes first, then this one."""
+    """Run the demo and print its table. A signal ends all its processes, then
+    this one.
+    """
     import trio
 
     from infinistore.demo.display import Display
@@ -135,27 +156,28 @@ def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
 
     async def run() -> "DemoResult | signal.Signals":
         stopped_by: list[signal.Signals] = []
+        result: DemoResult | None = None
+        # Until the end, so that a second signal does not keep the first from removing
+        # what was made.
+        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
 
-        async def stop_on_signal(*, task_status: trio.TaskStatus[None]) -> None:
-            with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
-                task_status.started()
+            async def stop_on_signal() -> None:
                 async for number in signals:
                     stopped_by.append(signal.Signals(number))
                     nursery.cancel_scope.cancel()
 
-        result: DemoResult | None = None
-        async with trio.open_nursery() as nursery:
-            await nursery.start(stop_on_signal)
-            with Display(console) as display:
-                result = await run_demo(settings, display)
-            display.table(result)
-            nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stop_on_signal)
+                with Display(console) as display:
+                    result = await run_demo(settings, display)
+                display.table(result)
+                nursery.cancel_scope.cancel()
         return stopped_by[0] if result is None else result
 
     try:
         outcome = trio.run(run)
     except BaseExceptionGroup as group:
-        raise expected_error(group) from None
+        raise expected_error(group) or group from None
     if isinstance(outcome, signal.Signals):
         note(f"stopped by {outcome.name}; the server and the workers have ended")
         raise SystemExit(128 + outcome)

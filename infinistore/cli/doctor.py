@@ -1,4 +1,4 @@
-"""`infinistore doctor`: what is right and wrong with this machine, and what each path to a server gives."""
+"""`infinistore doctor`: checks this machine, and the transports to a server."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,12 +11,12 @@ from infinistore.cli.options import Target, json_option
 from infinistore.cli.output import console, print_json, print_line, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.table import Table
 
     from infinistore.cli.paths import MeasuredPath
-    from infinistore.doctor import Finding
+    from infinistore.doctor import Finding, Host
 
 __all__ = ["command"]
 
@@ -25,22 +25,26 @@ _RDMA: Final = "RDMA"
 _TO: Final = "A server"
 
 
-@click.command("doctor", short_help="Say what is wrong with this machine, and what would help.")
+@click.command("doctor", short_help="Check this machine, and suggest remedies.")
 @click.option(
     "--to", metavar="HOST:PORT", panel=_TO,
-    help="Also measure bandwidth and latency to this server, over each path that leads there; or a URL.",
+    help="Also measure bandwidth and latency to this server over each transport. May be a URL.",
 )  # fmt: skip
 @click.option(
     "--seconds", type=click.FloatRange(0.01, 60), metavar="S", default=0.5, show_default=True, panel=_TO,
-    help="Time for each figure; there are four for each path.",
+    help="Time per figure; there are four per transport.",
 )  # fmt: skip
 @click.option(
     "--token-file", type=click.Path(path_type=Path), metavar="FILE", envvar="INFINISTORE_TOKEN_FILE", panel=_TO,
-    help="File whose first line is the token that the server asks for.",
+    help="File whose first line is the server's token.",
 )  # fmt: skip
 @click.option(
     "--deadline", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", default=5.0, show_default=True,
     panel=_TO, help="Longest time for one call.",
+)  # fmt: skip
+@click.option(
+    "--disk", "disks", multiple=True, type=click.Path(path_type=Path), metavar="PATH",
+    help="Also check a folder for the SSD tier. May be given several times.",
 )  # fmt: skip
 @click.option("--dev-name", metavar="DEVICE", envvar="INFINISTORE_DEV_NAME", panel=_RDMA, help="As for a server.")
 @click.option(
@@ -62,16 +66,18 @@ def command(
     seconds: float,
     token_file: Path | None,
     deadline: float,
+    disks: tuple[Path, ...],
     as_json: bool,
     **rdma: Any,
 ) -> None:
-    """Look at RDMA, memory, limits, kernel and packages of this machine, and say of each whether it is good.
+    """Check RDMA, memory, limits, kernel and packages of this machine.
 
-    Nothing is changed. Each line that is not good comes with what would help. The exit code is 0 if nothing is bad, and
-    1 if something is. With --to, a few blocks are written to the server, read and deleted; if it is so full that this
-    could evict others, only lookups are measured.
+    Nothing is changed, except that --disk writes one small file and removes it. Each
+    line that is not good has a remedy. The exit code is 1 if a line is bad, otherwise
+    0. With --to, a few blocks are written to the server, read and deleted. If the
+    server is so full that this could evict others, only lookups are measured.
     """
-    from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path
+    from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
     from infinistore.doctor import Level, Wanted, examine, this_host, this_software, worst
 
     target = None
@@ -79,7 +85,7 @@ def command(
         target = Target(to if "://" in to else f"infinistore://{to}", token_file, deadline, wait_s=0)
         target.check()
     host = this_host(default_socket_path(DEFAULT_SERVICE_PORT).parent)
-    findings = list(examine(host, this_software(), Wanted(**rdma)))
+    findings = [*examine(host, this_software(), Wanted(**rdma)), *_examine_disks(host, disks)]
     if not as_json:
         _print_findings(findings)
     paths: list[MeasuredPath] = []
@@ -96,6 +102,16 @@ def command(
         raise NegativeAnswer
 
 
+def _examine_disks(host: "Host", disks: tuple[Path, ...]) -> "Iterator[Finding]":
+    if not disks:
+        return
+    from infinistore.disk_io.direct_io import direct_io_works
+    from infinistore.doctor import examine_disk
+
+    for path in disks:
+        yield from examine_disk(host, path.absolute(), direct_io_works)
+
+
 def _measure(target: Target, seconds: float) -> "list[MeasuredPath]":
     from infinistore.cli.paths import measure_paths, steps
 
@@ -104,7 +120,7 @@ def _measure(target: Target, seconds: float) -> "list[MeasuredPath]":
 
 
 def _print_findings(findings: "Sequence[Finding]") -> None:
-    """A table on a terminal; one line for each finding elsewhere, so that grep finds all of it."""
+    """Print a table on a terminal, elsewhere one line per finding, for grep."""
     if not console().is_terminal:
         for finding in findings:
             remedy = f" -> {finding.remedy}" if finding.remedy else ""

@@ -1,4 +1,4 @@
-"""`infinistore evict`: make room now."""
+"""`infinistore evict`: evicts now."""
 
 import rich_click as click
 
@@ -10,19 +10,19 @@ __all__ = ["command"]
 _FRACTION = click.FloatRange(0, 1)
 
 
-@click.command("evict", short_help="Make room now.")
+@click.command("evict", short_help="Evict blocks now.")
 @click.option(
     "--min", "low", metavar="FRACTION", type=_FRACTION, default=0.6, show_default=True,
-    help="Stop when this part of the pool is in use.",
+    help="Stop when this fraction of the pool is in use.",
 )  # fmt: skip
 @click.option(
     "--max", "high", metavar="FRACTION", type=_FRACTION, default=0.8, show_default=True,
-    help="Do nothing unless more than this part is in use.",
+    help="Do nothing unless more than this fraction is in use.",
 )  # fmt: skip
 @json_option
 @client_options
 def command(low: float, high: float, as_json: bool, target: Target) -> None:
-    """Evict the blocks that were not used for longest, if the pool is fuller than --max, down to --min."""
+    """Evict the least recently used blocks down to --min, if the pool exceeds --max."""
     if low > high:
         raise click.UsageError(f"--min {low:g} must not be above --max {high:g}")
     with target.open() as store:

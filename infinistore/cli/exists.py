@@ -1,4 +1,4 @@
-"""`infinistore exists`: whether keys are in the store."""
+"""`infinistore exists`: reports which keys exist."""
 
 import rich_click as click
 
@@ -9,12 +9,12 @@ from infinistore.cli.output import print_json, print_line, visible
 __all__ = ["command"]
 
 
-@click.command("exists", short_help="Say whether keys are there.")
+@click.command("exists", short_help="Report which keys exist.")
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=KEY)
 @json_option
 @client_options
 def command(keys: tuple[str, ...], as_json: bool, target: Target) -> None:
-    """Say which KEYs are in the store. Exits with 1 if one is missing."""
+    """Report which KEYs exist. Exits with 1 if one is missing."""
     with target.open() as store:
         found = store.exists_many(list(keys))
     if as_json:

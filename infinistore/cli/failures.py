@@ -1,13 +1,13 @@
-"""Runs a command, and turns whatever ends it into at most one line on standard error and an exit code.
+"""Runs a command, and converts every failure to a line on standard error and a code.
 
-The codes are an interface for scripts; `EXIT_CODES` is what `infinistore help exit-codes` prints. A traceback is shown
-for `--log-level debug` only.
+The exit codes are an interface for scripts; `infinistore help exit-codes` prints
+`EXIT_CODES`. Only `--log-level debug` shows a traceback.
 """
 
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import attrs
@@ -15,6 +15,7 @@ import rich_click as click
 from click.exceptions import Exit
 
 from infinistore import errors
+from infinistore.cli.manifest import BadManifest
 from infinistore.settings import near
 
 __all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "run", "session_of"]
@@ -31,16 +32,16 @@ INTERRUPTED: Final = 130
 OUTPUT_CLOSED: Final = 141
 
 EXIT_CODES: Final = {
-    OK: "It worked, and the answer is yes.",
-    NEGATIVE: "It worked, and the answer is no: a key is missing, or exists already, or `doctor` found something bad.",
-    USAGE: "The command cannot be run so: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
-    UNAVAILABLE: "The store cannot be reached, was lost, wants another token, or speaks another version.",
-    DEADLINE: "The call did not finish in the time it was given.",
-    NO_ROOM: "The store has no room for it, or a limit of the store was reached.",
-    DAMAGED: "What was read is not what was written, by its checksum.",
-    INTERNAL: "Something else failed. Run it again with --log-level debug, and please report it.",
+    OK: "Success, and the answer is yes.",
+    NEGATIVE: "Success, and the answer is no: a key is missing or exists already, or `doctor` found a problem.",
+    USAGE: "The command cannot run: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
+    UNAVAILABLE: "The store cannot be reached, was lost, requires another token, or speaks another version.",
+    DEADLINE: "The call did not finish before its deadline.",
+    NO_ROOM: "The store is out of memory, or a limit of the store was reached.",
+    DAMAGED: "The data read is not the data written, by its checksum, or not a file that `put` wrote.",
+    INTERNAL: "Internal error. Run the command again with --log-level debug, and please report it.",
     INTERRUPTED: "Ctrl-C.",
-    OUTPUT_CLOSED: "Whoever read the output stopped reading.",
+    OUTPUT_CLOSED: "The reader of the output closed it.",
 }
 
 _CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
@@ -52,6 +53,7 @@ _CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (errors.ValueTooLarge, NO_ROOM),
     (errors.LimitExceeded, NO_ROOM),
     (errors.ChecksumMismatch, DAMAGED),
+    (BadManifest, DAMAGED),
     (errors.StoreUnavailable, UNAVAILABLE),
     (errors.AuthenticationFailed, UNAVAILABLE),
     (errors.ProtocolError, UNAVAILABLE),
@@ -61,12 +63,12 @@ _CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
 
 
 class NegativeAnswer(Exception):
-    """The command worked and the answer is no: exit code 1. The message, if any, goes to standard error."""
+    """Success, and the answer is no: exit code 1. A message goes to standard error."""
 
 
 @attrs.define
 class Session:
-    """What one run of the command line knows about itself."""
+    """The state of one run of the command line."""
 
     wants_tracebacks: bool = attrs.field(factory=lambda: os.environ.get("INFINISTORE_LOG_LEVEL", "").lower() == "debug")
 
@@ -76,20 +78,10 @@ def session_of(context: click.Context) -> Session:
     return context.find_root().ensure_object(Session)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command that `arguments` name and return its exit code. Never raises: every error is reported here."""
-    session = Session()
-    if sys.stdout is None:  # started with a closed standard output: no socket may take its place
-        sys.stdout = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
-    try:
-        code = _invoke(arguments, session)
-        sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
-    except BaseException as error:  # noqa: BLE001 - this is the place that answers for every error
-        return _report(_innermost(error), session)
-    return code
-
-
-def _invoke(arguments: Sequence[str], session: Session) -> int:
+def invoke_command(arguments: Sequence[str], session: Session) -> int:
+    """Run the command named by `arguments`. Returns its exit code; raises its
+    errors.
+    """
     from infinistore.cli.root import PROGRAM, complete, root
 
     if complete():
@@ -102,8 +94,26 @@ def _invoke(arguments: Sequence[str], session: Session) -> int:
     return OK
 
 
+def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int] = invoke_command) -> int:
+    """Run the command named by `arguments`. Returns its exit code and never raises.
+
+    `invoke` carries the command out.
+    """
+    session = Session()
+    if sys.stdout is None:  # started with a closed standard output: no socket may take its place
+        sys.stdout = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
+    try:
+        code = invoke(arguments, session)
+        sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
+    except BaseException as error:  # noqa: BLE001 - this is the place that answers for every error
+        return _report(_innermost(error), session)
+    return code
+
+
 def _innermost(error: BaseException) -> BaseException:
-    """The error that says what happened: an interrupt if there is one in the group, else the first."""
+    """The relevant error of a group: an interrupt if it contains one, else the
+    first.
+    """
     while isinstance(error, BaseExceptionGroup):
         interrupts = error.subgroup(KeyboardInterrupt)
         error = (interrupts or error).exceptions[0]
@@ -111,6 +121,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _report(error: BaseException, session: Session) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        error = error.__context__  # rich answers a closed pipe by an exit code of its own
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else OK if error.code is None else INTERNAL
     if isinstance(error, BrokenPipeError):
@@ -129,7 +141,7 @@ def _report(error: BaseException, session: Session) -> int:
 
 
 def _abandon_output() -> None:
-    """Let what is still buffered go nowhere, or Python would complain about it when it exits."""
+    """Discard buffered output, or Python would complain about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -149,7 +161,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
         )
     if isinstance(error, errors.AuthenticationFailed):
-        return code, _one_line(f"{error}; give the server's token with --token-file FILE")
+        return code, _one_line(f"{error}; give it with --token-file FILE")
     if not isinstance(error, errors.InfiniStoreException):
         text = f"internal error: {type(error).__name__}: {error}; --log-level debug shows where"
         return code, _one_line(text)

@@ -1,90 +1,78 @@
-"""Files in a store: a small one is one value, a big one is a row of blocks and a manifest.
+"""Files in a store: a small file is one value, a large file is blocks and a manifest.
 
-A file of at most one block is stored as it is, under its key. A longer one is cut: its blocks are stored under `KEY#0`,
-`KEY#1`, ..., and then, last, a manifest under `KEY`: the line `infinistore-file 1` followed by JSON with the file's
-`size_bytes`, `block_bytes`, `blocks` and `xxh3` (of the whole file, 16 hexadecimal digits). So a file is there when its
-manifest is, and never longer in memory than one batch of blocks. An empty file is a manifest without blocks, because a
-store does not keep empty values.
+A file of at most one block is stored unchanged under its key. A longer file is split:
+its blocks are stored under `KEY#0`, `KEY#1`, ..., and then a manifest under `KEY`: the
+line `infinistore-file 1` followed by JSON with the file's `size_bytes`, `block_bytes`,
+`blocks` and `xxh3` (of the whole file, 16 hexadecimal digits). A file exists if its
+manifest exists, and never takes more memory than one batch of blocks. An empty file is
+a manifest without blocks, because a store does not accept empty values.
 
-A reader that meets blocks of two different puts of one key finds out by the checksum. Blocks can be evicted one by one;
-a file that lost one is missing.
+A reader detects blocks of two different puts of one key by the checksum. Blocks can be
+evicted one by one; a file that has lost a block is missing.
 """
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import attrs
 
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, KeyNotFound, OutOfMemory
+from infinistore.cli.manifest import MAGIC, MAX_BLOCKS, MAX_MANIFEST_BYTES, BadManifest, Manifest, parse_manifest
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, KeyNotFound, LimitExceeded, OutOfMemory
+from infinistore.keys import MAX_KEY_BYTES
 from infinistore.sizes import MIB, format_size
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["DEFAULT_BLOCK_BYTES", "Manifest", "StoredFile", "delete_files", "open_file", "put_file"]
+__all__ = ["DEFAULT_BLOCK_BYTES", "StoredFile", "delete_files", "open_file", "put_file"]
 
 DEFAULT_BLOCK_BYTES: Final = 4 * MIB
 _BATCH_BYTES: Final = 64 * MIB
-_MAGIC: Final = b"infinistore-file 1\n"
-_MAX_MANIFEST_BYTES: Final = 256
-
-
-@attrs.frozen
-class Manifest:
-    """What is stored under the key of a file that was cut into blocks."""
-
-    size_bytes: int
-    block_bytes: int
-    blocks: int
-    xxh3: str
-
-    def encode(self) -> bytes:
-        """Return the value to store."""
-        return _MAGIC + json.dumps(attrs.asdict(self)).encode()
-
-    def block_keys(self, key: str) -> list[str]:
-        """Return the keys of the blocks, in order."""
-        return [f"{key}#{index}" for index in range(self.blocks)]
+_MOST_BLOCKS_AT_ONCE: Final = 1024
 
 
 @attrs.frozen
 class StoredFile:
-    """What a put wrote."""
+    """The result of a put."""
 
     key: str
     size_bytes: int
     blocks: int
     """0: the file is one value under its key."""
     stored: bool
-    """False: the key was there already, and was to be kept."""
+    """False if the key existed and was kept."""
 
 
 def put_file(store: "BlockingStore", key: str, source: BinaryIO, block_bytes: int, *, replace: bool) -> StoredFile:
-    """Store all that `source` has to read under `key`; with `replace` False keep what is there.
+    """Store the contents of `source` under `key`; without `replace`, keep a stored
+    file.
 
-    Raises what the store raises: OutOfMemory, ValueTooLarge, StoreUnavailable and so on. Blocks that were stored before
-    that are dropped again as far as the store still answers.
+    Raises the store's errors: OutOfMemory, ValueTooLarge, StoreUnavailable and so on.
+    Blocks that were stored before are then deleted, if the store still answers.
     """
     if not replace and store.exists(key):
         return StoredFile(key, 0, 0, stored=False)
-    before = _manifest_at(store, key)
+    before = _manifest_before(store, key)
     first = _read_block(source, block_bytes)
     second = _read_block(source, block_bytes) if len(first) == block_bytes else b""
-    if first and not second and not first.startswith(_MAGIC):
+    if first and not second and not first.startswith(MAGIC):
         skipped = store.put_many([(key, first)], replace=replace)
         stored = StoredFile(key, len(first), 0, stored=not skipped)
     else:
         manifest = _put_blocks(store, key, [block for block in (first, second) if block], source, block_bytes)
         skipped = store.put_many([(key, manifest.encode())], replace=replace)
         stored = StoredFile(key, manifest.size_bytes, manifest.blocks, stored=not skipped)
-    if before is not None and stored.stored and before.blocks > stored.blocks:
-        store.delete(before.block_keys(key)[stored.blocks :])
+    if before is not None and stored.stored:
+        for start, keys in before.block_keys(key):
+            if left := keys[max(0, stored.blocks - start) :]:
+                store.delete(left)
     return stored
 
 
 def _put_blocks(store: "BlockingStore", key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Manifest:
-    """Store the blocks `ahead` and the rest of `source` in batches, and return the manifest, not yet stored."""
+    """Store the blocks `ahead` and the rest of `source`. Returns the unstored
+    manifest.
+    """
     import xxhash
 
     checksum = xxhash.xxh3_64()
@@ -93,22 +81,28 @@ def _put_blocks(store: "BlockingStore", key: str, ahead: list[bytes], source: Bi
     batch_blocks = max(1, _BATCH_BYTES // block_bytes)
     try:
         for block in _blocks(ahead, source, block_bytes):
+            name = f"{key}#{count}"
+            if count == MAX_BLOCKS:
+                raise LimitExceeded(f"a file may have {MAX_BLOCKS} blocks; give a larger --block-size")
+            if len(name.encode()) > MAX_KEY_BYTES:
+                raise LimitExceeded(
+                    f"a file in blocks needs a shorter key: KEY#{count} has at most {MAX_KEY_BYTES} bytes"
+                )
             checksum.update(block)
             size_bytes += len(block)
-            batch.append((f"{key}#{count}", block))
+            batch.append((name, block))
             count += 1
             if len(batch) == batch_blocks:
                 store.put_many(batch)
                 batch = []
         if batch:
             store.put_many(batch)
-    except OutOfMemory:
-        store.delete([f"{key}#{index}" for index in range(count)])
+    except (OutOfMemory, LimitExceeded):
+        _delete_blocks(store, key, Manifest(size_bytes, block_bytes, count, ""))
         raise
     manifest = Manifest(size_bytes, block_bytes, count, checksum.hexdigest())
-    lost = store.exists_many(manifest.block_keys(key)).count(False) if count else 0
-    if lost:  # a file as large as the pool pushes its own first blocks out
-        store.delete(manifest.block_keys(key))
+    if _missing_block(store, key, manifest) is not None:  # a file as large as the pool evicts its own first blocks
+        _delete_blocks(store, key, manifest)
         size = format_size(size_bytes)
         raise OutOfMemory(
             f"the file ({size}) does not fit in the store's pool; give the server a larger --prealloc-size"
@@ -125,7 +119,9 @@ def _blocks(ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Iterator[
 
 
 def _read_block(source: BinaryIO, block_bytes: int) -> bytes:
-    """Read exactly one block; less only at the end of the file. A pipe gives what it has, so it is asked again."""
+    """Read exactly one block, or the rest of the file. A pipe may need several
+    reads.
+    """
     parts: list[bytes] = []
     missing = block_bytes
     while missing and (part := source.read(missing)):
@@ -135,70 +131,106 @@ def _read_block(source: BinaryIO, block_bytes: int) -> bytes:
 
 
 def open_file(store: "BlockingStore", key: str) -> tuple[Manifest | None, Iterator[bytes | bytearray]]:
-    """Return the manifest (None: the file is one value) and the file's bytes, piece by piece, checked as they come.
+    """Return the manifest (None for a single value) and the file's bytes in pieces.
 
-    Raises KeyNotFound if the key or one of the blocks is missing. The iterator raises ChecksumMismatch at its end if
-    the pieces are not the file that was put.
+    Raises KeyNotFound if the key or a block is missing, and BadManifest. The iterator
+    raises ChecksumMismatch, at its end at the latest, if the pieces are not the file
+    that was put.
     """
     value = store.get(key)
-    manifest = _decode(bytes(value[:_MAX_MANIFEST_BYTES])) if len(value) <= _MAX_MANIFEST_BYTES else None
+    manifest = parse_manifest(key, bytes(value)) if len(value) <= MAX_MANIFEST_BYTES else None
     if manifest is None:
         return None, iter([value])
-    present = store.exists_many(manifest.block_keys(key)) if manifest.blocks else []
-    if not all(present):
-        raise _lost(key, manifest, present.index(False))
+    missing = _missing_block(store, key, manifest)
+    if missing is not None:
+        raise _lost(key, manifest, missing)
     return manifest, _read_blocks(store, key, manifest)
+
+
+def _missing_block(store: "BlockingStore", key: str, manifest: Manifest) -> int | None:
+    """Return the number of the first missing block."""
+    for start, keys in manifest.block_keys(key):
+        present = store.exists_many(keys)
+        if not all(present):
+            return start + present.index(False)
+    return None
+
+
+def _delete_blocks(store: "BlockingStore", key: str, manifest: Manifest) -> None:
+    for _, keys in manifest.block_keys(key):
+        store.delete(keys)
 
 
 def _read_blocks(store: "BlockingStore", key: str, manifest: Manifest) -> Iterator[bytes | bytearray]:
     import xxhash
 
     checksum = xxhash.xxh3_64()
-    keys = manifest.block_keys(key)
-    batch_blocks = max(1, _BATCH_BYTES // manifest.block_bytes)
-    for start in range(0, len(keys), batch_blocks):
-        for index, block in enumerate(store.get_many(keys[start : start + batch_blocks]), start):
+    most = min(_MOST_BLOCKS_AT_ONCE, max(1, _BATCH_BYTES // manifest.block_bytes))
+    for start, keys in manifest.block_keys(key, most):
+        for index, block in enumerate(_read_batch(store, key, manifest, start, keys), start):
             if block is None:
                 raise _lost(key, manifest, index)
+            if len(block) != manifest.length_of(index):
+                raise _another_file(key)
             checksum.update(block)
             yield block
     if checksum.hexdigest() != manifest.xxh3:
-        raise ChecksumMismatch(
-            f"{key!r} is not the file that was put: another put may have been under way; get it again"
-        )
+        raise _another_file(key)
+
+
+def _read_batch(
+    store: "BlockingStore", key: str, manifest: Manifest, start: int, keys: list[str]
+) -> list[bytes | bytearray | None]:
+    """Read blocks into bounded memory; a single block into memory of its length."""
+    if len(keys) == 1:
+        found: list[bytes | bytearray | None] = list(store.get_many(keys))
+        return found
+    buffers = [bytearray(manifest.length_of(index)) for index in range(start, start + len(keys))]
+    try:
+        lengths = store.get_many_into(list(zip(keys, buffers, strict=True)))
+    except BufferTooSmall:
+        raise _another_file(key) from None
+    return [
+        None if length is None else buffer if length == len(buffer) else buffer[:length]
+        for buffer, length in zip(buffers, lengths, strict=True)
+    ]
 
 
 def _lost(key: str, manifest: Manifest, index: int) -> KeyNotFound:
     return KeyNotFound(f"{key!r} is missing block {index} of {manifest.blocks}, evicted or deleted; put the file again")
 
 
+def _another_file(key: str) -> ChecksumMismatch:
+    return ChecksumMismatch(
+        f"{key!r} is not the file that was put: another put may have been under way; get it again, or put it again"
+    )
+
+
 def delete_files(store: "BlockingStore", keys: list[str]) -> int:
-    """Delete the keys, and the blocks of those that are files in blocks. Return how many of `keys` were there."""
-    blocks: list[str] = []
-    for key in keys:
-        manifest = _manifest_at(store, key)
-        if manifest is not None:
-            blocks += manifest.block_keys(key)
+    """Delete the keys and their files' blocks. Returns how many of `keys` existed.
+
+    Raises BadManifest before anything is deleted.
+    """
+    manifests = {key: manifest for key in keys if (manifest := _manifest_at(store, key)) is not None}
     deleted: int = store.delete(keys)
-    if blocks:
-        store.delete(blocks)
+    for key, manifest in manifests.items():
+        _delete_blocks(store, key, manifest)
     return deleted
 
 
 def _manifest_at(store: "BlockingStore", key: str) -> Manifest | None:
-    """Return the manifest under `key`, without moving a value that is too long to be one."""
-    buffer = bytearray(_MAX_MANIFEST_BYTES)
+    """Return the manifest under `key`, without reading a value that is too long."""
+    buffer = bytearray(MAX_MANIFEST_BYTES)
     try:
         length = store.get_into(key, buffer)
     except (KeyNotFound, BufferTooSmall):
         return None
-    return _decode(bytes(buffer[:length]))
+    return parse_manifest(key, bytes(buffer[:length]))
 
 
-def _decode(value: bytes) -> Manifest | None:
-    if not value.startswith(_MAGIC):
-        return None
+def _manifest_before(store: "BlockingStore", key: str) -> Manifest | None:
+    """Return the manifest that a put replaces; None for an invalid one."""
     try:
-        return Manifest(**json.loads(value[len(_MAGIC) :]))
-    except (ValueError, TypeError):
+        return _manifest_at(store, key)
+    except BadManifest:
         return None

@@ -1,4 +1,4 @@
-"""`infinistore get`: a value, or a file in blocks, out of the store."""
+"""`infinistore get`: reads a value or a file."""
 
 import os
 import sys
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import rich_click as click
 
-from infinistore.cli.files import Manifest, open_file
+from infinistore.cli.files import open_file
+from infinistore.cli.manifest import Manifest
 from infinistore.cli.options import KEY, Target, client_options
 from infinistore.cli.output import is_plain_text
 
@@ -19,12 +20,14 @@ __all__ = ["command"]
 @click.argument("key", type=KEY)
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(path_type=Path),
-    help="Write to FILE, which is replaced when all has been read and checked. Default: standard output.",
+    help="Write to FILE, replacing it after everything was read and verified. Default: standard output.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Write to a terminal even what is not plain text.")
+@click.option("--force", is_flag=True, help="Write to a terminal even if it is not plain text.")
 @client_options
 def command(key: str, output: Path | None, force: bool, target: Target) -> None:
-    """Read KEY from the store to standard output or a file. A missing key exits with 1."""
+    """Read KEY from the store to standard output or a file. A missing key exits
+    with 1.
+    """
     with target.open() as store:
         manifest, pieces = open_file(store, key)
         if output is not None:
@@ -48,7 +51,7 @@ def _write_output(manifest: Manifest | None, pieces: Iterable[bytes | bytearray]
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | bytearray]) -> None:
-    """Write beside `path` and rename, so that a reader never sees half a file."""
+    """Write next to `path` and rename, so that readers never see a partial file."""
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         with path.open("wb") as device:
             device.writelines(pieces)

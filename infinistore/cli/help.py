@@ -1,4 +1,4 @@
-"""`infinistore help`: the help of a command, and the exit codes."""
+"""`infinistore help`: help for a command, the exit codes, and the settings."""
 
 import rich_click as click
 
@@ -13,11 +13,11 @@ _EXIT_CODES = "exit-codes"
 _SETTINGS = "settings"
 
 
-@click.command("help", short_help="Show help on a command, the exit codes, or the settings.")
+@click.command("help", short_help="Show help for a command, the exit codes, or the settings.")
 @click.argument("topic", metavar="[COMMAND|exit-codes|settings]", default="")
 @click.pass_context
 def command(context: click.Context, topic: str) -> None:
-    """Show the help of a command, what the exit codes mean, or all settings of a server as Markdown."""
+    """Show help for a command, the exit codes, or all server settings as Markdown."""
     from infinistore.cli.root import COMMANDS, PROGRAM, root
 
     if topic == _EXIT_CODES:

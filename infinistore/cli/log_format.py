@@ -1,8 +1,9 @@
-"""How the server's log looks: one line for each event, for a person on a terminal and as JSON for everything else.
+"""The format of the server's log: one line per event, as text or as JSON.
 
-The code logs an event in a few constant words, and what belongs to it as fields (`extra=`). What a client chose, such
-as its name, cannot begin a new line or move a terminal's cursor. The traceback of a fault of ours is a field in JSON,
-and follows the line on a terminal.
+A terminal gets text, everything else JSON. An event is a few constant words; its
+details are fields (`extra=`). Values chosen by a client, such as its name, cannot start
+a new line or move a terminal's cursor. The traceback of an internal error is a field in
+JSON, and follows the line on a terminal.
 """
 
 import json
@@ -18,7 +19,7 @@ _NO_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, event, then the event's fields."""
+    """One JSON object per line: time (UTC), level, logger, event, and its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -38,18 +39,32 @@ class TerminalFormatter(logging.Formatter):
     """Time (local), level, event, and the fields as name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, and the traceback if there is one."""
+        """Return the line, followed by a traceback if there is one."""
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         fields = "".join(f"  {name}={_shown(value)}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {_shown(record.getMessage(), may_have_spaces=True)}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def set_up_logging(level: str) -> None:
-    """Log what has this level or more to standard error."""
+def set_up_logging(level: str, *, shard: int | None = None) -> None:
+    """Log to standard error at this level or above. Each line of a shard names it."""
     handler = logging.StreamHandler(sys.stderr)
+    if shard is not None:
+        handler.addFilter(_OfShard(shard))
     handler.setFormatter(TerminalFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class _OfShard(logging.Filter):
+    """Gives each record the number of a shard."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__()
+        self._shard = shard
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.shard = self._shard
+        return True
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

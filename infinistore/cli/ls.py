@@ -1,4 +1,4 @@
-"""`infinistore ls`: the keys in the store, a page at a time."""
+"""`infinistore ls`: lists keys, page by page."""
 
 import sys
 from collections.abc import Iterator
@@ -20,13 +20,14 @@ _PAGE_KEYS: Final = 1000
 @click.command("ls", short_help="List keys, all or by prefix.")
 @click.argument("prefix", default="")
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Stop after this many keys. Default: list all.")
-@click.option("--after", metavar="KEY", default="", help="Start behind this key, where an earlier listing stopped.")
+@click.option("--after", metavar="KEY", default="", help="Start after this key, to continue an earlier listing.")
 @json_option
 @client_options
 def command(prefix: str, limit: int | None, after: str, as_json: bool, target: Target) -> None:
-    """List the keys that begin with PREFIX, one a line, in the order of their characters' code points.
+    """List the keys that begin with PREFIX, one per line, in code point order.
 
-    Keys are fetched a page at a time: those that come and go meanwhile may or may not be listed.
+    Keys are fetched page by page: keys that are added or deleted during the listing may
+    or may not appear.
     """
     with target.open() as store:
         # One key more than asked for tells whether there are more.

@@ -1,8 +1,8 @@
-"""The measuring part of `infinistore bench`: batches put and got in threads for a while, and the same bytes moved raw.
+"""The measurements of `infinistore bench`: batches in threads, and the same bytes raw.
 
-The comparison is measured in the same run and on the same machine, between the same buffers: blocking sockets to
-another process where the store is reached over a socket, a plain copy of memory where it is not. Printing is left to
-`bench.py`.
+The reference is measured in the same run, on the same machine, between the same
+buffers: blocking sockets to another process for a store over a socket, otherwise a
+plain memory copy. `bench.py` prints the results.
 """
 
 import mmap
@@ -20,6 +20,7 @@ import attrs
 
 from infinistore.cli.raw_peer import RawClient, raw_peer
 from infinistore.errors import ChecksumMismatch
+from infinistore.kept_errors import KeptError
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -43,13 +44,13 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """How many times `measure` reports progress."""
+        """Number of progress reports of `measure`."""
         return 2 * len(self.sizes_bytes)
 
 
 @attrs.frozen
 class Figure:
-    """One line of the result. Rates count payload only; times are for one batch."""
+    """One line of the result. Rates count payload only; times are per batch."""
 
     operation: str
     size_bytes: int
@@ -64,7 +65,7 @@ class Figure:
 
 
 class Client:
-    """One thread's store and buffers, and the keys that are its own."""
+    """The store, buffers and keys of one thread."""
 
     def __init__(self, store: "BlockingStore", name: str, plan: Plan) -> None:
         self.store = store
@@ -74,22 +75,22 @@ class Client:
         self.target = memoryview(_pages(length, b"\0"))
 
     def keys(self, plan: Plan) -> list[str]:
-        """Return the keys that it writes."""
+        """Return its keys."""
         return [f"{self.prefix}/{index}" for index in range(plan.batch)]
 
     def put(self, plan: Plan, size_bytes: int) -> Step:
-        """Return what puts a batch."""
+        """Return a function that puts a batch."""
         keys = self.keys(plan)
         items = list(zip(keys, _pieces(self.source, size_bytes, plan.batch), strict=True))
         return lambda: self.store.put_many(items)
 
     def get(self, plan: Plan, size_bytes: int) -> Step:
-        """Return what gets the batch that was put; the first is compared with it here."""
+        """Return a function that gets the batch; compare the first result."""
         keys = self.keys(plan)
         items = list(zip(keys, _pieces(self.target, size_bytes, plan.batch), strict=True))
         length = size_bytes * plan.batch
         self.store.get_many_into(items)
-        if self.target[:length] != self.source[:length]:  # a fast answer that is wrong is no figure
+        if self.target[:length] != self.source[:length]:  # a fast but wrong answer does not count
             raise ChecksumMismatch("the benchmark read other bytes than it wrote; please report it")
         return lambda: self.store.get_many_into(items)
 
@@ -97,10 +98,10 @@ class Client:
 def measure(
     plan: Plan, open_store: Callable[[], AbstractContextManager["BlockingStore"]], report: Callable[[str], None]
 ) -> tuple[list[Figure], str, str]:
-    """Measure `plan` and return the figures, the store's transport, and why it is that one.
+    """Measure `plan`. Returns the figures, the store's transport, and its reason.
 
-    `report` is called with a few words before each of `plan.steps` steps. The keys that were written are deleted at the
-    end. Raises what the store raises.
+    `report` is called with a few words before each of `plan.steps` steps. The keys are
+    deleted at the end. Raises the store's errors.
     """
     name = f"infinistore-bench/{secrets.token_hex(8)}"
     figures: list[Figure] = []
@@ -142,10 +143,13 @@ def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[Client], 
 
 
 def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
-    """Call each step again and again in a thread of its own; return how long the calls took, and how long all took."""
+    """Repeat each step in a separate thread. Returns the times of calls and in
+    total.
+    """
     runner = _Runner(len(steps), seconds)
     threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
-    # Ctrl-C waits until all have started: one half-way there could not be waited for, and would put after the end.
+    # Ctrl-C waits until all threads have started: a thread that is just starting could
+    # not be joined, and would put after the end.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for thread in threads:
@@ -161,15 +165,15 @@ def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    if runner.errors:
-        raise runner.errors[0]
+    if runner.failure is not None:
+        raise runner.failure.again()
     return runner.times, runner.elapsed_s
 
 
 class _Runner:
     def __init__(self, threads: int, seconds: float) -> None:
         self.times: list[float] = []
-        self.errors: list[BaseException] = []
+        self.failure: KeptError | None = None
         self.elapsed_s = 0.0
         self._seconds = seconds
         self._stopped = False
@@ -189,7 +193,7 @@ class _Runner:
         except threading.BrokenBarrierError:  # another thread failed, and has said why; or Ctrl-C
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-            self.errors.append(error)
+            self.failure = self.failure or KeptError(error)
             self.stop()
 
     def _measure(self, step: Step) -> None:
@@ -266,7 +270,7 @@ def _copy(target: memoryview, source: memoryview, length: int) -> None:
 
 
 def _pages(length: int, pattern: bytes) -> mmap.mmap:
-    """Page-aligned memory, touched: a copy to unaligned or new memory is several times slower and measures that."""
+    """Return page-aligned, touched memory: copies to other memory are much slower."""
     pages = mmap.mmap(-1, length)
     for start in range(0, length, len(pattern) if len(pattern) > 1 else mmap.PAGESIZE):
         end = min(length, start + len(pattern))

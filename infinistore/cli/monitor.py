@@ -1,4 +1,4 @@
-"""`infinistore monitor`: a live screen of what a server does."""
+"""`infinistore monitor`: a live screen of a server's activity."""
 
 import os
 import socket
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_DEADLINE_S: Final = 5.0  # less than for other commands: a screen that says nothing for half a minute tells nothing
+_DEADLINE_S: Final = 5.0  # less than for other commands, so that the screen stays live
 _LINES_OF_A_PIPE: Final = 60
 
 
-@click.command("monitor", short_help="Show live what a server does.")
+@click.command("monitor", short_help="Show a server's activity live.")
 @click.argument("address", metavar="[URL]", required=False)
 @click.option(
     "--interval", metavar="SECONDS", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True,
-    help="Time from one sample to the next.",
+    help="Time between two samples.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Take two samples, print one screen, and exit.")
 @click.option("--ascii", "only_ascii", is_flag=True, help="Draw with plain characters.")
@@ -33,10 +33,11 @@ _LINES_OF_A_PIPE: Final = 60
 def command(
     *, address: str | None, interval: float, once: bool, only_ascii: bool, as_json: bool, target: Target
 ) -> None:
-    """Show live how full the pool is, what moves, how long requests take, and who sends them.
+    """Show pool usage, throughput, latencies and clients of a server live.
 
-    URL is the same as --url. The keys: q quits, ? shows all others. With --json, one object is printed for each sample,
-    with --once as well only one. Without a terminal it is as with --once.
+    URL is the same as --url. Press q to quit and ? for the other keys. --json prints
+    one object per sample, or a single one with --once. Without a terminal, --once is
+    the default.
     """
     import trio
 
@@ -96,8 +97,8 @@ def _print_now(made: dict[str, Any]) -> None:
 def _source(target: Target, address: str | None) -> "Source":
     from urllib.parse import parse_qs, urlsplit
 
-    from infinistore.config import read_token
     from infinistore.monitor.sampling import Source
+    from infinistore.token_file import read_token
 
     url = address or target.url
     try:

@@ -1,6 +1,6 @@
-"""The flags that several commands share, and what they mean together.
+"""The flags that several commands share.
 
-The flags of a server derive from `ServerConfig`; nothing about a setting is repeated here.
+The flags of a server derive from `ServerConfig`; no setting is repeated here.
 """
 
 import functools
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import attrs
 import rich_click as click
 
+from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
 from infinistore.cli.failures import session_of
-from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path, server_settings
+from infinistore.config import server_settings
 from infinistore.errors import StoreUnavailable
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
@@ -21,7 +22,16 @@ from infinistore.settings import Setting
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["KEY", "SIZE", "Target", "client_options", "json_option", "server_options"]
+__all__ = [
+    "KEY",
+    "SIZE",
+    "Target",
+    "client_options",
+    "json_option",
+    "log_level_option",
+    "server_options",
+    "token_file_option",
+]
 
 DEFAULT_URL: Final = f"infinistore://127.0.0.1:{DEFAULT_SERVICE_PORT}"
 _CONNECTING = "Connection"
@@ -78,11 +88,13 @@ class Target:
     url: str
     token_file: Path | None
     deadline_s: float | None
-    """None: as the URL says, or the client's default."""
+    """None: the URL's value, or the client's default."""
     wait_s: float
 
     def check(self) -> None:
-        """Raise ConfigError if the URL or the token file cannot be used. Nothing is connected."""
+        """Raise ConfigError if the URL or the token file is invalid. Does not
+        connect.
+        """
         from infinistore import blocking
 
         with blocking.open_store(self.url, lazy=True, **self._given()):
@@ -90,7 +102,7 @@ class Target:
 
     @contextmanager
     def open(self) -> Iterator["BlockingStore"]:
-        """Connect, waiting up to `wait_s` for a server to come up, and disconnect at the end."""
+        """Connect, waiting up to `wait_s` for the server, and disconnect at the end."""
         from infinistore import blocking
 
         given = self._given()
@@ -99,8 +111,8 @@ class Target:
             yield store
 
     def _given(self) -> dict[str, Any]:
-        """What was given by flags; what was not may stand in the URL."""
-        from infinistore.config import read_token
+        """The options given by flags; others may be in the URL."""
+        from infinistore.token_file import read_token
 
         given: dict[str, Any] = {}
         if self.token_file is not None:
@@ -110,7 +122,7 @@ class Target:
         return given
 
     def over(self, path: str) -> "Target":
-        """Return the same server with the way that the bytes are to go: auto, tcp, unix, shm or rdma."""
+        """Return the same server with a transport: auto, tcp, unix, shm or rdma."""
         if path == "auto":
             return self
         from urllib.parse import urlsplit
@@ -140,12 +152,10 @@ class Target:
 
 
 def client_options(function: Function) -> Function:
-    """Add the flags that say which store to talk to; the function receives them as `target`."""
+    """Add the flags of the server address; the function receives them as `target`."""
 
     @functools.wraps(function)
-    def call(
-        url: str, token_file: Path | None, deadline: float | None, wait: float, log_level: str | None, **more: Any
-    ) -> Any:
+    def call(url: str, token_file: Path | None, deadline: float | None, wait: float, **more: Any) -> Any:
         return function(target=Target(url, token_file, deadline, wait), **more)
 
     decorated: Any = call
@@ -158,42 +168,54 @@ def _client_options() -> list[Callable[[Any], Any]]:
     return [
         click.option(
             "--url", metavar="URL", default=DEFAULT_URL, show_default=True, envvar="INFINISTORE_URL", show_envvar=True,
-            panel=_CONNECTING, help="Which store to talk to.",
+            panel=_CONNECTING, help="The store to use.",
         ),
-        click.option(
-            "--token-file", metavar="FILE", type=click.Path(path_type=Path), envvar="INFINISTORE_TOKEN_FILE",
-            show_envvar=True, panel=_CONNECTING, help="File whose first line is the token that the server wants.",
-        ),
+        token_file_option,
         click.option(
             "--deadline", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-            panel=_CONNECTING, help="Longest time for one call to the store. Default: what --url says, or 30.",
+            panel=_CONNECTING, help="Longest time for one call. Default: the URL's deadline_s, or 30.",
         ),
         click.option(
             "--wait", metavar="SECONDS", type=click.FloatRange(min=0), default=0.0, panel=_CONNECTING,
             help="Wait this long for a server that is not up yet.",
         ),
-        click.option(
-            "--log-level", metavar="LEVEL", type=click.Choice(["error", "warning", "info", "debug"]),
-            callback=_note_log_level, panel=_CONNECTING, help="debug shows a traceback when something fails.",
-        ),
+        log_level_option,
     ]  # fmt: skip
+
+
+def token_file_option(function: Function) -> Function:
+    """Add `--token-file`; the function receives it as `token_file`."""
+    return click.option(
+        "--token-file", metavar="FILE", type=click.Path(path_type=Path), envvar="INFINISTORE_TOKEN_FILE",
+        show_envvar=True, panel=_CONNECTING, help="File whose first line is the server's token.",
+    )(function)  # fmt: skip
+
+
+def log_level_option(function: Function) -> Function:
+    """Add `--log-level`, which takes effect by itself."""
+    return click.option(
+        "--log-level", metavar="LEVEL", type=click.Choice(["error", "warning", "info", "debug"]), expose_value=False,
+        callback=_note_log_level, panel=_CONNECTING, help="debug shows a traceback on failure.",
+    )(function)  # fmt: skip
 
 
 def json_option(function: Function) -> Function:
     """Add `--json`; the function receives it as `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for a script to read.")(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(function)
 
 
 def server_options(function: Function) -> Function:
-    """Add a flag for each setting of a server; the function receives what was written, by key, as `settings`."""
+    """Add a flag for each server setting; the function receives them as `settings`."""
     settings = server_settings()
 
     @functools.wraps(function)
     def call(**values: Any) -> Any:
         written = {setting.key: values.pop(setting.key) for setting in settings}
         for setting in settings:
-            if setting.is_switch:  # a flag that was not given must not hide what a variable or the file says
+            if setting.is_switch:  # an unset flag must not hide a variable or the file
                 written[setting.key] = False if values.pop(_off(setting)) else written[setting.key] or None
+            elif setting.kind.several:
+                written[setting.key] = written[setting.key] or None
         return function(settings=written, **values)
 
     decorated: Any = call
@@ -214,6 +236,7 @@ def _server_option(setting: Setting) -> Callable[[Any], Any]:
         setting.key,
         default=None,
         is_flag=setting.is_switch,
+        multiple=setting.kind.several,
         metavar=setting.kind.metavar or None,
         help=f"{setting.help}. Default: {setting.default_text}.",
         callback=_note_log_level if setting.key == "log_level" else None,

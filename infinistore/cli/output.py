@@ -1,6 +1,6 @@
-"""Prints: one JSON document for scripts, tables and colour for a terminal, plain lines for a pipe.
+"""Output: JSON for scripts, tables and colour for terminals, plain lines for pipes.
 
-rich is imported when a table is printed, not before.
+rich is imported only when a table is printed.
 """
 
 import json
@@ -23,7 +23,7 @@ __all__ = [
     "visible",
 ]
 
-_WIDTH_OF_A_PIPE: Final = 200  # a table that a program or a file receives is not folded to a terminal's width
+_WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
 
 
 def print_json(document: Any) -> None:
@@ -37,17 +37,17 @@ def print_line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print one line on standard error, for a person: it is not part of the answer."""
+    """Print one line on standard error, apart from the answer."""
     sys.stderr.write(f"infinistore: {text}\n")
 
 
 def visible(key: str) -> str:
-    """Return the key as it can be shown: characters that would move a terminal's cursor are escaped."""
+    """Return the key with control characters escaped."""
     return key if key.isprintable() else key.encode("unicode_escape").decode("ascii")
 
 
 def is_plain_text(data: bytes | bytearray) -> bool:
-    """Whether the bytes can be written to a terminal without upsetting it."""
+    """Whether the bytes are safe to write to a terminal."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -56,7 +56,9 @@ def is_plain_text(data: bytes | bytearray) -> bool:
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """Return a rich console: in colour on a terminal, unless NO_COLOR is set; wide and plain elsewhere."""
+    """Return a rich console: colour on a terminal (unless NO_COLOR), else wide and
+    plain.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -66,7 +68,7 @@ def console(*, stderr: bool = False) -> "Console":
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", numbers: Sequence[str] = ()
 ) -> None:
-    """Print a table on standard output; the columns called `numbers` are flush right."""
+    """Print a table on standard output; the `numbers` columns are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -85,7 +87,9 @@ def print_table(
 
 @contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on standard error, if that is a terminal, until the end. A call says what begins."""
+    """Show a progress bar on standard error if it is a terminal. Call it for
+    each step.
+    """
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield lambda text: None

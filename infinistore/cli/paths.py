@@ -1,8 +1,8 @@
-"""The measuring part of `infinistore doctor --to`: each path to a server tried, and its bandwidth and latency measured.
+"""The measurements of `infinistore doctor --to`: each transport to a server.
 
-It promises to evict nothing that is not its own: at most some MiB are written, and none to a server that is so full
-that it might make room for them. Time is bounded by the seconds for each figure and the deadline of each call. The keys
-that were written are deleted at the end, also after a failure.
+They never evict other blocks: they write at most some MiB, and nothing to a server that
+is so full that it might evict. Their time is bounded by the seconds per figure and the
+deadline of each call. The keys are deleted at the end, also after a failure.
 """
 
 import secrets
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import attrs
 
+from infinistore.addresses import is_loopback
 from infinistore.cli.measure import Client, Plan, Step, percentiles, run
 from infinistore.cli.options import Target
-from infinistore.config import is_loopback
 from infinistore.doctor import Finding, Level
 from infinistore.errors import AuthenticationFailed, InfiniStoreException, VersionMismatch
 
@@ -28,52 +28,55 @@ _TOPIC: Final = "server"
 _BLOCK_BYTES: Final = 65536
 _BATCHES: Final = (64, 16, 4)
 _FULL: Final = 0.8
-"""The part of the pool above which a server may evict, unless it was told otherwise."""
+"""The pool usage above which a server evicts by default."""
 
 
 @attrs.frozen
 class MeasuredPath:
-    """What came of one path. Rates are bytes of payload per second; a figure that was not measured is None."""
+    """The result of one transport.
+
+    Rates are bytes of payload per second; None was not measured.
+    """
 
     path: str
     finding: Finding
     transport: str = ""
     reason: str = ""
     batch: int | None = None
-    """Blocks of 64 KiB in one call."""
+    """Blocks of 64 KiB per call."""
     put_bytes_per_s: float | None = None
     get_bytes_per_s: float | None = None
     lookup_p50_us: float | None = None
-    """`exists` of one key: the time there and back."""
+    """`exists` of one key: the round trip time."""
     lookup_p99_us: float | None = None
     get_p50_us: float | None = None
     """Get of one block of 4 KiB."""
 
 
 def steps(target: Target) -> int:
-    """How many times `measure_paths` reports at most."""
+    """Maximum number of progress reports of `measure_paths`."""
     return len(_paths(target))
 
 
 def measure_paths(target: Target, seconds: float, report: Callable[[str], None]) -> list[MeasuredPath]:
-    """Try each path to the server of `target`, and measure those that work.
+    """Try each transport to the server of `target`, and measure those that work.
 
-    What a server or a network does is in the result, and raises nothing.
+    Failures of the server or the network are part of the result.
 
     Raises:
-        ConfigError: the URL or the token file cannot be used; `Target.check` says so before.
+        ConfigError: the URL or the token file is invalid; `Target.check` detects that.
     """
     measured: list[MeasuredPath] = []
     for path in _paths(target):
         report(path)
         measured.append(_measure_path(path, target, seconds))
-        if measured[0].finding.level is Level.BAD:  # there is no server behind the other paths either
+        if measured[0].finding.level is Level.BAD:  # the other transports lead to the same server
             break
     return measured
 
 
 def _paths(target: Target) -> list[str]:
-    """The first is the one that any server must answer on."""
+    """The transports; every server must answer on the first one."""
     return ["unix", "shm"] if _by_socket(target) else ["tcp", "shm", "rdma"]
 
 
@@ -147,7 +150,7 @@ def _latency(client: Client, plan: Plan) -> float:
 
 
 def _delete(client: Client, plan: Plan) -> None:
-    """After a failure the store may be gone, and that failure is what is to be told."""
+    """Delete keys; ignore errors, which would hide the first failure."""
     with suppress(InfiniStoreException):
         client.store.delete(client.keys(plan))
 
@@ -174,7 +177,7 @@ def _failed(path: str, error: InfiniStoreException, target: Target) -> Finding:
 
 
 def _without(path: str, text: str, target: Target) -> Finding:
-    """A path that cannot be used beside one that can."""
+    """The result for an unusable transport if another one works."""
     if path == "shm" and not _by_socket(target) and not is_loopback(urlsplit(target.url).hostname or ""):
         return Finding(
             _TOPIC, path, Level.GOOD, "only for clients on the server's own host" + (f": {text}" if text else "")

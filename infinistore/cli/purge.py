@@ -1,4 +1,4 @@
-"""`infinistore purge`: forget every key."""
+"""`infinistore purge`: deletes every key."""
 
 import sys
 
@@ -11,7 +11,7 @@ __all__ = ["command"]
 
 
 @click.command("purge", short_help="Delete every key.")
-@click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked.")
+@click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal.")
 @json_option
 @client_options
 def command(yes: bool, as_json: bool, target: Target) -> None:

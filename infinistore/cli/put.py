@@ -1,4 +1,4 @@
-"""`infinistore put`: a file, or standard input, into the store."""
+"""`infinistore put`: stores a file or standard input."""
 
 import sys
 from contextlib import nullcontext
@@ -20,16 +20,16 @@ __all__ = ["command"]
 @click.argument("file", default="-")
 @click.option(
     "--block-size", type=SIZE, metavar="SIZE", default=DEFAULT_BLOCK_BYTES,
-    help=f"A file longer than this is stored in blocks of this size. Default: {format_size(DEFAULT_BLOCK_BYTES)}.",
+    help=f"Files larger than this are split into blocks of this size. Default: {format_size(DEFAULT_BLOCK_BYTES)}.",
 )  # fmt: skip
-@click.option("--keep", is_flag=True, help="If the key is there already, keep it and exit with 1.")
+@click.option("--keep", is_flag=True, help="If the key exists, keep it and exit with 1.")
 @json_option
 @client_options
 def command(*, key: str, file: str, block_size: int, keep: bool, as_json: bool, target: Target) -> None:
     """Store FILE under KEY; without FILE, or with -, store standard input.
 
-    A file longer than --block-size becomes the keys KEY#0, KEY#1, ... and a manifest under KEY, which `get` puts
-    together again.
+    A file larger than --block-size becomes the keys KEY#0, KEY#1, ... and a manifest
+    under KEY. `get` reassembles it.
     """
     opened: Any = nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb")  # noqa: SIM115 - entered below
     source: BinaryIO

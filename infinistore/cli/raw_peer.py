@@ -1,8 +1,9 @@
-"""The other end of the raw socket that `infinistore bench` compares with: another process, blocking sockets.
+"""The peer of the raw sockets in `infinistore bench`: another process.
 
-A request is nine bytes: `p` or `g` and a length. After `p` come that many bytes, which are received and answered by one
-byte; `g` is answered by that many bytes. The process listens on a free port of 127.0.0.1 or on a Unix socket, prints
-where, and ends when its standard input does, so that it cannot outlive the benchmark.
+A request is nine bytes: `p` or `g` and a length. After `p` follow that many bytes,
+which the peer receives and answers with one byte. `g` is answered with that many bytes.
+The process listens on a free port of 127.0.0.1 or on a Unix socket, prints its address,
+and ends with its standard input, so that it cannot outlive the benchmark.
 """
 
 import mmap
@@ -22,20 +23,20 @@ _REQUEST: Final = struct.Struct("<cQ")
 
 
 class RawClient:
-    """One blocking connection to the peer. Not for several threads."""
+    """One blocking connection to the peer. Not thread-safe."""
 
     def __init__(self, address: str) -> None:
         self._socket = _connect(address)
 
     def put(self, data: memoryview) -> None:
-        """Send all of `data`, and wait until it was received."""
+        """Send `data`, and wait until the peer has received it."""
         self._socket.sendall(_REQUEST.pack(b"p", len(data)))
         self._socket.sendall(data)
         if not self._socket.recv(1):
             raise ConnectionError("the raw peer is gone")
 
     def get(self, buffer: memoryview) -> None:
-        """Fill all of `buffer` from the peer."""
+        """Fill `buffer` from the peer."""
         self._socket.sendall(_REQUEST.pack(b"g", len(buffer)))
         _receive(self._socket, buffer)
 
@@ -46,7 +47,7 @@ class RawClient:
 
 @contextmanager
 def raw_peer(*, unix: bool) -> Iterator[str]:
-    """Run the peer in a process of its own; yields its address for `RawClient`."""
+    """Run the peer in a separate process. Yields its address for `RawClient`."""
     arguments = [sys.executable, "-m", "infinistore.cli.raw_peer", "unix" if unix else "tcp"]
     # A session of its own: Ctrl-C is for the benchmark, which then ends the peer.
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:

@@ -1,4 +1,4 @@
-"""`infinistore rm`: delete keys."""
+"""`infinistore rm`: deletes keys."""
 
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,9 @@ __all__ = ["command"]
 @json_option
 @client_options
 def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
-    """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY was not there.
+    """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
 
-    A file that `put` stored in blocks goes with its blocks.
+    A file that `put` stored in blocks is deleted with its blocks.
     """
     if bool(keys) == bool(prefix):
         raise click.UsageError(

@@ -1,7 +1,8 @@
-"""The command `infinistore` itself: it finds the subcommand and imports its module, and no other.
+"""The command `infinistore`: finds the subcommand, and imports only its module.
 
-A subcommand is a module of this package with a click command called `command`, and a line in `COMMANDS`. Without a
-subcommand, `infinistore` is the server: `infinistore --service-port 9` means `infinistore serve --service-port 9`.
+A subcommand is a module of this package with a click command called `command`, and a
+line in `COMMANDS`. Without a subcommand, `infinistore` is the server:
+`infinistore --service-port 9` means `infinistore serve --service-port 9`.
 """
 
 import os
@@ -11,8 +12,8 @@ from typing import Final
 import rich_click as click
 from click.shell_completion import CompletionItem, shell_complete
 
-from infinistore import __version__
 from infinistore.settings import near
+from infinistore.version import __version__
 
 __all__ = ["COMMANDS", "COMPLETION_VARIABLE", "PROGRAM", "complete", "root"]
 
@@ -29,6 +30,8 @@ COMMANDS: Final = {
     "evict": ("Server", "infinistore.cli.evict"),
     "purge": ("Server", "infinistore.cli.purge"),
     "bench": ("Server", "infinistore.cli.bench"),
+    "disk": ("Server", "infinistore.cli.disk"),
+    "cluster": ("Server", "infinistore.cli.cluster"),
     "put": ("Keys", "infinistore.cli.put"),
     "get": ("Keys", "infinistore.cli.get"),
     "exists": ("Keys", "infinistore.cli.exists"),
@@ -59,7 +62,7 @@ _EPILOG: Final = "The flags of a command: infinistore COMMAND --help. Exit codes
 
 
 class _Root(click.RichGroup):
-    """A group that imports a subcommand when it is asked for, and takes `serve` as read."""
+    """A group that imports subcommands on demand; `serve` is the default."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names_a_command = not args or not args[0].startswith("-") or args[0] in _OWN_FLAGS
@@ -105,7 +108,7 @@ click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(pro
 
 
 def complete() -> bool:
-    """Answer a shell that asks for completions, if it does; return whether it did."""
+    """Answer a shell's request for completions. Returns whether there was one."""
     instruction = os.environ.get(COMPLETION_VARIABLE)
     if not instruction:
         return False

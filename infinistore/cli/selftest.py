@@ -1,4 +1,4 @@
-"""`infinistore selftest`: whether a store does what a store should, over each path that leads to it from here."""
+"""`infinistore selftest`: checks a store over each transport."""
 
 import secrets
 import time
@@ -10,10 +10,11 @@ from urllib.parse import quote, urlsplit
 import attrs
 import rich_click as click
 
+from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import print_json, print_table
-from infinistore.config import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
+from infinistore.kept_errors import KeptError
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _SIZES_BYTES = (1, 4096, 65_537)
-"""One that is smaller than any unit, one that is a whole number of small ones, and one that is no whole number."""
+"""Less than a unit, a whole number of small units, and not a whole number."""
 
 
 @attrs.frozen
@@ -34,17 +35,19 @@ class _Check:
 
 
 @click.command("selftest", short_help="Check that a store works.")
-@click.option("--embedded", is_flag=True, help="Check a store in this process. No server is needed.")
+@click.option("--embedded", is_flag=True, help="Check a store in this process, without a server.")
 @json_option
 @client_options
 def command(embedded: bool, as_json: bool, target: Target) -> None:
-    """Write, look up, read back, compare and delete a few small blocks, over each path to the store.
+    """Write, look up, read, compare and delete a few blocks over each transport.
 
-    The paths are that of --url and, if the server is on this machine, its Unix socket. Fails with the exit code of the
-    first check that failed; what comes after a failure on the same path is not tried.
+    The transports are that of --url and, if the server is on this machine, its Unix
+    socket. If the store has disks, the blocks must also become durable. The exit code
+    is that of the first failed check. After a failure, the remaining checks of that
+    transport are skipped.
     """
     checks: list[_Check] = []
-    failures: list[InfiniStoreException] = []
+    failures: list[KeptError] = []
     for name, opened in _paths(target, embedded=embedded):
         checks += _check_path(name, opened, failures)
     if as_json:
@@ -59,13 +62,13 @@ def command(embedded: bool, as_json: bool, target: Target) -> None:
             numbers=("us",),
         )
     if failures:
-        raise failures[0]
+        raise failures[0].again()
 
 
 def _paths(
     target: Target, *, embedded: bool
 ) -> Iterator[tuple[str, Callable[[], "AbstractContextManager[BlockingStore]"]]]:
-    """Yield the name of each path, and what opens it."""
+    """Yield the name of each transport, and a function that opens a store over it."""
     if embedded:
         from infinistore import blocking
 
@@ -81,9 +84,9 @@ def _paths(
 
 
 def _check_path(
-    name: str, opened: "Callable[[], AbstractContextManager[BlockingStore]]", failures: list[InfiniStoreException]
+    name: str, opened: "Callable[[], AbstractContextManager[BlockingStore]]", failures: list[KeptError]
 ) -> Iterator[_Check]:
-    """Yield what came of each check, and append the failure that ended them, if any."""
+    """Yield the result of each check; append the failure that ended them, if any."""
     start = time.perf_counter()
     check = "connect"
 
@@ -106,7 +109,7 @@ def _check_path(
                     store.delete(values)
                 raise
     except InfiniStoreException as error:
-        failures.append(error)
+        failures.append(KeptError(error))
         yield done(f"{type(error).__name__}: {error}")
 
 
@@ -125,8 +128,10 @@ def _checks(store: "BlockingStore", prefix: str, values: dict[str, bytes]) -> li
         _same("number of keys", int(matched), len(keys))
         _same("answer", store.release_hold(matched.hold), True)
 
+    has_disks = store.stats().disk is not None
     return [
         ("put", lambda: _same("skipped keys", store.put_many(values), [])),
+        *([("flush to disk", lambda: _same("number of durable keys", store.flush(keys), len(keys)))] * has_disks),
         ("exists", lambda: _same("answer", store.exists_many(some_are_there[0]), some_are_there[1])),
         ("get", lambda: _same("bytes", store.get_many(keys), list(values.values()))),
         ("get into memory", get_into),

@@ -1,4 +1,4 @@
-"""`infinistore serve`, and `infinistore` alone: run a server until it is told to stop."""
+"""`infinistore serve`, and plain `infinistore`: run a server until it is stopped."""
 
 import gc
 import signal
@@ -22,25 +22,30 @@ if TYPE_CHECKING:
 
     from infinistore.config import ServerConfig
 
-__all__ = ["command"]
+__all__ = ["calm_the_garbage_collector", "command"]
 
 _GARBAGE_OBJECTS = 10_000
+SHARD_COMMAND = (sys.executable, "-P", "-m", "infinistore.cli.shard")
+"""Starts a shard, with the descriptor of its link as one more argument."""
 
 
 @click.command("serve", short_help="Run a server.")
 @click.option(
     "--config", "file", metavar="FILE", panel="Options",
-    help="YAML file with settings, one a line: the flags without --, with _ for -. Default: $INFINISTORE_CONFIG.",
+    help="YAML file with one setting per line: flags without --, with _ for -. Default: $INFINISTORE_CONFIG.",
 )  # fmt: skip
 @server_options
 @json_option
 @click.pass_context
 def command(context: click.Context, file: str | None, settings: Mapping[str, object], as_json: bool) -> None:
-    """Run a server. It prints one line when it listens; on Ctrl-C or SIGTERM it finishes requests under way and stops.
+    """Run a server. It prints one line when it listens.
 
-    Each flag can also be an environment variable (--service-port: INFINISTORE_SERVICE_PORT) or a key in --config FILE
-    (service_port). The command line is stronger than the environment, and that than the file. A flag that takes no
-    value is turned off by --no- before its name.
+    On Ctrl-C or SIGTERM, it finishes running requests and stops.
+
+    Each flag can also be an environment variable (--service-port:
+    INFINISTORE_SERVICE_PORT) or a key in --config FILE (service_port). The command line
+    takes precedence over the environment, and the environment over the file. --no-
+    before its name turns off a flag without a value.
     """
     from infinistore.config import load_server_config, misspelt_variables
 
@@ -55,7 +60,7 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
 def _run(config: "ServerConfig", *, as_json: bool) -> None:
     from infinistore.allocators import prepare_process
 
-    prepare_process(config.allocator)  # first: it may start this process again with another environment
+    prepare_process(config.allocator)  # first: it may re-execute this process
     import trio
 
     interrupts: list[int] = []
@@ -70,20 +75,26 @@ def _run(config: "ServerConfig", *, as_json: bool) -> None:
 async def _serve(config: "ServerConfig", as_json: bool, interrupts: list[int]) -> None:
     import trio
 
-    from infinistore import serve
+    from infinistore import server
+    from infinistore.cli.taking import tell_of_taking
 
+    run = partial(server.serve, config) if config.shards == 1 else partial(server.serve_shards, config, SHARD_COMMAND)
     async with trio.open_nursery() as nursery:
-        addresses = await nursery.start(partial(serve, config, handle_signals=True))
-        _calm_the_garbage_collector()
+        taking = trio.CancelScope()
+        nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
+        addresses = await nursery.start(partial(run, handle_signals=True))
+        taking.cancel()
+        calm_the_garbage_collector()
         _note_interrupts(interrupts)
         _announce(config, addresses, as_json=as_json)
 
 
-def _calm_the_garbage_collector() -> None:
-    """Have it look less often, and never again at what is there now.
+def calm_the_garbage_collector() -> None:
+    """Run the garbage collector less often, and never on the current objects.
 
-    A batch of 64 blocks makes and drops some hundred tuples, and by default every few batches were held up by a search
-    for cycles among them. There are none: what is stored is strings and tuples of integers.
+    A batch of 64 blocks creates and drops some hundred tuples. By default, a search for
+    cycles among them delayed every few batches. They have no cycles: the store keeps
+    strings and tuples of integers.
     """
     gc.collect()
     gc.freeze()
@@ -91,7 +102,9 @@ def _calm_the_garbage_collector() -> None:
 
 
 def _note_interrupts(interrupts: list[int]) -> None:
-    """Remember a Ctrl-C, which the server then handles: it drains as for SIGTERM, and does not say which it was."""
+    """Record a Ctrl-C. The server drains as for SIGTERM, and does not tell them
+    apart.
+    """
     handler = signal.getsignal(signal.SIGINT)
 
     def remember(number: int, frame: "FrameType | None") -> None:
@@ -103,7 +116,7 @@ def _note_interrupts(interrupts: list[int]) -> None:
 
 
 def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
-    """Print the one line that says the server is there; scripts wait for it, so it is flushed."""
+    """Print and flush the line that announces the server; scripts wait for it."""
     urls = _urls("tcp", addresses.tcp)
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
@@ -114,14 +127,16 @@ def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
                 "listening": urls,
                 "management": management,
                 "pool_bytes": config.prealloc_bytes,
+                "shards": config.shards,
                 "allocator": config.allocator,
             }
         )
     else:
         pool = describe_size(config.prealloc_bytes)
         also = f"; management on {' and '.join(management)}" if management else ""
-        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool} ({config.allocator}){also}")
-    with suppress(BrokenPipeError):  # nobody reads the line; that is no reason not to serve
+        parts = f" in {config.shards} shards" if config.shards > 1 else ""
+        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool}{parts} ({config.allocator}){also}")
+    with suppress(BrokenPipeError):  # serve even if standard output is closed
         sys.stdout.flush()
 
 

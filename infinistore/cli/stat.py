@@ -1,4 +1,4 @@
-"""`infinistore stat`: what the store holds and has done."""
+"""`infinistore stat`: statistics of the store."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +16,15 @@ __all__ = ["command"]
 @click.command("stat", short_help="Show statistics.")
 @click.option(
     "--details", is_flag=True,
-    help="With --json: also a server's operations, connections, arenas, and its keys by prefix.",
+    help="With --json: also operations, connections, arenas, and keys by prefix.",
 )  # fmt: skip
 @json_option
 @client_options
 def command(details: bool, as_json: bool, target: Target) -> None:
-    """Show the store's statistics, and which path the bytes of this client would take.
+    """Show the store's statistics, and the transport of this client.
 
-    With --json the names are those of the table; sizes are in bytes and times in the unit that the name ends in.
+    --json uses the names of the table; sizes are in bytes, and a suffix of the name is
+    the unit of a time. Disks are there only if the store has some, by their number.
     """
     if details and not as_json:
         raise click.UsageError("--details are lists: add --json, or see `infinistore monitor`")
@@ -31,6 +32,8 @@ def command(details: bool, as_json: bool, target: Target) -> None:
         statistics = attrs.asdict(store.stats(details))
     if not details:
         del statistics["details"]
+    if statistics["disk"] is None:
+        del statistics["disk"]
     if as_json:
         print_json(statistics)
     else:
@@ -41,6 +44,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield from _leaves({str(index): one for index, one in enumerate(value)}, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

@@ -1,0 +1,60 @@
+"""Reports that a server is allocating its pool, which takes up to 1 s per GiB."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from infinistore.sizes import describe_size
+
+__all__ = ["tell_of_taking"]
+
+_log = logging.getLogger("infinistore.server")
+_SILENT_S: Final = 0.2  # what takes no longer, or fails at once, needs no word
+_REFRESH_S: Final = 0.25
+_BLOCK_BYTES: Final = 512
+
+
+async def tell_of_taking(pool_bytes: int, scope: trio.CancelScope) -> None:
+    """Report the allocation of a pool in the log, or with progress on a terminal.
+
+    It runs until the caller cancels `scope`.
+    """
+    what = f"taking a pool of {describe_size(pool_bytes)}"
+    with scope:
+        await trio.sleep(_SILENT_S)
+        if not sys.stderr.isatty():  # each line there is JSON
+            _log.info("taking the pool", extra={"pool_bytes": pool_bytes})
+            return
+        try:
+            while True:
+                sys.stderr.write(f"\rinfinistore: {what}: {min(100, 100 * _taken_bytes() // pool_bytes)} %")
+                sys.stderr.flush()
+                await trio.sleep(_REFRESH_S)
+        finally:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _taken_bytes() -> int:
+    """Return the size of the first arena of this process, or of its shards, so far."""
+    taken = 0
+    for process in ("self", *_children()):
+        with suppress(OSError):
+            for entry in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(entry).startswith("/memfd:infinistore-arena-0"):
+                        taken += os.stat(entry).st_blocks * _BLOCK_BYTES
+    return taken
+
+
+def _children() -> Iterator[str]:
+    """Return the processes that threads of this one have started."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that is gone, or a kernel that does not tell
+            yield from file.read_text(encoding="ascii").split()
