@@ -26,7 +26,9 @@ def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
 
 
 class Remotes:
-    """Opens stores of one remote kind, with settings of the test's own; all are closed after it."""
+    """Opens stores of one remote kind, with settings of the test's own; all are closed
+    after it.
+    """
 
     def __init__(self, kind: str, loops: Loops, stack: ExitStack) -> None:
         self.kind = kind
@@ -54,13 +56,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def shared(kind: str, loops: Loops) -> Iterator[Shared]:
-    """A server on this host, and what opens stores that map its pool, of each kind of client."""
+    """A server on this host, and what opens stores that map its pool, of each kind of
+    client.
+    """
     with shared_serving(loops, kind) as running:
         yield running
 
 
 @pytest.fixture
 def one_kind(loops: Loops) -> Iterator[Shared]:
-    """For what does not depend on the kind of client, or looks at it from inside: from a loop that is impossible."""
+    """For what does not depend on the kind of client, or looks at it from inside: from
+    a loop that is impossible.
+    """
     with shared_serving(loops, "threads") as running:
         yield running

@@ -1,7 +1,8 @@
 """Event loops in threads of their own, for tests that are not asynchronous themselves.
 
-Hypothesis' rule machines, and blocking clients, live in the thread of the test. What they talk to lives here: a whole
-Trio or asyncio loop that runs coroutines and keeps asynchronous context managers open until the test leaves them.
+Hypothesis' rule machines, and blocking clients, live in the thread of the test. What
+they talk to lives here: a whole Trio or asyncio loop that runs coroutines and keeps
+asynchronous context managers open until the test leaves them.
 """
 
 import asyncio
@@ -160,7 +161,9 @@ class _AsBlocking:
 
 @contextmanager
 def _entered_in(loop: LoopThread, block: AbstractAsyncContextManager[_T]) -> Iterator[_T]:
-    """The block of an asynchronous store, for `with`: it is entered and left in the loop of the store."""
+    """The block of an asynchronous store, for `with`: it is entered and left in the
+    loop of the store.
+    """
     value = loop.run(block.__aenter__)
     try:
         yield value
@@ -171,5 +174,7 @@ def _entered_in(loop: LoopThread, block: AbstractAsyncContextManager[_T]) -> Ite
 
 
 def as_blocking(store: Any, loop: LoopThread) -> BlockingStore:
-    """Return an asynchronous store as a blocking one: each call runs in its loop, and waits here."""
+    """Return an asynchronous store as a blocking one: each call runs in its loop, and
+    waits here.
+    """
     return cast(BlockingStore, _AsBlocking(store, loop))

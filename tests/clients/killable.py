@@ -1,10 +1,13 @@
-"""A client in a process of its own that does what it is told, and can be told to stop anywhere inside, to be killed.
+"""A client in a process of its own that does what it is told, and can be told to stop
+anywhere inside, to be killed.
 
     python tests/clients/killable.py URL
 
-Each line on standard input is a command in JSON, each line on standard output what became of it. A command with `halt`
-stops at that step of it for ever, and says so: before bytes move on the socket, in the middle of what is sent, between
-two blocks that are copied or hashed, on both sides of a commit word, and inside the block of a lease or a reservation.
+Each line on standard input is a command in JSON, each line on standard output what
+became of it. A command with `halt` stops at that step of it for ever, and says so:
+before bytes move on the socket, in the middle of what is sent, between two blocks that
+are copied or hashed, on both sides of a commit word, and inside the block of a lease or
+a reservation.
 """
 
 import json
@@ -21,12 +24,12 @@ from xxhash import xxh3_64_hexdigest
 
 from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client import copy_threads, shared_memory
-from infinistore.client.copying import copy_blocks, hash_blocks
-from infinistore.client.own_reads import OwnReads
-from infinistore.protocol.effects import Exchange
+from infinistore.client.memory import copy_threads
+from infinistore.client.memory.copying import copy_blocks, hash_blocks
+from infinistore.client.movers.shm import mover as shared_memory
+from infinistore.client.movers.shm.known_reads import KnownReads
 from infinistore.protocol.messages import Numbers
-from infinistore.transports.blocking_sockets import BlockingSocketStream
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 
 __all__ = ["digest_of", "value_of"]
 
@@ -81,26 +84,24 @@ def with_steps() -> None:
         steps.step()
         return receive_into(stream, views)
 
-    def copying(
-        sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool
-    ) -> Exchange[list[int]]:
+    async def copying(sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool) -> list[int]:
         checksums: list[int] = []
         for source, target in zip(sources, targets, strict=True):
             steps.step()
-            checksums += yield from copy_blocks([source], [target], hash_targets=hash_targets)
+            checksums += await copy_blocks([source], [target], hash_targets=hash_targets)
         steps.step()
         return checksums
 
-    def hashing(views: Sequence[memoryview]) -> Exchange[list[int]]:
+    async def hashing(views: Sequence[memoryview]) -> list[int]:
         checksums: list[int] = []
         for view in views:
             steps.step()
-            checksums += yield from hash_blocks([view])
+            checksums += await hash_blocks([view])
         return checksums
 
-    commit = OwnReads.commit
+    commit = KnownReads.commit
 
-    def committing(own_reads: OwnReads, reservation: int, checksums: Numbers) -> None:
+    def committing(own_reads: KnownReads, reservation: int, checksums: Numbers) -> None:
         steps.step()
         commit(own_reads, reservation, checksums)
         steps.step()
@@ -110,13 +111,15 @@ def with_steps() -> None:
         (BlockingSocketStream, "receive_into", receiving),
         (copy_threads, "copy_blocks", copying),
         (shared_memory, "hash_blocks", hashing),
-        (OwnReads, "commit", committing),
+        (KnownReads, "commit", committing),
     ):
         setattr(owner, name, replacement)
 
 
 class Client:
-    """The commands. `kept` has slices of leases whose blocks were left, by name: they keep the lease."""
+    """The commands. `kept` has slices of leases whose blocks were left, by name: they
+    keep the lease.
+    """
 
     def __init__(self, store: BlockingStore) -> None:
         self.store = store

@@ -1,4 +1,6 @@
-"""Reading from stores on the server's host in every way there is, for tests of reads that ask nobody."""
+"""Reading from stores on the server's host in every way there is, for tests of reads
+that ask nobody.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +21,9 @@ needs_tables = pytest.mark.skipif(
 
 
 def knows(store: BlockingStore, blocks: dict[str, bytes]) -> None:
-    """Have a store know these blocks, which are there, and have asked for all that it needs to read them."""
+    """Have a store know these blocks, which are there, and have asked for all that it
+    needs to read them.
+    """
     for _ in range(2):
         assert values_of(store, blocks) == list(blocks.values())
 

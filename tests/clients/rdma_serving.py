@@ -6,7 +6,7 @@ from typing import Any
 
 import trio
 
-from infinistore.transports.rdma_verbs import DeviceLimits
+from infinistore.transports.rdma.verbs import DeviceLimits
 from tests.server.running import RunningServer, make_config, running_server
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 

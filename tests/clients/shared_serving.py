@@ -1,4 +1,6 @@
-"""A server on this host and several stores that map its pool, all of one kind of client, for tests of shared memory."""
+"""A server on this host and several stores that map its pool, all of one kind of
+client, for tests of shared memory.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +11,7 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.core import StoreCore
-from infinistore.server.session import Session
+from infinistore.server.environment import Environment
 from tests.clients.event_loops import as_blocking
 from tests.clients.stores import Loops, when_idle
 from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
@@ -42,39 +44,45 @@ CLIENTS: dict[str, _Open] = {"threads": _threads, "trio": _trio, "asyncio": _asy
 
 
 class Shared:
-    """A server, and stores of one kind on it, which are closed with the test or before."""
+    """A server, and stores of one kind on it, which are closed with the test or
+    before.
+    """
 
     def __init__(self, loops: Loops, client: _Open, server: RunningServer, stack: ExitStack) -> None:
         self.server = server
         self.url = f"shm://{server.unix_path}"
         self._loops = loops
         self._client = client
-        self._stack = stack
+        self.stack = stack
 
     @property
     def core(self) -> StoreCore:
         return self.server.core
 
     def open(self, **options: Any) -> BlockingStore:
-        return self._stack.enter_context(self.entered(**options))
+        return self.stack.enter_context(self.entered(**options))
 
     def entered(self, **options: Any) -> AbstractContextManager[BlockingStore]:
         return self._client(self._loops, self.url, options)
 
     def look(self, function: Callable[[], Any]) -> Any:
-        """Run a function where the server may be looked at: in its loop, when that is idle."""
+        """Run a function where the server may be looked at: in its loop, when that is
+        idle.
+        """
         return self._loops.trio.run(when_idle, function)
 
     def core_statistics(self) -> Any:
         return self.look(self.core.statistics)
 
     def until(self, **expected: int) -> None:
-        """Wait until the core's figures are these; the test's time limit ends it if they never are."""
+        """Wait until the core's figures are these; the test's time limit ends it if
+        they never are.
+        """
         while any(getattr(self.core_statistics(), name) != value for name, value in expected.items()):
             pass
 
     def requests(self) -> int:
-        found: int = self.look(lambda: self.server.server.statistics().requests)
+        found: int = self.look(lambda: self.server.server.telemetry.statistics().requests)
         return found
 
     @contextmanager
@@ -93,8 +101,7 @@ class Shared:
         """Have the server end every connection that it has, as when it drains."""
 
         def end() -> None:
-            sessions: set[Session] = set(self.server.server._sessions)
-            for session in sessions:
+            for session in self.server.server.sessions:
                 session.finish()
 
         self.look(end)
@@ -102,11 +109,15 @@ class Shared:
 
 
 @contextmanager
-def shared_serving(loops: Loops, kind: str, **settings: Any) -> Iterator[Shared]:
-    """Run a server with 4 MiB of room, in units of 1 KiB unless the settings say otherwise."""
+def shared_serving(
+    loops: Loops, kind: str, environment: Environment | None = None, **settings: Any
+) -> Iterator[Shared]:
+    """Run a server with 4 MiB of room, in units of 1 KiB unless the settings say
+    otherwise.
+    """
     with tempfile.TemporaryDirectory() as folder:
         plain: dict[str, Any] = {"prealloc_bytes": 4 * MIB, "minimal_allocate_bytes": KIB}
         config = make_config(unix_socket=f"{folder}/store.sock", **{**plain, **settings})
-        with loops.trio.entered(lambda: running_server(config)) as server, ExitStack() as stack:
+        with loops.trio.entered(lambda: running_server(config, environment)) as server, ExitStack() as stack:
             shared = Shared(loops, CLIENTS[kind], server, stack)
             yield shared

@@ -1,14 +1,15 @@
-"""Every kind of store that there is, opened the same way, for tests that hold for all of them.
+"""Every kind of store that there is, opened the same way, for tests that hold for all
+of them.
 
-A new client or transport is one more line in `STORES`. Asynchronous stores are used through their loop as if they were
-blocking, so that one test, and one rule machine, does for all.
+A new client or transport is one more line in `STORES`. Asynchronous stores are used
+through their loop as if they were blocking, so that one test, and one rule machine,
+does for all.
 """
 
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
-from unittest import mock
 
 import attrs
 import trio
@@ -16,7 +17,8 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client import AsyncStore, trio_store
+from infinistore.client import AsyncStore
+from infinistore.client.extension import Environment
 from infinistore.config import ServerConfig
 from infinistore.core import StoreCore
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
@@ -45,7 +47,8 @@ class Loops:
 
 @attrs.frozen
 class Opened:
-    """A store that is open. `look` runs a function where the core may be looked at: in its loop, when that is idle.
+    """A store that is open. `look` runs a function where the core may be looked at: in
+    its loop, when that is idle.
 
     `batch_keys` is how many keys one request takes; the store splits what is longer.
     """
@@ -58,41 +61,52 @@ class Opened:
 
 
 Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any], int], AbstractContextManager[Opened]]
-"""Opens a store, with the settings of its server, its own options, and a seed for how a simulated network splits."""
+"""Opens a store, with the settings of its server, its own options, and a seed for how a
+simulated network splits.
+"""
 
 
 def _embedded_options(config: ServerConfig, options: dict[str, Any]) -> dict[str, Any]:
-    return {"pool_bytes": config.prealloc_bytes, "minimal_allocate_bytes": config.minimal_allocate_bytes, **options}
+    return {
+        "pool_bytes": config.prealloc_bytes,
+        "minimal_allocate_bytes": config.minimal_allocate_bytes,
+        "disk": list(map(str, config.disks)),
+        "disk_admission": config.disk_admission,
+        "disk_wait_s": config.disk_wait_s,
+        **options,
+    }
 
 
 @contextmanager
 def _embedded_threads(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with blocking.open_store(**_embedded_options(config, options)) as store:
-        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
         yield Opened(store, core, lambda function: function(), _EVERYTHING)
 
 
 @contextmanager
 def _embedded_trio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.trio.entered(lambda: infinistore.open_store(**_embedded_options(config, options))) as store:
-        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
         yield Opened(as_blocking(store, loops.trio), core, loops.trio.run_sync, _EVERYTHING)
 
 
 @contextmanager
 def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.asyncio.entered(lambda: aio.open_store(**_embedded_options(config, options))) as store:
-        core: StoreCore = store._store.core  # type: ignore[attr-defined]
+        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
         yield Opened(as_blocking(store, loops.asyncio), core, loops.asyncio.run_sync, _EVERYTHING)
 
 
 async def when_idle(function: Callable[[], Any]) -> Any:
-    """Run a function in this loop. A server that has sent a reply may have a little left to do: let it."""
+    """Run a function in this loop. A server that has sent a reply may have a little
+    left to do: let it.
+    """
     await trio.testing.wait_all_tasks_blocked()
     return function()
 
 
-def _looker(loops: Loops) -> Callable[[Callable[[], Any]], Any]:
+def looker(loops: Loops) -> Callable[[Callable[[], Any]], Any]:
     return lambda function: loops.trio.run(when_idle, function)
 
 
@@ -101,7 +115,7 @@ def _served(
     loops: Loops, config: ServerConfig, open_store: Callable[[RunningServer], AbstractContextManager[BlockingStore]]
 ) -> Iterator[Opened]:
     with loops.trio.entered(lambda: running_server(config)) as server, open_store(server) as store:
-        yield Opened(store, server.core, _looker(loops), config.max_batch_keys, server)
+        yield Opened(store, server.core, looker(loops), config.max_batch_keys, server)
 
 
 def _address(server: RunningServer, config: ServerConfig, options: dict[str, Any]) -> str:
@@ -153,7 +167,9 @@ def _shared(opener: Opener) -> Opener:
 
 
 def _by_rdma(opener: Opener) -> Opener:
-    """The same by RDMA between devices of this process, with little staging, so that what is long goes in pieces."""
+    """The same by RDMA between devices of this process, with little staging, so that
+    what is long goes in pieces.
+    """
 
     @contextmanager
     def opened(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
@@ -167,14 +183,16 @@ def _by_rdma(opener: Opener) -> Opener:
 @contextmanager
 def _simulated(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
     with loops.trio.entered(lambda: simulated_store(config, options, seed=seed)) as (store, server):
-        yield Opened(as_blocking(store, loops.trio), server.core, _looker(loops), config.max_batch_keys, server)
+        yield Opened(as_blocking(store, loops.trio), server.core, looker(loops), config.max_batch_keys, server)
 
 
 @asynccontextmanager
 async def simulated_store(
     config: ServerConfig | None = None, options: dict[str, Any] | None = None, *, seed: int = 1
 ) -> AsyncGenerator[tuple[AsyncStore, RunningServer], None]:
-    """The Trio client and the server as they are, in a simulated network that splits what is sent anywhere."""
+    """The Trio client and the server as they are, in a simulated network that splits
+    what is sent anywhere.
+    """
     async with simulated_server(config, random_chunks(seed)) as server:
         listener = server.listener
         assert listener is not None
@@ -183,9 +201,10 @@ async def simulated_store(
             await trio.lowlevel.checkpoint()
             return listener.connect_stream()
 
-        with mock.patch.object(trio_store, "_connect", connect):
-            async with infinistore.open_store("tcp://simulated", **(options or {})) as store:
-                yield store, server
+        async with infinistore.open_store(
+            "tcp://simulated", environment=Environment(connect=connect), **(options or {})
+        ) as store:
+            yield store, server
 
 
 EMBEDDED: dict[str, Opener] = {

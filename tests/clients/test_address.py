@@ -1,5 +1,6 @@
 """Where a store is, and the options that a URL or a caller may give."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client.address import parse_address
-from infinistore.client.options import make_options
+import infinistore
+from infinistore import aio, blocking
+from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.options import Options, make_options, option_settings, url_settings
+from infinistore.client.options.url import SCHEMES, parse_url
 from infinistore.errors import ConfigError
+from infinistore.settings import Setting
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ from infinistore.errors import ConfigError
     ],
 )
 def test_urls_of_stores(url: str, expected: tuple[str, str, int, str]) -> None:
-    address = parse_address(url)
+    address = parse_url(url)
     assert (address.scheme, address.host, address.port, address.path) == expected
 
 
@@ -50,16 +57,19 @@ def test_urls_of_stores(url: str, expected: tuple[str, str, int, str]) -> None:
         ("tcp://host?dedline_s=5", "did you mean deadline_s"),
         ("tcp://host?token=secret", "token_file"),
         ("tcp://host?nothing", "cannot be read"),
-        ("tcp://host?deadline_s=soon", "is no number"),
+        (
+            "tcp://host?deadline_s=soon",
+            "deadline_s=soon in tcp://host?deadline_s=soon must be a number of seconds above 0",
+        ),
         ("tcp://host?deadline_s=-1", "deadline_s"),
         ("tcp://host?deadline_s=nan", "deadline_s"),
         ("tcp://host?deadline_s=1e300", "deadline_s"),
-        ("tcp://host?max_connections=1.5", "is no number"),
+        ("tcp://host?max_connections=1.5", "must be a whole number, 1 or more"),
         ("tcp://host?max_connections=0", "max_connections"),
-        ("tcp://host?copy_threads=two", "is no number"),
+        ("tcp://host?copy_threads=two", "must be a whole number, 1 or more"),
         ("tcp://host?copy_threads=0", "copy_threads"),
         ("tcp://host?known_blocks=-1", "known_blocks"),
-        ("tcp://host?known_blocks=all", "is no number"),
+        ("tcp://host?known_blocks=all", "must be a whole number, 0 or more"),
         ("tcp://host?verify=sometimes", "verify"),
         ("tcp://host?token_file=/nowhere/token", "token_file"),
     ],
@@ -75,7 +85,7 @@ def test_a_url_that_is_none_is_refused_with_what_comes_near(url: str, says: str)
 )
 def test_any_text_is_a_url_or_a_config_error(text: str) -> None:
     try:
-        address = parse_address(text)
+        address = parse_url(text)
     except ConfigError:
         return
     assert address.host or address.path
@@ -83,8 +93,8 @@ def test_any_text_is_a_url_or_a_config_error(text: str) -> None:
 
 def test_an_address_is_shown_as_its_url_without_options() -> None:
     for url in ("infinistore://host:1", "tcp://[::1]:7", "unix:///run/store.sock"):
-        assert str(parse_address(url)) == url
-    assert str(parse_address("tcp://host:1?token_file=/secret")) == "tcp://host:1"
+        assert str(parse_url(url)) == url
+    assert str(parse_url("tcp://host:1?token_file=/secret")) == "tcp://host:1"
 
 
 @pytest.mark.parametrize(
@@ -146,3 +156,30 @@ def test_a_given_option_is_stronger_than_that_of_the_url() -> None:
 
 def test_a_token_is_not_shown() -> None:
     assert "secret" not in repr(make_options("tcp://host", {"token": "secret"}))
+    with pytest.raises(ConfigError, match="token: the value must have at most 1024 bytes") as raised:
+        make_options("tcp://host", {"token": "secret" * 200})
+    assert "secret" not in str(raised.value)
+
+
+def test_each_option_is_an_argument_in_a_docstring_and_the_page_lists_all_of_them() -> None:
+    page = (PROJECT / "docs" / "opening-a-store.md").read_text()
+    for setting in {*option_settings(), *url_settings()}:
+        assert f"| `{setting.key}` |" in page
+    for opened in (infinistore.open_store, aio.open_store, blocking.open_store):
+        for setting in option_settings():
+            assert f"\n    {setting.key}: " in inspect.cleandoc(opened.__doc__ or "")
+        for scheme in SCHEMES:
+            assert f"`{scheme}://" in (opened.__doc__ or "")
+    assert set(StoreOptions.__annotations__) == {setting.key for setting in option_settings()}
+
+
+@pytest.mark.parametrize("setting", option_settings(), ids=lambda setting: setting.key)
+def test_a_default_is_what_the_descriptions_say(setting: Setting) -> None:
+    value = getattr(Options(), setting.key)
+    if setting.key == "name":
+        assert setting.default_text == "HOST:PID"
+    elif value in ("", ()):
+        assert setting.default_text in ("none", "the best one")
+    else:
+        expected = f"{value:g}" if isinstance(value, float) else str(value)
+        assert setting.default_text.partition(" ")[0] == expected

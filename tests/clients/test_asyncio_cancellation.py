@@ -1,10 +1,13 @@
-"""The asyncio client, cancelled at each of its waits: as `test_cancellation.py` does for Trio.
+"""The asyncio client, cancelled at each of its waits: as `test_cancellation.py` does
+for Trio.
 
-The loop's waits for a socket are counted, and the call is cancelled in one after the other.
+The loop's waits for a socket are counted, and the call is cancelled in one after the
+other.
 """
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +17,9 @@ import pytest
 
 from infinistore import aio
 from infinistore.client import AsyncStore
+from infinistore.client.drivers.asyncio_driver import Slots
 from infinistore.errors import StoreUnavailable
-from infinistore.transports import asyncio_sockets
+from infinistore.transports.sockets import asyncio_streams as asyncio_sockets
 from tests.clients.stores import Loops
 from tests.server.running import MIB, RunningServer, make_config, running_server
 
@@ -24,7 +28,8 @@ SIZE = 2 * MIB
 
 
 class CancelAt:
-    """Counts what `task` may wait for, and cancels it in the `step`-th of that: reading, writing, and before either.
+    """Counts what `task` may wait for, and cancels it in the `step`-th of that:
+    reading, writing, and before either.
 
     Before, because the server is so quick at times that there is nothing to wait for.
     """
@@ -180,7 +185,9 @@ def test_calls_in_line_leave_it_when_they_are_cancelled(server: RunningServer, l
 
 
 def test_a_store_may_be_used_in_another_loop_than_that_which_opened_it(server: RunningServer, loops: Loops) -> None:
-    """Also after a loop that used it is over: what was connected there goes on elsewhere."""
+    """Also after a loop that used it is over: what was connected there goes on
+    elsewhere.
+    """
     with loops.asyncio.entered(lambda: aio.open_store(server.url)) as store:
         asyncio.run(store.put("a", b"abc"))
         assert bytes(asyncio.run(store.get("a"))) == b"abc"
@@ -188,6 +195,61 @@ def test_a_store_may_be_used_in_another_loop_than_that_which_opened_it(server: R
         assert bytes(asyncio.run(store.get("b"))) == b"def"
     with pytest.raises(StoreUnavailable):
         asyncio.run(store.get("a"))
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["kept", "dropped"])
+def test_a_loop_that_is_closed_with_its_turn_on_the_way_takes_no_slot_with_it(dropped: bool) -> None:
+    slots = Slots(1)
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    first.run_until_complete(slots.__aenter__())
+    waiting = second.create_task(slots.__aenter__())
+    second.run_until_complete(asyncio.sleep(0))
+    first.run_until_complete(slots.__aexit__())  # the slot is on its way to the second loop, which will not run again
+    second.close()
+    first.close()
+    if dropped:  # and its coroutine is closed
+        waiting.get_coro().close()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    async def take() -> None:
+        for _ in range(2):
+            async with asyncio.timeout(20), slots:
+                pass
+
+    asyncio.run(take())
+    assert slots.free == 1
+
+
+def test_who_waits_in_line_has_the_slot_of_a_loop_that_was_closed() -> None:
+    """Two loops in two threads: one is closed while it has a turn, the other
+    one waits.
+    """
+    slots = Slots(1, look_again_s=0.01)
+    closed = asyncio.new_event_loop()
+    closed.run_until_complete(slots.__aenter__())
+    turn_given = threading.Event()
+    over: list[bool] = []
+
+    async def wait() -> None:
+        in_line = asyncio.ensure_future(slots.__aenter__())
+        await asyncio.sleep(0)
+        turn_given.set()
+        async with asyncio.timeout(20):
+            await in_line
+        await slots.__aexit__()
+        over.append(True)
+
+    waiting = closed.create_task(slots.__aenter__())
+    closed.run_until_complete(asyncio.sleep(0))
+    closed.run_until_complete(slots.__aexit__())
+    thread = threading.Thread(target=lambda: asyncio.run(wait()))
+    thread.start()
+    turn_given.wait(20)
+    closed.close()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    thread.join()
+    assert waiting.get_loop() is closed  # and nothing of it was collected meanwhile
+    assert over and slots.free == 1
 
 
 def test_a_lease_and_a_reservation_by_shared_memory_that_are_cancelled_keep_nothing(

@@ -1,19 +1,20 @@
-"""Servers that lie, fall silent or go away. A client makes one error of its own of that, never a wrong answer."""
+"""Servers that lie, fall silent or go away. A client makes one error of its own of
+that, never a wrong answer.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import trio
 import trio.testing
 
 import infinistore
-from infinistore.client import AsyncStore, trio_store
+from infinistore.client import AsyncStore
+from infinistore.client.extension import Environment
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, ProtocolError, StoreUnavailable
-from infinistore.protocol.codec import encode_head, numbers
-from infinistore.protocol.connection import ServerConnection
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     MISSING,
     CountReply,
@@ -30,6 +31,7 @@ from infinistore.protocol.messages import (
     Tree,
     VerifyReply,
 )
+from infinistore.protocol.server_connection import ServerConnection
 from infinistore.transports.base import drive
 from tests.clients.stores import simulated_store
 from tests.server.running import MIB
@@ -39,14 +41,17 @@ HELLO = HelloReply("instance", "0", 2**20, 100, 2**20, 2**20)
 
 
 class FakeServer:
-    """Says hello, and answers each request with the next of `answers`: bytes, a message, or None to close.
+    """Says hello, and answers each request with the next of `answers`: bytes, a
+    message, or None to close.
 
-    When there are no more answers it is silent. `connections` counts who came.
+    When there are no more answers it is silent. `connections` counts who came. While it
+    `is_down`, nobody can connect.
     """
 
     def __init__(self, *answers: bytes | Message | None) -> None:
         self.answers = list(answers)
         self.connections = 0
+        self.is_down = False
         self.streams: list[MemoryStream] = []
 
     async def serve(self, stream: MemoryStream) -> None:
@@ -79,14 +84,15 @@ async def store_of(server: FakeServer, **options: Any) -> AsyncGenerator[AsyncSt
         async def connect(*_: object) -> MemoryStream:
             await trio.lowlevel.checkpoint()
             server.connections += 1
+            if server.is_down:
+                raise StoreUnavailable("nobody is there")
             mine, theirs = stream_pair()
             server.streams.append(mine)
             nursery.start_soon(server.serve, theirs)
             return mine
 
-        with mock.patch.object(trio_store, "_connect", connect):
-            async with infinistore.open_store("tcp://fake", **options) as store:
-                yield store
+        async with infinistore.open_store("tcp://fake", environment=Environment(connect=connect), **options) as store:
+            yield store
         nursery.cancel_scope.cancel()
 
 
@@ -99,22 +105,22 @@ Call = Callable[[AsyncStore], Awaitable[Any]]
 GET: Call = lambda store: store.get_many(["a", "b"])  # noqa: E731
 LIES: dict[str, tuple[Call, bytes | Message]] = {
     "no frame": (GET, bytes(64)),
-    "a reply to another request": (GET, reply(GetReply(numbers([MISSING, MISSING]), numbers([0, 0])), request_id=9)),
+    "a reply to another request": (GET, reply(GetReply(pack_u64([MISSING, MISSING]), pack_u64([0, 0])), request_id=9)),
     "a reply of another kind": (GET, CountReply(1)),
     "a request": (GET, reply(HELLO)),
-    "more sizes than keys": (GET, reply(GetReply(numbers([1, 1, 1]), numbers([0, 0, 0])), b"abc")),
-    "no sizes at all": (GET, GetReply(numbers(), numbers())),
-    "fewer checksums than sizes": (GET, reply(GetReply(numbers([1, 1]), numbers([0])), b"ab")),
-    "a value that does not come": (GET, GetReply(numbers([2**50, MISSING]), numbers([0, 0]))),
-    "a payload longer than its sizes": (GET, reply(GetReply(numbers([1, MISSING]), numbers([0, 0])), b"ab")),
+    "more sizes than keys": (GET, reply(GetReply(pack_u64([1, 1, 1]), pack_u64([0, 0, 0])), b"abc")),
+    "no sizes at all": (GET, GetReply(pack_u64(), pack_u64())),
+    "fewer checksums than sizes": (GET, reply(GetReply(pack_u64([1, 1]), pack_u64([0])), b"ab")),
+    "a value that does not come": (GET, GetReply(pack_u64([2**50, MISSING]), pack_u64([0, 0]))),
+    "a payload longer than its sizes": (GET, reply(GetReply(pack_u64([1, MISSING]), pack_u64([0, 0])), b"ab")),
     "more than there is room for": (
         lambda store: store.get_into("a", bytearray(1)),
-        reply(GetReply(numbers([2]), numbers([0])), b"ab"),
+        reply(GetReply(pack_u64([2]), pack_u64([0])), b"ab"),
     ),
     "answers for fewer keys": (lambda store: store.exists_many(["a", "b"]), ExistsReply(b"\1")),
     "answers for more keys": (lambda store: store.exists_many(["a", "b"]), ExistsReply(b"\1\1\1")),
     "a match longer than what was asked": (lambda store: store.match_prefix(["a"]), MatchPrefixReply(2)),
-    "a skipped key that was not in the batch": (lambda store: store.put("a", b"x"), PutReply(numbers([1]))),
+    "a skipped key that was not in the batch": (lambda store: store.put("a", b"x"), PutReply(pack_u64([1]))),
     "more keys than were asked for": (lambda store: store.keys(limit=1), KeysReply(Keys(["a", "b"]), 1)),
     "no statistics": (lambda store: store.stats(), StatisticsReply(Tree({"server": 1}))),
 }
@@ -145,7 +151,7 @@ async def test_after_a_broken_conversation_the_next_call_has_a_new_connection() 
 
 
 async def test_a_checksum_that_does_not_match_is_told_to_the_server_and_raised() -> None:
-    bad = reply(GetReply(numbers([3, MISSING]), numbers([12345, 0])), b"abc")
+    bad = reply(GetReply(pack_u64([3, MISSING]), pack_u64([12345, 0])), b"abc")
     async with store_of(FakeServer(bad, VerifyReply(b"\1"), ExistsReply(b"\1"))) as store:
         with pytest.raises(infinistore.ChecksumMismatch):
             await store.get_many(["a", "b"])
@@ -171,7 +177,7 @@ async def test_a_put_is_not_sent_twice_and_says_that_its_end_is_not_known(
 
 
 async def test_an_idle_connection_that_was_closed_is_replaced_without_an_error() -> None:
-    server = FakeServer(PutReply(numbers()), PutReply(numbers()))
+    server = FakeServer(PutReply(pack_u64()), PutReply(pack_u64()))
     async with store_of(server) as store:
         await store.put("a", b"abc")
         server.streams[0].cut()
@@ -207,8 +213,8 @@ async def test_a_server_that_never_says_hello_is_not_waited_for_for_ever(
         return stream_pair()[0]
 
     start = trio.current_time()
-    with mock.patch.object(trio_store, "_connect", connect), pytest.raises(DeadlineExceeded):
-        async with infinistore.open_store("tcp://silent", deadline_s=3):
+    with pytest.raises(DeadlineExceeded):
+        async with infinistore.open_store("tcp://silent", environment=Environment(connect=connect), deadline_s=3):
             pass
     assert 3 <= trio.current_time() - start < 3.1
 
@@ -243,39 +249,27 @@ async def test_look_ups_do_not_wait_behind_blocks(autojump_clock: trio.testing.M
 async def test_a_dead_server_costs_little_and_a_restarted_one_is_found(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    tried = 0
-    dead = True
     server = FakeServer()
     async with store_of(server, deadline_s=5) as store:
-        original = trio_store._connect
-
-        async def connect(*arguments: Any) -> Any:
-            nonlocal tried
-            tried += 1
-            await trio.lowlevel.checkpoint()
-            if dead:
-                raise StoreUnavailable("nobody is there")
-            return await original(*arguments)
-
-        with mock.patch.object(trio_store, "_connect", connect):
-            server.streams[0].cut()
-            with pytest.raises(StoreUnavailable, match="nobody is there"):
+        server.is_down = True
+        server.streams[0].cut()
+        with pytest.raises(StoreUnavailable, match="nobody is there"):
+            await store.exists("a")
+        assert server.connections == 1 + 5
+        for _ in range(100):  # the circuit is open: no packet is sent
+            with pytest.raises(StoreUnavailable, match="not tried again"):
                 await store.exists("a")
-            assert tried == 5
-            for _ in range(100):  # the circuit is open: no packet is sent
-                with pytest.raises(StoreUnavailable, match="not tried again"):
-                    await store.exists("a")
-            assert tried == 5
-            dead = False
-            server.answers = [ExistsReply(b"\1")]
-            await trio.sleep(60)
-            assert await store.exists("a")
+        assert server.connections == 1 + 5
+        server.is_down = False
+        server.answers = [ExistsReply(b"\1")]
+        await trio.sleep(60)
+        assert await store.exists("a")
 
 
 async def test_a_server_that_goes_away_in_the_middle_of_a_get_is_unavailable(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    half = reply(GetReply(numbers([1000, MISSING]), numbers([0, 0])), bytes(1000))[:-500]
+    half = reply(GetReply(pack_u64([1000, MISSING]), pack_u64([0, 0])), bytes(1000))[:-500]
     async with store_of(FakeServer(*[half] * 20), deadline_s=5) as store:
         with pytest.raises((StoreUnavailable, DeadlineExceeded)):
             await store.get_many(["a", "b"])

@@ -1,6 +1,8 @@
-"""A call that is cancelled, at any of its awaits: nothing partial is seen, nothing stays pinned, the store goes on.
+"""A call that is cancelled, at any of its awaits: nothing partial is seen, nothing
+stays pinned, the store goes on.
 
-The same call runs again and again, and is cancelled at its first await, its second, and so on, until it gets through.
+The same call runs again and again, and is cancelled at its first await, its second, and
+so on, until it gets through.
 """
 
 import itertools
@@ -23,7 +25,9 @@ KEYS = ["a", "b", "c"]
 
 
 class CancelAt(trio.abc.Instrument):
-    """Cancels `scope` when the current task has come to its `step`-th await that lets others run."""
+    """Cancels `scope` when the current task has come to its `step`-th await that lets
+    others run.
+    """
 
     def __init__(self, scope: trio.CancelScope, step: int) -> None:
         self._task = trio.lowlevel.current_task()
@@ -40,7 +44,9 @@ class CancelAt(trio.abc.Instrument):
 
 
 async def cancel_at_each_await(call: Callable[[], Awaitable[Any]], after: Callable[[], Awaitable[None]]) -> int:
-    """Run `call` until it is not cancelled any more; return how often it was. `after` looks at what each run left."""
+    """Run `call` until it is not cancelled any more; return how often it was. `after`
+    looks at what each run left.
+    """
     cancelled = 0
     for step in itertools.count(1):
         with trio.CancelScope() as scope:
@@ -71,12 +77,14 @@ class Situation:
         return {key: (f"{key}{self.version} ".encode() * size)[:size] for key in KEYS}
 
     async def settle(self) -> None:
-        """Nothing is pinned, and the server has as many clients as there are connections."""
+        """Nothing is pinned, and the server has as many clients as there are
+        connections.
+        """
         with trio.fail_after(20):
             while True:
                 statistics = self.core.statistics()
                 # An embedded store has one client of its own, for what is in place.
-                connections = 1 if self.server is None else self.server.server.statistics().connections_open
+                connections = 1 if self.server is None else self.server.server.telemetry.statistics().connections_open
                 if not (statistics.reservations or statistics.leases) and statistics.clients <= connections:
                     break
                 await trio.lowlevel.checkpoint()
@@ -89,7 +97,7 @@ async def situation(kind: str) -> AsyncGenerator[Situation, None]:
     config = make_config(prealloc_bytes=32 * MIB)
     if kind == "embedded":
         async with infinistore.open_store(pool_bytes=32 * MIB) as store:
-            yield Situation(store, store._store.core, None)  # type: ignore[attr-defined]
+            yield Situation(store, store.embedded.core, None)  # type: ignore[attr-defined]
     elif kind == "simulated":
         async with simulated_store(config, seed=7) as (store, server):
             yield Situation(store, server.core, server)
@@ -141,7 +149,7 @@ async def test_a_put_that_is_cancelled_stores_all_of_its_batch_or_nothing(kind: 
         assert await cancel_at_each_await(put, look) >= 2
         assert before == written
         if kind == "shared memory" and it.server is not None:
-            by_itself = any(one.kind == "prepare" for one in it.server.server.operations())
+            by_itself = any(one.kind == "prepare" for one in it.server.server.telemetry.operations())
             assert by_itself == tables_are_safe_here()
 
 
@@ -195,7 +203,8 @@ async def test_a_get_into_buffers_that_is_cancelled_writes_to_them_no_more(kind:
             assert await it.store.get_many(KEYS) == list(stored.values())
             assert not any(map(any, buffers.values()))
 
-        # What is known is read without waiting for anybody: there is nothing to be given up.
+        # What is known is read without waiting for anybody: there is nothing to be
+        # given up.
         assert await cancel_at_each_await(get, look) >= 2 * (kind != "shared memory")
 
 
@@ -282,7 +291,9 @@ async def test_opening_that_is_cancelled_leaves_no_connection() -> None:
 
 
 async def test_a_cancelled_call_that_waits_for_its_turn_takes_none() -> None:
-    """One connection for blocks, and more calls than that: those in line leave it when they are cancelled."""
+    """One connection for blocks, and more calls than that: those in line leave it when
+    they are cancelled.
+    """
     async with running_server() as server, infinistore.open_store(server.url, max_connections=1) as store:
         await store.put("large", bytes(MIB))
         for _ in range(5):
@@ -293,7 +304,7 @@ async def test_a_cancelled_call_that_waits_for_its_turn_takes_none() -> None:
                 nursery.cancel_scope.cancel()
         with trio.fail_after(20):
             assert await store.get("large") == bytes(MIB)
-        assert server.server.statistics().connections_open <= 3
+        assert server.server.telemetry.statistics().connections_open <= 3
 
 
 async def test_many_tasks_on_one_store_some_of_them_cancelled() -> None:

@@ -1,4 +1,6 @@
-"""Copying with several threads: the same bytes and hashes as by one, and nobody at work when it is over."""
+"""Copying with several threads: the same bytes and hashes as by one, and nobody at work
+when it is over.
+"""
 
 import os
 import queue
@@ -15,9 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client import copy_threads, mapped_pool
-from infinistore.client.copy_threads import LEAST_BATCH_BYTES, CopyThreads
-from infinistore.client.copying import copy_blocks
+from infinistore.client.environment import Environment
+from infinistore.client.memory import copy_threads
+from infinistore.client.memory.copy_threads import LEAST_BATCH_BYTES, CopyThreads
+from infinistore.client.memory.copying import copy_blocks
+from infinistore.client.movers.shm.mapped_pool import Machine
 from infinistore.errors import ChecksumMismatch
 from infinistore.protocol.effects import Exchange, Pause
 from tests.bad_days.test_fork import in_child
@@ -40,7 +44,7 @@ def run(exchange: Exchange[_T]) -> _T:
     """Carry out what asks for nothing but pauses."""
     try:
         while True:
-            assert isinstance(next(exchange), Pause)
+            assert isinstance(exchange.send(None), Pause)
     except StopIteration as stop:
         result: _T = stop.value
         return result
@@ -62,21 +66,24 @@ def copy(
     return copier.copy(iter(sources), iter(targets), sizes, sum(sizes), hash_targets=hash_targets)
 
 
-def wait_until_ready(copier: CopyThreads) -> None:
-    """Have the threads made, and wait until one has loaded numpy."""
-    copier._is_shared(2, 1 << 40)
+def wait_until_ready(copier: CopyThreads, least_batch_bytes: int) -> None:
+    """Have the threads made, by a first batch, and wait until one has loaded numpy."""
+    sizes = [1, least_batch_bytes]
+    run(copy(copier, bytes(sum(sizes)), bytearray(sum(sizes)), sizes))
     catch_up(copier)
 
 
 def catch_up(copier: CopyThreads) -> None:
-    """Wait until whatever was asked of the threads has been looked at by one of them."""
-    all_here = threading.Barrier(len(copier._threads) + 1)
+    """Wait until whatever was asked of the threads has been looked at by one of
+    them.
+    """
+    all_here = threading.Barrier(len(copier.helpers) + 1)
 
     def come_here() -> None:
         all_here.wait(PATIENCE_S)
 
-    for _ in copier._threads:
-        copier._work.put(come_here)
+    for _ in copier.helpers:
+        copier.work.put(come_here)
     come_here()
 
 
@@ -85,14 +92,15 @@ def threads(count: int, least_batch_bytes: int = 1) -> Iterator[CopyThreads]:
     """So many threads that share whatever has two blocks."""
     copier = CopyThreads(count, least_batch_bytes=least_batch_bytes, least_block_bytes=1)
     try:
-        wait_until_ready(copier)
+        wait_until_ready(copier, least_batch_bytes)
         yield copier
     finally:
         copier.close()
 
 
 class FakeNumpy:
-    """Copies as numpy does. The copies of the caller and of its helper wait for each other: a batch of two is shared.
+    """Copies as numpy does. The copies of the caller and of its helper wait for each
+    other: a batch of two is shared.
 
     The helper's copy ends when the caller waits for it; `CallersLock` says so.
     """
@@ -130,7 +138,9 @@ class FakeNumpy:
 
 
 class CallersLock:
-    """A lock that tells `numpy` when the caller waits for it, and before that raises an error a few times."""
+    """A lock that tells `numpy` when the caller waits for it, and before that raises an
+    error a few times.
+    """
 
     numpy: FakeNumpy
     interruptions = 0
@@ -163,7 +173,7 @@ def numpy(monkeypatch: pytest.MonkeyPatch) -> FakeNumpy:
 def copier_with_one_helper(numpy: FakeNumpy, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyThreads]:
     """One helper, which copies with the fake."""
     with threads(2) as copier:
-        copier._numpy = numpy
+        copier.numpy = numpy
         monkeypatch.setattr(copy_threads, "threading", SimpleNamespace(Lock=CallersLock))
         yield copier
         numpy.let_go.set()
@@ -225,10 +235,10 @@ def test_a_helper_copies_while_the_caller_does(copier: CopyThreads, numpy: FakeN
 
 def test_blocks_that_are_each_longer_than_a_part_are_shared_too(numpy: FakeNumpy) -> None:
     with threads(2, least_batch_bytes=10) as copier:
-        copier._numpy = numpy
+        copier.numpy = numpy
         numpy.let_go.set()
         exchange = copy(copier, bytes(400), bytearray(400), [100] * 4)
-        assert isinstance(next(exchange), Pause)
+        assert isinstance(exchange.send(None), Pause)
         assert numpy.copies == 2
         assert run(exchange) == []
 
@@ -249,13 +259,13 @@ def test_what_is_not_worth_it_makes_no_thread(sizes: list[int], threads: int) ->
     target = bytearray(len(data))
     run(copy(copier, data, target, sizes))
     assert target == data
-    assert not copier._threads
+    assert not copier.helpers
 
 
 def test_there_are_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     with threads(16) as copier:
-        assert len(copier._threads) == 1
+        assert len(copier.helpers) == 1
 
 
 def test_without_numpy_the_caller_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +278,7 @@ def test_without_numpy_the_caller_copies_alone(monkeypatch: pytest.MonkeyPatch) 
         target = bytearray(4)
         assert len(run(copy(copier, b"abcd", target, [1, 3], hash_targets=True))) == 2
         assert target == b"abcd"
-        for thread in copier._threads:
+        for thread in copier.helpers:
             thread.join()
     copier.close()
 
@@ -320,10 +330,12 @@ def test_ctrl_c_while_the_caller_waits_is_raised_when_nobody_is_at_work(
 
 
 def test_ctrl_c_at_any_step_waits_for_the_helper(copier: CopyThreads, numpy: FakeNumpy) -> None:
-    work = copier._work
+    work = copier.work
 
     class EagerQueue(queue.SimpleQueue[Any]):
-        """A share that is put there is begun at once: the helper is at work from then on."""
+        """A share that is put there is begun at once: the helper is at work from then
+        on.
+        """
 
         def put(self, item: Any, *_: Any) -> None:
             work.put(item)
@@ -333,7 +345,7 @@ def test_ctrl_c_at_any_step_waits_for_the_helper(copier: CopyThreads, numpy: Fak
         def get(self, *_: Any) -> Any:
             return work.get()
 
-    copier._work = EagerQueue()
+    copier.work = EagerQueue()
 
     def call() -> None:
         run(copy(copier, bytes(12), bytearray(12), [4, 4, 4], hash_targets=True))
@@ -353,9 +365,11 @@ def test_ctrl_c_at_any_step_waits_for_the_helper(copier: CopyThreads, numpy: Fak
 
 
 def is_interrupted_at(step: int, call: Callable[[], None]) -> bool:
-    """Raise a KeyboardInterrupt in a call, at a step of the copier's own; False if it has fewer steps.
+    """Raise a KeyboardInterrupt in a call, at a step of the copier's own; False if it
+    has fewer steps.
 
-    A step is where the interpreter looks for signals: a Python function begins, or a C function has returned.
+    A step is where the interpreter looks for signals: a Python function begins, or a C
+    function has returned.
     """
     left = step
 
@@ -402,7 +416,7 @@ def test_who_gives_up_at_a_pause_leaves_nobody_at_work() -> None:
     target = bytearray(80)
     with threads(2, least_batch_bytes=20) as copier:
         exchange = copy(copier, b"x" * 80, target, [10] * 8)
-        next(exchange)
+        exchange.send(None)
         exchange.close()
         target.append(0)
         catch_up(copier)
@@ -411,14 +425,14 @@ def test_who_gives_up_at_a_pause_leaves_nobody_at_work() -> None:
 
 def test_a_helper_that_comes_late_touches_nothing(numpy: FakeNumpy) -> None:
     with threads(2) as copier:
-        helper_queue, late = copier._work, queue.SimpleQueue[Any]()
-        copier._work = late
+        helper_queue, late = copier.work, queue.SimpleQueue[Any]()
+        copier.work = late
         target = bytearray(6)
         run(copy(copier, b"abcdef", target, [3, 3]))
         assert target == b"abcdef"
         target.append(0)
         target[:3] = b"new"
-        copier._work = helper_queue
+        copier.work = helper_queue
         helper_queue.put(late.get_nowait())
         catch_up(copier)
         assert target == b"newdef\0"
@@ -437,7 +451,7 @@ def test_the_memory_is_the_callers_own_again_after_each_copy() -> None:
 
 def test_close_ends_the_threads_and_the_caller_copies_alone() -> None:
     with threads(4) as copier:
-        helpers = list(copier._threads)
+        helpers = list(copier.helpers)
         assert len(helpers) == 3
         for _ in range(2):
             copier.close()
@@ -445,11 +459,11 @@ def test_close_ends_the_threads_and_the_caller_copies_alone() -> None:
             target = bytearray(4)
             run(copy(copier, b"abcd", target, [1, 3]))
             assert target == b"abcd"
-        assert not copier._threads
+        assert not copier.helpers
 
 
 def test_close_during_a_copy_lets_it_end(copier: CopyThreads, numpy: FakeNumpy) -> None:
-    (helper,) = copier._threads
+    (helper,) = copier.helpers
     closer = threading.Thread(target=copier.close)
 
     class Closing(FakeNumpy):
@@ -458,7 +472,7 @@ def test_close_during_a_copy_lets_it_end(copier: CopyThreads, numpy: FakeNumpy) 
                 closer.start()
             super().copyto(target, source)
 
-    copier._numpy = CallersLock.numpy = Closing()
+    copier.numpy = CallersLock.numpy = Closing()
     target = bytearray(8)
     run(copy(copier, b"abcdefgh", target, [4, 4]))
     assert target == b"abcdefgh"
@@ -484,7 +498,7 @@ def test_a_child_that_is_forked_during_a_copy_copies_alone_and_the_parent_goes_o
                 in_child(check)
             super().copyto(target, source)
 
-    copier._numpy = CallersLock.numpy = Forking()
+    copier.numpy = CallersLock.numpy = Forking()
     target = bytearray(6)
     run(copy(copier, b"abcdef", target, [3, 3]))
     assert target == b"abcdef"
@@ -497,9 +511,11 @@ COUNT = 10  # of 1 MiB, which is a long batch
 
 
 class Copiers:
-    """Those that stores have made, and how often they shared a batch."""
+    """Those that stores with this environment have made, and how often they shared a
+    batch.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.made: list[CopyThreads] = []
         self.shared = 0
         copiers = self
@@ -509,24 +525,24 @@ class Copiers:
                 super().__init__(threads)
                 copiers.made.append(self)
 
-            def _copy_together(self, *arguments: Any) -> Exchange[list[int]]:
+            def copy_together(self, *arguments: Any) -> Exchange[list[int]]:
                 copiers.shared += 1
-                return super()._copy_together(*arguments)
+                return super().copy_together(*arguments)
 
-        monkeypatch.setattr(mapped_pool, "CopyThreads", Watched)
+        self.environment = Environment(machine=Machine(make_copier=Watched))
 
 
 @pytest.fixture
-def copiers(monkeypatch: pytest.MonkeyPatch) -> Copiers:
-    return Copiers(monkeypatch)
+def copiers() -> Copiers:
+    return Copiers()
 
 
 def damage(opened: Opened, key: str) -> None:
     """Change the last byte of a stored block behind the store's back."""
 
     def change() -> None:
-        opened.core.settle()
-        entry = opened.core._index.get(key)
+        opened.core.commit_written()
+        entry = opened.core.index.get(key)
         assert entry is not None
         opened.core.pool.view(entry[:3])[-1] ^= 1
 
@@ -541,7 +557,7 @@ def long_batch(seed: int) -> dict[str, bytes]:
 @pytest.mark.parametrize("verify", ["always", "never"])
 @pytest.mark.parametrize("remotes", SHARED, indirect=True)
 def test_a_long_batch_goes_there_and_back(remotes: Remotes, copiers: Copiers, verify: str) -> None:
-    store = remotes.open({"verify": verify}, prealloc_bytes=32 * MIB).store
+    store = remotes.open({"verify": verify, "environment": copiers.environment}, prealloc_bytes=32 * MIB).store
     first, batch = long_batch(1), long_batch(100)
     store.put_many(first)
     (copier,) = copiers.made
@@ -564,7 +580,7 @@ def test_a_long_batch_goes_there_and_back(remotes: Remotes, copiers: Copiers, ve
 
 @pytest.mark.parametrize("remotes", SHARED, indirect=True)
 def test_a_damaged_block_of_a_long_batch_is_found(remotes: Remotes, copiers: Copiers) -> None:
-    opened = remotes.open(prealloc_bytes=16 * MIB)
+    opened = remotes.open({"environment": copiers.environment}, prealloc_bytes=16 * MIB)
     batch = long_batch(1)
     opened.store.put_many(batch)
     catch_up(copiers.made[0])
@@ -578,9 +594,9 @@ def test_a_damaged_block_of_a_long_batch_is_found(remotes: Remotes, copiers: Cop
 
 @pytest.mark.parametrize("remotes", SHARED[:1], indirect=True)
 def test_a_store_with_one_copy_thread_makes_no_other(remotes: Remotes, copiers: Copiers) -> None:
-    store = remotes.open({"copy_threads": 1}, prealloc_bytes=16 * MIB).store
+    store = remotes.open({"copy_threads": 1, "environment": copiers.environment}, prealloc_bytes=16 * MIB).store
     batch = long_batch(1)
     for _ in range(2):
         store.put_many(batch)
         assert [bytes(value or b"") for value in store.get_many(batch)] == [*batch.values()]
-    assert not copiers.made[0]._threads
+    assert not copiers.made[0].helpers

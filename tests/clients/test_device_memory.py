@@ -1,4 +1,6 @@
-"""Memory of a GPU that is put from and read into by RDMA, over a GPU and devices made of memory copies."""
+"""Memory of a GPU that is put from and read into by RDMA, over a GPU and devices made
+of memory copies.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import BufferTooSmall, DeviceMemoryUnreachable, KeyNotFound, TransferFailed
-from infinistore.transports.rdma_verbs import NoRdma
+from infinistore.transports.rdma.verbs import NoRdma
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
 from tests.server.running import RunningServer
 from tests.transports.fake_gpu import FakeGpu, gpu_in_use
@@ -80,7 +82,9 @@ async def test_elements_are_of_any_type(dtype: torch.dtype) -> None:
 
 
 async def test_a_tensor_that_spans_several_allocations_is_exported_whole() -> None:
-    """As those of PyTorch's expandable segments: CUDA tells the first piece only, and exports all the same."""
+    """As those of PyTorch's expandable segments: CUDA tells the first piece only, and
+    exports all the same.
+    """
     async with with_gpu() as (_, server, gpu), infinistore.open_store(rdma_url(server)) as store:
         tensor = filled(gpu)
         ((start, length),) = gpu.library.allocations
@@ -131,7 +135,7 @@ async def test_blocks_of_a_gpu_have_no_checksum() -> None:
         tensor = filled(gpu)
         await store.register(tensor)
         await store.put("a", tensor)
-        entry = server.core._index.get("a")
+        entry = server.core.index.get("a")
         assert entry is not None
         server.core.pool.view(entry[:3])[7] ^= 1
         changed = VALUE[:7] + bytes([VALUE[7] ^ 1]) + VALUE[8:]
@@ -231,7 +235,7 @@ async def test_a_refusal_that_comes_after_register_leaves_rdma_to_others(caplog:
                 return device
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("infinistore.transports.rdma_verbs.open_device", open_without_peer_memory)
+                patch.setattr("infinistore.transports.rdma.opening.open_device", open_without_peer_memory)
                 await store.put("a", VALUE)
             assert (await store.stats()).transport == "rdma"
             assert not registration.registered
@@ -316,8 +320,8 @@ async def test_a_transfer_that_fails_stores_nothing_and_says_so() -> None:
             with pytest.raises(DeviceMemoryUnreachable, match=r"reached by tcp .*tried again in"):
                 await call("a", tensor)
             assert await store.get("a") == b"old"
-            store._calls.rdma.works()  # type: ignore[attr-defined] # the pause is over
-            store._calls._close_idle()  # type: ignore[attr-defined]
+            store.calls.rdma.works()  # type: ignore[attr-defined] # the pause is over
+            store.calls.pool.close_idle()  # type: ignore[attr-defined]
 
 
 async def test_where_rdma_is_forced_a_failed_transfer_is_the_same_error_as_with_other_memory() -> None:

@@ -1,4 +1,6 @@
-"""Reading and writing in place: what every kind of store does, whether its views are of the pool or of a copy."""
+"""Reading and writing in place: what every kind of store does, whether its views are of
+the pool or of a copy.
+"""
 
 import gc
 import os
@@ -12,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinistore.client.in_place import PrivateBlocks
-from infinistore.core.statistics import StoreStatistics
+from infinistore.client.memory.views import PrivateBlocks
 from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
 from infinistore.protocol.messages import MISSING
+from infinistore.statistics import StoreStatistics
 from tests.clients.conftest import Remotes
 from tests.clients.stores import Opened
 from tests.server.running import KIB, MIB
@@ -100,7 +102,7 @@ def test_leased_bytes_outlive_replacement_deletion_and_eviction_until_the_last_a
     names = ["replaced", "deleted", "evicted"]
     blocks = {name: os.urandom(100 * KIB) for name in names}
     opened.store.put_many(blocks)
-    with pytest.warns(LeaseStillInUse, match="307200 bytes"), opened.store.lease(names) as views:
+    with pytest.warns(LeaseStillInUse, match="300 KiB"), opened.store.lease(names) as views:
         arrays = [np.frombuffer(view, np.uint8) for view in views if view is not None]
     opened.store.put("replaced", b"another")
     opened.store.delete(["deleted"])
@@ -204,8 +206,8 @@ def test_a_part_that_is_read_again_takes_the_place_of_the_first_attempt() -> Non
 
 def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
     opened.store.put_many(BLOCKS)
-    opened.core.settle()
-    entry = opened.core._index.get("b")
+    opened.core.commit_written()
+    entry = opened.core.index.get("b")
     assert entry is not None
     opened.core.pool.view(entry[:3])[7] ^= 1
     with pytest.raises(ChecksumMismatch, match="1 of 2 blocks"), opened.store.lease(["a", "b"], verify=True):
@@ -216,8 +218,8 @@ def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
 
 def test_a_lease_that_failed_pins_nothing_while_its_error_is_kept(opened: Opened, torch: Any) -> None:
     opened.store.put_many(BLOCKS)
-    opened.core.settle()
-    entry = opened.core._index.get("b")
+    opened.core.commit_written()
+    entry = opened.core.index.get("b")
     assert entry is not None
     opened.core.pool.view(entry[:3])[7] ^= 1
     with pytest.raises(ChecksumMismatch) as kept, opened.store.lease(["a", "missing", "b"], verify=True):

@@ -1,7 +1,8 @@
-"""Clients that are killed anywhere, by shared memory: what they had goes back, and nobody ever reads a wrong byte.
+"""Clients that are killed anywhere, by shared memory: what they had goes back, and
+nobody ever reads a wrong byte.
 
-Which client does what, and where it is killed, follows from one seed, which a failing test prints; KILL_SEED replays
-it.
+Which client does what, and where it is killed, follows from one seed, which a failing
+test prints; KILL_SEED replays it.
 """
 
 import json
@@ -43,14 +44,16 @@ class Client:
         command = [sys.executable, killable.__file__, url]
         process = await trio.lowlevel.open_process(command, stdin=-1, stdout=-1)
         client = cls(process)
-        assert await client._answer() == {"result": "open"}
+        assert await client.answer() == {"result": "open"}
         return client
 
     async def do(self, what: str, **arguments: Any) -> Any:
-        """Have it do something; return the result, the name of the error, or None if it halted."""
+        """Have it do something; return the result, the name of the error, or None if it
+        halted.
+        """
         assert self.process.stdin is not None
         await self.process.stdin.send_all(json.dumps({"do": what, **arguments}).encode() + b"\n")
-        return await self._answer()
+        return await self.answer()
 
     async def kill(self) -> None:
         self.process.kill()
@@ -64,7 +67,7 @@ class Client:
         assert await self.process.wait() == 0
         await self._close()
 
-    async def _answer(self) -> Any:
+    async def answer(self) -> Any:
         assert self.process.stdout is not None
         while b"\n" not in self._received:
             some = await self.process.stdout.receive_some()
@@ -86,11 +89,13 @@ async def serving(folder: Path) -> AsyncGenerator[RunningServer, None]:
 
 
 async def until_only(server: RunningServer, connections: int, *, leases: int) -> None:
-    """Wait until the server has noticed who is gone, and that nothing of theirs is left."""
+    """Wait until the server has noticed who is gone, and that nothing of theirs is
+    left.
+    """
     with trio.fail_after(60):
         while True:
             found = server.core.statistics()
-            if server.server.statistics().connections_open <= connections and (
+            if server.server.telemetry.statistics().connections_open <= connections and (
                 found.reservations,
                 found.leases,
                 found.quarantined_bytes,
@@ -189,7 +194,9 @@ class Run:
         return "halted" in await client.do("drop", name=name, halt=halt)
 
     async def replace(self, client: Client) -> None:
-        """Kill a client; when the server knows, nothing of it is left, and a new one takes its place."""
+        """Kill a client; when the server knows, nothing of it is left, and a new one
+        takes its place.
+        """
         await client.kill()
         self.clients.remove(client)
         leases = sum(len(other.kept) for other in self.clients)
@@ -237,9 +244,9 @@ async def test_two_readers_keep_what_they_lease_while_a_writer_takes_it_away(
             else:
                 for _ in range(2):
                     assert await reader.do("get", keys=keys) == expected
-            requests = server.server.statistics().requests
+            requests = server.server.telemetry.statistics().requests
             assert await reader.do("lease", keys=keys, name="mine") == expected
-            assert (server.server.statistics().requests > requests) == asked
+            assert (server.server.telemetry.statistics().requests > requests) == asked
         if change == "replaced":
             assert await writer.do("reserve", items={"key": (3, 100 * KIB), "other": (4, 50 * KIB)}) == {"result": True}
         elif change == "deleted":

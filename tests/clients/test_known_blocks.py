@@ -1,4 +1,6 @@
-"""What a process remembers of where blocks lie: how much, for how long, and that it believes nothing that is over."""
+"""What a process remembers of where blocks lie: how much, for how long, and that it
+believes nothing that is over.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -6,8 +8,8 @@ from weakref import WeakSet
 
 import pytest
 
-from infinistore.client.known_blocks import KnownBlocks, Places
-from infinistore.protocol.codec import numbers
+from infinistore.client.movers.shm.known_blocks import KnownBlocks, Places
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import MISSING
 from infinistore.protocol.shared_tables import RemovalTable, granule_bytes_for, removal_table_bytes
 
@@ -32,12 +34,14 @@ def place_of_number(number: int) -> int:
 
 
 def note(known: KnownBlocks, *items: int, removals: int = 1) -> None:
-    """Note one batch of blocks, each named by its number, which its place, size and checksum are made of."""
+    """Note one batch of blocks, each named by its number, which its place, size and
+    checksum are made of.
+    """
     known.note(
         [str(number) for number in items],
-        numbers(map(place_of_number, items)),
-        numbers(number + 1 for number in items),
-        numbers(number + 7 for number in items),
+        pack_u64(map(place_of_number, items)),
+        pack_u64(number + 1 for number in items),
+        pack_u64(number + 7 for number in items),
         removals,
     )
 
@@ -89,8 +93,8 @@ def test_an_empty_batch_is_not_known_of_and_empty_notes_do_no_harm() -> None:
 
 def test_what_is_missing_is_skipped() -> None:
     known = make_known()
-    known.note(["a", "b", "c"], numbers([0, 64, 0]), numbers([MISSING, 5, MISSING]), numbers([0, 1, 0]), 1)
-    known.note(["d"], numbers(), numbers([MISSING]), numbers([0]), 1)
+    known.note(["a", "b", "c"], pack_u64([0, 64, 0]), pack_u64([MISSING, 5, MISSING]), pack_u64([0, 1, 0]), 1)
+    known.note(["d"], pack_u64(), pack_u64([MISSING]), pack_u64([0]), 1)
     assert known.find(["a"]) is known.find(["c"]) is known.find(["d"]) is None
     places = known.find(["b"])
     assert places is not None
@@ -99,7 +103,7 @@ def test_what_is_missing_is_skipped() -> None:
 
 def test_a_reply_that_tells_of_the_first_keys_only_is_taken_so() -> None:
     known = make_known()
-    known.note(["a", "b"], numbers([64]), numbers([5]), numbers([1]), 1)
+    known.note(["a", "b"], pack_u64([64]), pack_u64([5]), pack_u64([1]), 1)
     assert known.find(["a"]) is not None
     assert known.find(["b"]) is None
 
@@ -204,7 +208,7 @@ def test_long_batches_that_nobody_asks_about_are_no_more_than_what_is_to_be_know
     for number in range(50):
         keys = [Key(f"{number} {index}") for index in range(60)]
         alive.update(keys)
-        known.note(keys, numbers(range(60)), numbers([1] * 60), numbers(range(60)), 1)
+        known.note(keys, pack_u64(range(60)), pack_u64([1] * 60), pack_u64(range(60)), 1)
         del keys
         assert len(alive) <= 4 * 60
     assert known.find(["49 7"]) is not None
@@ -223,7 +227,7 @@ def test_many_threads_may_use_it() -> None:
                     assert places.places.tolist() == [place_of_number(number)]
                 are_there(known, number + 1)
                 if number % 3 == 0:
-                    known.hold([str(number)], Places(numbers([0]), numbers([1]), numbers([1]), [0]))
+                    known.hold([str(number)], Places(pack_u64([0]), pack_u64([1]), pack_u64([1]), [0]))
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
 

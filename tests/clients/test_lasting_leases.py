@@ -1,6 +1,8 @@
-"""What becomes of memory in place when the rest goes: the store, the server, the connection, the call, the process.
+"""What becomes of memory in place when the rest goes: the store, the server, the
+connection, the call, the process.
 
-By shared memory, and embedded. A lease lasts as long as anything made from its views, and not a moment less.
+By shared memory, and embedded. A lease lasts as long as anything made from its views,
+and not a moment less.
 """
 
 import gc
@@ -22,7 +24,7 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import AsyncStore
 from infinistore.errors import DeadlineExceeded, LeaseStillInUse, LimitExceeded, StoreUnavailable
-from infinistore.server.shared_memory import MOST_OPEN
+from infinistore.server.connection.holdings import MOST_OPEN
 from tests.bad_days.test_fork import in_child
 from tests.clients.test_cancellation import cancel_at_each_await
 from tests.clients.test_shared_memory import open_files, server_process
@@ -64,7 +66,9 @@ async def until(server: RunningServer, **expected: int) -> None:
 
 
 def mapped_pools() -> int:
-    """How many mappings of arenas and tables this process has, that of what is garbage not counted."""
+    """How many mappings of arenas and tables this process has, that of what is garbage
+    not counted.
+    """
     gc.collect()
     return Path("/proc/self/maps").read_text().count("infinistore-")
 
@@ -83,7 +87,7 @@ async def test_an_array_outlives_its_store_and_the_connection_closes_with_the_ar
             for index in range(20):
                 await other.put(f"filler {index}", bytes(500 * KIB))
         await until(server, leases=1, clients=1, quarantined_bytes=0)
-        assert server.server.statistics().connections_open == 1
+        assert server.server.telemetry.statistics().connections_open == 1
         assert [array.tobytes() for array in arrays] == list(BLOCKS.values())
         part = arrays[1][:10]
         del arrays
@@ -255,6 +259,20 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned_but_what_
         assert await cancel_at_each_await(call, after) > 5
 
 
+async def give_up_a_lease(store: AsyncStore, key: str) -> None:
+    """Ask for a lease, and be cancelled meanwhile."""
+    with trio.CancelScope() as scope:
+
+        async def give_up() -> None:
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_up)
+            async with store.lease([key]):
+                raise AssertionError("the call was to be cancelled")
+    assert scope.cancelled_caught
+
+
 async def test_a_lease_call_that_is_given_up_does_not_take_older_leases_of_its_connection_with_it(
     tmp_path: Path,
 ) -> None:
@@ -262,16 +280,7 @@ async def test_a_lease_call_that_is_given_up_does_not_take_older_leases_of_its_c
     async with serving(tmp_path) as server, infinistore.open_store(shm(tmp_path), known_blocks=0) as store:
         await store.put_many(BLOCKS)
         held = await arrays_of(store, "a")
-        with trio.CancelScope() as scope:
-
-            async def give_up() -> None:
-                scope.cancel()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(give_up)
-                async with store.lease(["b"]):
-                    raise AssertionError("the call was to be cancelled")
-        assert scope.cancelled_caught
+        await give_up_a_lease(store, "b")
         await store.purge()
         for index in range(20):
             await store.put(f"filler {index}", bytes(500 * KIB))
@@ -281,6 +290,26 @@ async def test_a_lease_call_that_is_given_up_does_not_take_older_leases_of_its_c
         held.clear()
         await until(server, leases=1)
         newer.clear()
+        await until(server, leases=0)
+
+
+async def test_a_lease_call_that_is_given_up_before_it_asks_for_a_lease_takes_no_older_one_with_it(
+    tmp_path: Path,
+) -> None:
+    # It knows the block, and asks for the tables by which it reads it by itself.
+    async with (
+        serving(tmp_path) as server,
+        infinistore.open_store(f"unix://{tmp_path}/store.sock") as other,
+        infinistore.open_store(shm(tmp_path)) as store,
+    ):
+        await other.put_many(BLOCKS)
+        held = await arrays_of(store, "a")
+        await give_up_a_lease(store, "a")
+        await other.purge()
+        for index in range(20):
+            await other.put(f"filler {index}", bytes(500 * KIB))
+        assert held[0].tobytes() == BLOCKS["a"]
+        held.clear()
         await until(server, leases=0)
 
 
@@ -299,7 +328,9 @@ async def test_too_many_leases_on_one_connection_are_refused_and_later_ones_are_
 
 
 async def test_open_blocks_take_no_turns_of_other_calls(tmp_path: Path) -> None:
-    """With one connection for blocks, a call inside a block would wait for ever if the block kept it."""
+    """With one connection for blocks, a call inside a block would wait for ever if the
+    block kept it.
+    """
     async with serving(tmp_path), infinistore.open_store(shm(tmp_path), max_connections=1) as store:
         async with store.reserve({"a": 3}) as (a,), store.lease(["a"]), store.reserve({"b": 3}) as (b,):
             await store.put("c", b"ccc")
@@ -319,7 +350,7 @@ async def test_connections_are_used_again_after_leases_and_reservations(tmp_path
             with pytest.raises(KeyError):
                 async with store.reserve({"d": 2000}):
                     raise KeyError
-        assert server.server.statistics().connections_total <= 3
+        assert server.server.telemetry.statistics().connections_total <= 3
 
 
 async def test_without_shared_writes_a_reservation_is_of_private_memory(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What may stand between a client and the pool of a server on its own host: one clear error, or another way."""
+"""What may stand between a client and the pool of a server on its own host: one clear
+error, or another way.
+"""
 
 import os
 import socket
@@ -131,7 +133,7 @@ def test_a_process_without_address_space_for_the_pool_is_told_so_and_holds_nothi
         assert client.returncode == 0
         *errors, last = output.decode().splitlines()
         assert len(errors) == 3
-        assert all("mapping 16777216 bytes" in error and "ulimit -v" in error for error in errors)
+        assert all("mapping 16 MiB" in error and "ulimit -v" in error for error in errors)
         assert last == "['key', 'large', 'other']"
         with blocking.open_store(f"shm://{tmp_path}/store.sock") as store:
             while (found := store.stats().store).clients > 1:

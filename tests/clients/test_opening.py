@@ -163,7 +163,8 @@ def _open_another(opened: Any) -> None:
         pass
 
 
-# Forks. In a process of their own: pytest has threads, and a child of it should not run its exit.
+# Forks. In a process of their own: pytest has threads, and a child of it should not run
+# its exit.
 
 _FORK = """
 import os, sys, trio, warnings
@@ -240,7 +241,7 @@ LAZY_OPENERS: dict[str, Callable[[Loops, str], AbstractContextManager[blocking.B
 def test_a_lazy_store_opens_before_its_server_and_finds_it_later(
     kind: str, loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
     with running_server_process() as server:
         server.kill()
         with LAZY_OPENERS[kind](loops, server.url) as store:

@@ -1,6 +1,8 @@
-"""Puts by shared memory that their client commits by itself: for everybody else they are puts like any other.
+"""Puts by shared memory that their client commits by itself: for everybody else they
+are puts like any other.
 
-What is between the copying and the commit word is looked at from there: `just_before_the_word` runs what a test likes.
+What is between the copying and the commit word is looked at from there:
+`just_before_the_word` runs what a test likes.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +17,10 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.own_reads import OwnReads
+from infinistore.client.movers.shm.known_reads import KnownReads
 from infinistore.errors import ChecksumMismatch, OutOfMemory, StoreUnavailable
 from infinistore.protocol.shared_tables import HAZARD_SLOTS
-from infinistore.server import service
+from infinistore.server.environment import Environment
 from tests.clients.own_reading import READS, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
@@ -31,7 +33,7 @@ pytestmark = needs_tables
 def counts(shared: Shared) -> dict[str, int]:
     """How many requests of each kind there were."""
     found: dict[str, int] = {}
-    for one in shared.look(shared.server.server.operations):
+    for one in shared.look(shared.server.server.telemetry.operations):
         found[one.kind] = found.get(one.kind, 0) + one.count
     return found
 
@@ -57,14 +59,15 @@ def by_message(shared: Shared, kind: str = "commit") -> Iterator[None]:
 
 @contextmanager
 def just_before_the_word(do: Callable[[], object], *, after: bool = False) -> Iterator[None]:
-    """Do something when a client has written a batch and is about to commit it; or just `after` it has.
+    """Do something when a client has written a batch and is about to commit it; or just
+    `after` it has.
 
     Once: what this puts itself is left alone.
     """
-    commit = OwnReads.commit
+    commit = KnownReads.commit
     done: list[None] = []
 
-    def committing(own_reads: OwnReads, *arguments: Any) -> None:
+    def committing(own_reads: KnownReads, *arguments: Any) -> None:
         is_first = not done
         done.append(None)
         if is_first and not after:
@@ -73,13 +76,13 @@ def just_before_the_word(do: Callable[[], object], *, after: bool = False) -> It
         if is_first and after:
             do()
 
-    with mock.patch.object(OwnReads, "commit", committing):
+    with mock.patch.object(KnownReads, "commit", committing):
         yield
     assert done
 
 
 def tcp_store(shared: Shared, **options: Any) -> BlockingStore:
-    return shared._stack.enter_context(blocking.open_store(shared.server.url, **options))
+    return shared.stack.enter_context(blocking.open_store(shared.server.url, **options))
 
 
 def reader_of(shared: Shared, which: str, store: BlockingStore, **options: Any) -> BlockingStore:
@@ -147,7 +150,7 @@ def test_what_a_client_put_and_reads_is_counted(shared: Shared) -> None:
     assert (statistics.hits, statistics.hit_bytes) == (2, total)
     (server,) = [store.stats().server]
     assert server is not None
-    assert shared.look(lambda: shared.server.server.statistics().received_bytes) == total
+    assert shared.look(lambda: shared.server.server.telemetry.statistics().received_bytes) == total
 
 
 def test_a_put_takes_its_room_and_names_its_blocks_in_one_request(shared: Shared) -> None:
@@ -155,15 +158,15 @@ def test_a_put_takes_its_room_and_names_its_blocks_in_one_request(shared: Shared
     store.put_many(dict(LONG))
     for expected in ({"prepare": 1}, {"prepare": 1}, {"prepare": 1, "reserve": 1}, {"prepare": 1, "reserve": 1}):
         before = counts(shared)
-        # The same sizes each time but the first: from the second on, the room of the next put is asked for, too.
+        # The same sizes each time but the first: from the second on, the room of the
+        # next put is asked for, too.
         store.put("key", bytes(MIB)) if before["prepare"] > 1 else store.put_many(dict(OLD))
         after = counts(shared)
         assert {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)} == expected
 
 
 def test_puts_of_one_size_find_room_in_a_pool_that_grows(kind: str, loops: Loops) -> None:
-    settings = {"auto_increase": True, "max_pool_bytes": 5 * POOL_BYTES}
-    with shared_serving(loops, kind, **settings) as shared:
+    with shared_serving(loops, kind, auto_increase=True, max_pool_bytes=5 * POOL_BYTES) as shared:
         store, other = shared.open(), shared.open()
         puts_after = 0
         for index in count():  # until it has grown, which is done beside the puts; the test's time limit ends it else
@@ -243,8 +246,8 @@ def test_several_stores_never_return_what_was_replaced(kind: str, loops: Loops) 
 
 def damage(shared: Shared, key: str) -> None:
     def change() -> None:
-        shared.core.settle()
-        entry = shared.core._index.get(key)
+        shared.core.commit_written()
+        entry = shared.core.index.get(key)
         assert entry is not None
         shared.core.pool.view(entry[:3])[5] ^= 1
 
@@ -271,7 +274,7 @@ def test_a_writer_that_does_not_verify_leaves_no_checksums(shared: Shared) -> No
         store.put_many(dict(LONG))
     damage(shared, "b")
     assert values_of(other) != list(LONG.values())
-    assert shared.look(lambda: [entry[3] for entry in map(shared.core._index.get, "ab") if entry]) == [0, 0]
+    assert shared.look(lambda: [entry[3] for entry in map(shared.core.index.get, "ab") if entry]) == [0, 0]
 
 
 # By message, as before
@@ -295,7 +298,7 @@ def test_what_cannot_be_committed_alone_goes_by_message(shared: Shared) -> None:
 
 
 def test_without_tables_everything_is_as_it_was(kind: str, loops: Loops) -> None:
-    with mock.patch.object(service, "tables_are_safe_here", return_value=False), shared_serving(loops, kind) as shared:
+    with shared_serving(loops, kind, Environment(tables_are_safe=lambda: False)) as shared:
         store, other = shared.open(), shared.open()
         for values in (OLD, LONG):
             with by_message(shared):
@@ -390,7 +393,9 @@ REMOVALS: dict[str, Callable[[BlockingStore], object]] = {
 @pytest.mark.parametrize("name", REMOVALS)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_removal_beside_a_put_takes_what_was_there(one_kind: Shared, name: str, after: bool) -> None:
-    """Just before the word that is the old block; just after it is the new one, which its own store forgets."""
+    """Just before the word that is the old block; just after it is the new one, which
+    its own store forgets.
+    """
     store, other = one_kind.open(), one_kind.open()
     store.put("a", OLD["a"])
     assert other.get("a") == store.get("a") == OLD["a"]
@@ -403,7 +408,9 @@ def test_a_removal_beside_a_put_takes_what_was_there(one_kind: Shared, name: str
 
 
 def test_the_room_of_a_block_that_its_own_store_remembers_is_used_again_only_when_it_knows(one_kind: Shared) -> None:
-    """The store notes where its blocks are when they may already have been replaced, and their room used again."""
+    """The store notes where its blocks are when they may already have been replaced,
+    and their room used again.
+    """
     store, other = one_kind.open(), one_kind.open()
 
     def use_the_room() -> None:
@@ -461,8 +468,7 @@ def test_a_server_that_drains_at_the_word_of_a_put_waits_for_nobody(loops: Loops
 
         def drain() -> None:
             shared.look(shared.server.server.drain)
-            if not after:  # the others have nothing that the server waits for
-                shared.until(quarantined_clients=1)
+            loops.trio.run(shared.server.finished.wait)
 
         if after:
             with just_before_the_word(drain, after=True):
@@ -470,5 +476,4 @@ def test_a_server_that_drains_at_the_word_of_a_put_waits_for_nobody(loops: Loops
         else:
             with just_before_the_word(drain), pytest.raises(StoreUnavailable):
                 store.put_many(dict(LONG))
-        loops.trio.run(shared.server.finished.wait)
         assert len(shared.core) == (2 if after else 0)

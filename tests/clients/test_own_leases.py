@@ -1,4 +1,6 @@
-"""Leases of blocks that a client knows, taken without asking the server: they are kept like any lease."""
+"""Leases of blocks that a client knows, taken without asking the server: they are kept
+like any lease.
+"""
 
 import gc
 
@@ -167,3 +169,26 @@ def test_a_lease_beside_what_is_leased_without_asking_is_bounded_by_the_share(on
         arrays_of(store, "key 3", "missing", "key 2")
     del held
     assert len(arrays_of(store, "key 3", "missing", "key 2")) == 2
+
+
+def test_the_parts_of_a_lease_without_asking_count_together(loops: Loops) -> None:
+    """Else a second part could be pinned by itself above the share, or hold more than
+    the pool has.
+    """
+    with shared_serving(loops, "threads", max_batch_keys=2) as shared:
+        store = shared.open()
+        blocks = {f"key {index}": bytes(500_000) for index in range(6)}
+        for key, value in blocks.items():
+            store.put(key, value)
+        knows(store, blocks)
+        with pytest.raises(LimitExceeded, match="release"):
+            arrays_of(store, *blocks)
+        shared.until(leases=0, pinned_bytes=0)
+        with shared.without_a_request():
+            held = arrays_of(store, "key 0", "key 1", "key 2", "key 3")
+        assert shared.core_statistics().leases == 2
+        with pytest.raises(LimitExceeded, match="release"):
+            arrays_of(store, "key 4")
+        del held
+        with shared.without_a_request():
+            arrays_of(store, "key 4")

@@ -1,19 +1,21 @@
-"""Clients on the server's host read again what they know without asking, and never wrongly.
+"""Clients on the server's host read again what they know without asking, and never
+wrongly.
 
-What another client has replaced, deleted or evicted is seen at once. Leases: `test_own_leases.py`; many threads, and
-calls that are given up: `test_own_reads_at_once.py`.
+What another client has replaced, deleted or evicted is seen at once. Leases:
+`test_own_leases.py`; many threads, and calls that are given up:
+`test_own_reads_at_once.py`.
 """
 
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import infinistore
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
+from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import (
     BufferTooSmall,
     ChecksumMismatch,
@@ -21,7 +23,7 @@ from infinistore.errors import (
     OutOfMemory,
     StoreUnavailable,
 )
-from infinistore.server import service, shared_memory
+from infinistore.server.environment import Environment
 from tests.clients.own_reading import LOOKUPS, READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
@@ -175,7 +177,7 @@ def test_reads_without_asking_are_counted(shared: Shared) -> None:
     writer.put_many(LONG)
     knows(store, LONG)
     total = sum(map(len, LONG.values()))
-    before, sent = shared.core_statistics(), shared.look(lambda: shared.server.server.statistics().sent_bytes)
+    before, sent = shared.core_statistics(), shared.look(lambda: shared.server.server.telemetry.statistics().sent_bytes)
     with shared.without_a_request():
         for _ in range(3):
             store.get_many(LONG)
@@ -183,7 +185,7 @@ def test_reads_without_asking_are_counted(shared: Shared) -> None:
                 pass
         store.match_prefix(["a", "b"])
         store.exists("a")
-    assert shared.look(lambda: shared.server.server.statistics().sent_bytes) == sent + 6 * total
+    assert shared.look(lambda: shared.server.server.telemetry.statistics().sent_bytes) == sent + 6 * total
     statistics = shared.core_statistics()
     assert statistics.hits == before.hits + 12
     assert statistics.hit_bytes == before.hit_bytes + 6 * total
@@ -229,7 +231,7 @@ def test_bytes_read_without_asking_are_not_counted_for_the_request_that_follows(
     knows(store, LONG)
     store.get_many(LONG)
     store.exists("not there")
-    operations = one_kind.look(one_kind.server.server.operations)
+    operations = one_kind.look(one_kind.server.server.telemetry.operations)
     assert [operation.payload_bytes for operation in operations if operation.kind == "exists"] == [0]
 
 
@@ -382,7 +384,7 @@ def test_a_block_that_rots_is_found_by_who_knows_it_and_dropped(shared: Shared, 
     knows(careless, LONG)
 
     def rot() -> None:
-        entry = shared.core._index.get("b")
+        entry = shared.core.index.get("b")
         assert entry is not None
         shared.core.pool.view(entry[:3])[77] ^= 1
 
@@ -411,13 +413,17 @@ def test_blocks_put_without_checksums_are_read_without_them(shared: Shared) -> N
 
 @pytest.mark.parametrize("why", ["not safe here", "no memory", "no descriptors"])
 def test_with_a_server_that_has_no_tables_all_is_as_before(kind: str, loops: Loops, why: str) -> None:
-    if why == "not safe here":
-        without = mock.patch.object(service, "tables_are_safe_here", return_value=False)
-    elif why == "no memory":
-        without = mock.patch.object(shared_memory, "OwnReads", side_effect=OutOfMemory("none left"))
-    else:
-        without = mock.patch.object(shared_memory, "OwnReads", side_effect=OSError(24, "Too many open files"))
-    with without, shared_serving(loops, kind) as shared:
+
+    def create(index: int, length: int, **options: Any) -> Arena:
+        if options.get("name") == "reader":
+            if why == "no memory":
+                raise OutOfMemory("none left")
+            if why == "no descriptors":
+                raise OSError(24, "Too many open files")
+        return create_arena(index, length, **options)
+
+    environment = Environment(create_arena=create, tables_are_safe=lambda: why != "not safe here")
+    with shared_serving(loops, kind, environment) as shared:
         store, other = shared.open(), shared.open()
         other.put_many(LONG)
         for _ in range(2):
@@ -429,4 +435,4 @@ def test_with_a_server_that_has_no_tables_all_is_as_before(kind: str, loops: Loo
         other.put_many(SHORT)
         assert READS["get"](store) == list(SHORT.values())
         assert shared.core_statistics().leases == 0
-        assert shared.look(lambda: shared.server.server.statistics().errors) == 0
+        assert shared.look(lambda: shared.server.server.telemetry.statistics().errors) == 0

@@ -47,7 +47,7 @@ async def test_a_read_without_asking_that_is_cancelled_anywhere_leaves_nothing_p
 
         async def after() -> None:
             with trio.fail_after(30):
-                while server.server.statistics().connections_open > 1:
+                while server.server.telemetry.statistics().connections_open > 1:
                     await trio.lowlevel.checkpoint()
             found = server.core.statistics()
             assert (found.leases, found.pinned_bytes, found.quarantined_bytes) == (0, 0, 0)
@@ -60,8 +60,9 @@ KEYS = [f"key {index}" for index in range(6)]
 
 
 class Struggle:
-    """Threads that write and threads that read, until the writers are done. Checksums are off: only what lies in the
-    memory counts. Each value is one number again and again."""
+    """Threads that write and threads that read, until the writers are done. Checksums
+    are off: only what lies in the memory counts. Each value is one number again and
+    again."""
 
     def __init__(self) -> None:
         self.failures: list[BaseException] = []

@@ -1,7 +1,9 @@
-"""Three clients of one server that map its pool, against a dictionary: whoever reads gets what was put last, or a miss.
+"""Three clients of one server that map its pool, against a dictionary: whoever reads
+gets what was put last, or a miss.
 
-The stores differ in what they know and check. The pool is small, so puts evict; what they have evicted, the server's
-index tells. Arrays that leases leave behind never change.
+The stores differ in what they know and check. The pool is small, so puts evict; what
+they have evicted, the server's index tells. Arrays that leases leave behind never
+change.
 """
 
 from contextlib import ExitStack
@@ -188,7 +190,9 @@ class OwnReadsMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_all_connections(self) -> None:
-        """What was leased by asking ends for the server when the client sees that, perhaps much later."""
+        """What was leased by asking ends for the server when the client sees that,
+        perhaps much later.
+        """
         self.shared.end_connections()
         self.lost = self.lost or any(arrays for arrays, _ in self.held)
 

@@ -1,7 +1,9 @@
-"""Stores that move blocks by RDMA: which way they choose, what they promise when it fails, and what they register.
+"""Stores that move blocks by RDMA: which way they choose, what they promise when it
+fails, and what they register.
 
-The devices are made of memory copies, with the checks of real ones (`tests.transports.fake_rdma`). What every store
-does, and the rule machine, run over them too: see `tests.clients.stores`.
+The devices are made of memory copies, with the checks of real ones
+(`tests.transports.fake_rdma`). What every store does, and the rule machine, run over
+them too: see `tests.clients.stores`.
 """
 
 import asyncio
@@ -14,10 +16,10 @@ import trio
 
 import infinistore
 from infinistore import aio, blocking
-from infinistore.client import link
-from infinistore.client import rdma as client_rdma
-from infinistore.client.options import Options
-from infinistore.client.remote import RemoteCalls
+from infinistore.client.connection.calls import Calls
+from infinistore.client.movers.rdma import device as client_rdma
+from infinistore.client.movers.rdma import source as rdma_source
+from infinistore.client.options.options import Options
 from infinistore.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -26,8 +28,8 @@ from infinistore.errors import (
     TransferFailed,
 )
 from infinistore.protocol.messages import HelloReply
-from infinistore.server import rdma as server_rdma
-from infinistore.transports.rdma_verbs import DeviceLimits, NoRdma
+from infinistore.server.movers.rdma import pool as server_rdma
+from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
 from tests.server.running import KIB, MIB, make_config, running_server
@@ -69,7 +71,7 @@ async def test_without_a_word_of_rdma_it_is_taken_where_both_sides_have_a_device
 
 async def test_devices_are_chosen_near_the_addresses_that_the_other_side_knows() -> None:
     with (
-        mock.patch.object(link, "near_address", side_effect=ip_address),
+        mock.patch.object(rdma_source, "near_address", side_effect=ip_address),
         mock.patch.object(server_rdma, "near_address", side_effect=ip_address),
     ):
         async with serving() as (fabric, server):
@@ -296,7 +298,7 @@ async def test_where_rdma_is_forced_a_failed_transfer_is_an_error_and_stores_not
 
 async def test_rdma_is_tried_again_after_a_pause() -> None:
     async with serving() as (fabric, server):
-        with mock.patch.object(client_rdma, "_FIRST_PAUSE_S", 0.0):
+        with mock.patch.object(client_rdma, "FIRST_PAUSE_S", 0.0):
             async with infinistore.open_store(best_url(server)) as store:
                 fabric.unplugged = True
                 await store.put("a", VALUE)
@@ -311,25 +313,44 @@ async def test_rdma_is_tried_again_after_a_pause() -> None:
                 assert (await store.stats()).transport == "rdma", "and not the connection that was left"
 
 
+async def test_a_connection_made_without_rdma_is_replaced_when_a_transfer_that_was_under_way_succeeds() -> None:
+    async with serving() as (fabric, server), infinistore.open_store(best_url(server)) as store:
+        await store.put("a", VALUE)
+        fabric.held = True
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.get, "a")
+            await until_work_is_held(fabric)
+            fabric.refuses_queues = True
+            assert await store.get("a") == VALUE
+            assert (await store.stats()).transport == "tcp"
+            fabric.refuses_queues = False
+            fabric.release()
+        before = fabric.moved_bytes
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.get, "a")
+            nursery.start_soon(store.get, "a")
+        assert fabric.moved_bytes - before == 2 * len(VALUE), "RDMA works, and both took it"
+
+
 async def test_the_pause_doubles_and_ends_with_success() -> None:
     now = 0.0
     with fabric_in_use(absent="nothing here") as fabric:
         options = Options(device="fake1")
-        rdma = client_rdma.ClientRdma(options, lambda: now, forced=False)
+        rdma = client_rdma.StoreRdma(options, lambda: now, forced=False)
         pauses = []
         hello = HelloReply("", "", 1, 1, 1, 1, rdma="Ethernet")
         for _ in range(8):
             with pytest.raises(NoRdma):
                 rdma.device_for(hello)
-            assert not rdma.due
-            pauses.append(rdma._pause_s)
-            now += rdma._pause_s
+            assert rdma.resting
+            pauses.append(rdma.pause_s)
+            now += rdma.pause_s
         assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
         fabric.absent = ""
-        assert rdma.due
+        assert not rdma.resting
         rdma.device_for(hello)
         rdma.works()
-        assert rdma._pause_s == 0
+        assert rdma.pause_s == 0
         rdma.release(None)
         rdma.close()
 
@@ -340,7 +361,7 @@ async def test_the_pause_doubles_and_ends_with_success() -> None:
 async def test_a_block_that_changed_in_the_pool_is_a_mismatch_and_dropped() -> None:
     async with serving() as (_, server), infinistore.open_store(rdma_url(server)) as store:
         await store.put("a", VALUE)
-        entry = server.core._index.get("a")
+        entry = server.core.index.get("a")
         assert entry is not None
         server.core.pool.view(entry[:3])[7] ^= 1
         target = bytearray(len(VALUE))
@@ -405,12 +426,12 @@ async def test_other_drivers_use_it_too() -> None:
 async def test_a_forked_child_leaves_the_parents_device_alone() -> None:
     async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
         await store.put("a", VALUE)
-        calls = store._calls  # type: ignore[attr-defined]
-        assert isinstance(calls, RemoteCalls)
-        device = calls.rdma._device
+        calls = store.calls  # type: ignore[attr-defined]
+        assert isinstance(calls, Calls)
+        device = calls.rdma.device
 
         def in_the_child() -> None:
-            assert calls.rdma._device is None
+            assert calls.rdma.device is None
             assert device is not None
             calls.close()
 

@@ -1,4 +1,6 @@
-"""The caller's memory, which the server reads and writes by RDMA: not a byte after a call has ended."""
+"""The caller's memory, which the server reads and writes by RDMA: not a byte after a
+call has ended.
+"""
 
 import asyncio
 

@@ -1,4 +1,6 @@
-"""Clients that map the server's pool: which way they choose, what they leave behind, and what they survive."""
+"""Clients that map the server's pool: which way they choose, what they leave behind,
+and what they survive.
+"""
 
 import os
 import re
@@ -17,15 +19,19 @@ import trio
 
 import infinistore
 from infinistore import blocking
-from infinistore.client.mapped_pool import MappedPool
-from infinistore.client.remote import RemoteCalls
-from infinistore.client.remote_operations import Channel
-from infinistore.client.shared_memory import SharedMemoryOperations
-from infinistore.core.arena import create_arena
+from infinistore.client.connection.calls import Calls
+from infinistore.client.environment import Environment
+from infinistore.client.movers.channel import Channel
+from infinistore.client.movers.shm.descriptors import ask_arenas
+from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
+from infinistore.client.movers.shm.server_watch import ServerWatch
+from infinistore.core.arena import Mapping, create_arena
 from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
-from infinistore.protocol.connection import ClientConnection, State
+from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.effects import ReceiveDescriptors, Send
 from infinistore.protocol.messages import HelloReply
+from infinistore.protocol.shared_tables import tables_are_safe_here
+from infinistore.protocol.states import State
 from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import in_child
 from tests.clients.test_cancellation import cancel_at_each_await
@@ -43,7 +49,9 @@ async def serving(folder: Path, **settings: Any) -> AsyncGenerator[RunningServer
 
 @contextmanager
 def server_process(folder: Path, *flags: str) -> Iterator[ServerProcess]:
-    """A server that can be killed and comes back at the same port, with a Unix socket."""
+    """A server that can be killed and comes back at the same port, with a Unix
+    socket.
+    """
     server = ServerProcess("--unix-socket", str(folder / "store.sock"), *flags)
     try:
         server.start()
@@ -166,7 +174,7 @@ async def test_the_socket_of_another_server_is_not_used(tmp_path: Path) -> None:
 async def test_a_socket_that_the_server_names_is_not_trusted_if_a_stranger_listens_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinistore.client.remote.peer_user", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr("infinistore.client.connection.routing.peer_user", lambda sock: os.geteuid() + 1)
     async with serving(tmp_path) as server:
         async with infinistore.open_store(best(server)) as store:
             stats = await store.stats()
@@ -176,14 +184,16 @@ async def test_a_socket_that_the_server_names_is_not_trusted_if_a_stranger_liste
 
 
 async def test_a_socket_that_another_server_took_over_is_left(tmp_path: Path) -> None:
-    """The store found its server by that socket before; new connections must not go to whoever has it now."""
+    """The store found its server by that socket before; new connections must not go to
+    whoever has it now.
+    """
     async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
         await store.put("key", VALUE)
         assert (await store.stats()).transport == "shm"
         server.unix_path.unlink()
         async with serving(tmp_path) as other:
-            calls: RemoteCalls[Any] = store._calls  # type: ignore[attr-defined]
-            calls._close_idle()
+            calls: Calls[Any] = store.calls  # type: ignore[attr-defined]
+            calls.pool.close_idle()
             await store.put("key", VALUE)
             assert (await store.stats()).transport == "tcp"
             assert not other.core.exists(["key"])[0]
@@ -219,21 +229,21 @@ async def test_without_shared_writes_puts_go_inline_and_gets_do_not(tmp_path: Pa
             await store.put_many({"a": VALUE, "b": b"short"})
             assert await store.get_many(["a", "b"]) == [VALUE, bytearray(b"short")]
             assert (await store.stats()).transport == "shm"
-            pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
-            assert set(pool._mappings) == {(0, False)}
+            pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
+            assert set(pool.mappings) == {(0, False)}
         await server.quiet()
 
 
 async def test_a_batch_of_exactly_inline_bytes_goes_inline(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, infinistore.open_store(best(server), inline_bytes=10) as store:
-        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
+        pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
         await store.put_many({"a": b"12345", "b": b"67890"})
         assert await store.get_many(["a", "b"]) == [bytearray(b"12345"), bytearray(b"67890")]
-        assert len(pool) == 0
+        assert pool.arena_count == 0
         await store.put("c", b"12345678901")
-        assert set(pool._mappings) == {(0, True)}
+        assert set(pool.mappings) == {(0, True)}
         assert await store.get("c") == b"12345678901"
-        assert set(pool._mappings) == {(0, True), (0, False)}
+        assert set(pool.mappings) == {(0, True), (0, False)}
 
 
 async def test_batches_larger_than_the_limits_are_split(tmp_path: Path) -> None:
@@ -250,25 +260,49 @@ async def test_the_arenas_of_a_pool_that_has_grown_are_asked_for(tmp_path: Path)
     settings: dict[str, Any] = {"auto_increase": True, "max_pool_bytes": 3 * POOL_BYTES}
     async with serving(tmp_path, **settings) as server, infinistore.open_store(best(server)) as store:
         await store.put("first", VALUE)
-        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
-        assert len(pool) == 1
+        pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
+        assert pool.arena_count == 1
         values = {f"key {i}": bytearray(os.urandom(MIB)) for i in range(6)}  # more than the first arena has
         await store.put_many(values)
-        assert len(pool) > 1
+        assert pool.arena_count > 1
         async with infinistore.open_store(best(server)) as other:
             assert await other.get_many(list(values)) == list(values.values())
         assert await store.get_many(list(values)) == list(values.values())
 
 
+async def test_a_pool_of_more_arenas_than_one_reply_tells_of_is_asked_for_until_all_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a pool has grown 254 times: a client that comes then has to ask more than
+    once.
+    """
+    monkeypatch.setattr("infinistore.server.movers.shm.mover.MAX_DESCRIPTORS", 2)  # an arena, and what tells of the end
+    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
+        for index in (1, 2):
+            server.core.add_arena(create_arena(index, POOL_BYTES))
+        values = {f"key {i}": os.urandom(MIB) for i in range(11)}
+        for key, value in values.items():
+            await store.put(key, value)
+        last = next(key for key in values if server.core.index.get(key)[0] == 2)  # type: ignore[index]
+        for read in (lambda other: other.get(last), lambda other: leased(other, last)):
+            async with infinistore.open_store(best(server)) as other:
+                assert await read(other) == values[last]
+
+
+async def leased(store: Any, key: str) -> bytes:
+    async with store.lease([key]) as (view,):
+        return bytes(view)
+
+
 async def test_a_refused_put_keeps_its_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
         await store.put("key", VALUE)
-        accepted = server.server.statistics().connections_total
+        accepted = server.server.telemetry.statistics().connections_total
         for _ in range(3):
             with pytest.raises(OutOfMemory):
                 await store.put_many({f"key {i}": bytes(MIB) for i in range(5)})
             assert await store.get("key") == VALUE
-        assert server.server.statistics().connections_total == accepted
+        assert server.server.telemetry.statistics().connections_total == accepted
 
 
 async def test_two_stores_in_one_process_have_mappings_of_their_own(tmp_path: Path) -> None:
@@ -289,9 +323,9 @@ async def test_all_descriptors_are_closed_with_the_store_and_not_inherited_befor
         async with infinistore.open_store(best(server)) as store:
             await store.put("key", VALUE)
             assert await store.get("key") == VALUE
-            pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
-            assert pool._descriptors
-            assert not any(map(os.get_inheritable, pool._descriptors))
+            pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
+            assert pool.descriptors
+            assert not any(map(os.get_inheritable, pool.descriptors))
         await server.quiet()
         assert open_files() == before
 
@@ -307,7 +341,7 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned(tmp_path:
 
         async def after() -> None:
             with trio.fail_after(20):
-                while server.server.statistics().connections_open > 1:
+                while server.server.telemetry.statistics().connections_open > 1:
                     await trio.lowlevel.checkpoint()
             statistics = server.core.statistics()
             assert (statistics.reservations, statistics.leases, statistics.quarantined_bytes) == (0, 0, 0)
@@ -354,6 +388,31 @@ def test_an_arena_that_is_shorter_than_the_server_says_is_not_mapped() -> None:
     arena.close()
 
 
+async def test_a_store_takes_memory_threads_and_the_watch_from_the_machine_that_it_is_given(tmp_path: Path) -> None:
+    taken: list[str] = []
+
+    def map_memory(descriptor: int, length: int, *, writable: bool) -> Mapping:
+        taken.append("writable" if writable else "readable")
+        return Mapping(descriptor, length, writable=writable)
+
+    def watch_server(lifeline: int, ended: object) -> ServerWatch:
+        raise StoreUnavailable("nobody watches")
+
+    def start_thread(thread: threading.Thread) -> None:
+        raise StoreUnavailable("no threads")
+
+    machine = Machine(map_memory=map_memory, watch_server=watch_server, start_thread=start_thread)
+    threads = set(threading.enumerate())
+    async with serving(tmp_path) as server:
+        opened = infinistore.open_store(f"shm://{server.unix_path}", environment=Environment(machine=machine))
+        async with opened as store:
+            await store.put("key", VALUE)
+            assert await store.get("key") == VALUE
+            assert not [one for one in set(threading.enumerate()) - threads if one.name.startswith("infinistore")]
+    tables = ["readable", "writable"] if tables_are_safe_here() else []
+    assert sorted(taken) == sorted([*tables, "readable", "writable"])
+
+
 @pytest.mark.parametrize(("lengths", "count"), [(1, 0), (0, 1), (1, 2), (2, 1)])
 def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths: int, count: int) -> None:
     arena = create_arena(0, MIB)
@@ -361,7 +420,7 @@ def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths
     pool = MappedPool("instance")
     with pytest.raises(ProtocolError):
         pool.add(0, [MIB] * lengths, [os.dup(arena.fd) for _ in range(count)], writable=True)
-    assert (len(pool), open_files()) == (0, before)
+    assert (pool.arena_count, open_files()) == (0, before)
     arena.close()
 
 
@@ -369,7 +428,9 @@ def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths
 
 
 def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
-    """The call is dropped after descriptors have come, and before the whole reply has."""
+    """The call is dropped after descriptors have come, and before the whole
+    reply has.
+    """
     arena = create_arena(0, MIB)
     pool = MappedPool("instance")
     pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
@@ -377,32 +438,33 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     connection = ClientConnection()
     connection.state = State.READY
     hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
-    channel = Channel(connection, hello, verify=True, path=("shm", ""), remaining_us=lambda: 1)
-    operations = SharedMemoryOperations(channel, pool=pool, inline_bytes=0, pins=mock.Mock())
-    exchange = operations._ask_arenas()
-    assert isinstance(next(exchange), Send)
+    channel = Channel(connection, mock.Mock(), lambda: 0.0, verify=True)
+    channel.hello = hello
+    exchange = ask_arenas(channel, pool)
+    assert isinstance(exchange.send(None), Send)
     effect = exchange.send(0)
     assert isinstance(effect, ReceiveDescriptors)
     effect.descriptors.append(os.dup(arena.fd))
     exchange.close()
-    assert (len(pool), pool.writable, open_files()) == (1, True, before)
+    assert (pool.arena_count, pool.writable, open_files()) == (1, True, before)
     pool.close()
     arena.close()
 
 
 def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
-    """A client in a process of its own; `code` has `store`, and says on standard output where it has come."""
+    """A client in a process of its own; `code` has `store`, and says on standard output
+    where it has come.
+    """
     program = f"import sys\nfrom infinistore import blocking\nwith blocking.open_store({url!r}) as store:\n{code}"
     return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 HALT = """
-    from infinistore.client import copy_threads
+    from infinistore.client.memory import copy_threads
     store.put("mine", bytes(300_000))
-    def halt(*_, **__):
+    async def halt(*_, **__):
         print("halted", flush=True)
         sys.stdin.read()
-        yield
     copy_threads.copy_blocks = halt
 """
 
@@ -454,7 +516,7 @@ def test_mapped_views_stay_readable_when_the_server_is_gone(tmp_path: Path) -> N
     code = """
     store.put("key", bytes(range(256)) * 4096)
     assert len(store.get("key")) == 1 << 20
-    pool = store._calls._pool
+    pool = store.calls.mapped_pool
     (read,), (write,) = (pool.views([0], [16 << 20], writable=w) for w in (False, True))
     print("mapped", flush=True)
     sys.stdin.readline()
@@ -476,6 +538,7 @@ def test_mapped_views_stay_readable_when_the_server_is_gone(tmp_path: Path) -> N
 
 
 def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+    others = set(os.listdir("/proc/self/fd"))
     with server_process(tmp_path) as server, blocking.open_store(best(server)) as store:
         store.put("key", VALUE)
         assert store.get("key") == VALUE
@@ -485,8 +548,8 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path
                 with pytest.raises(StoreUnavailable, match="fork"):
                     call()
             with os.scandir("/proc/self/fd") as entries:
-                names = [os.readlink(entry.path) for entry in entries]
-            assert not [name for name in names if "memfd" in name]
+                names = [os.readlink(entry.path) for entry in entries if entry.name not in others]
+            assert not [name for name in names if "memfd" in name or "eventfd" in name]
             with blocking.open_store(best(server)) as own:
                 assert own.get("key") == VALUE
                 own.put("child", VALUE)
@@ -515,5 +578,5 @@ def test_many_threads_share_one_mapping(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert not failures
-        pool: MappedPool = store._calls._pool  # type: ignore[attr-defined]
-        assert len(pool._descriptors) == 1
+        pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
+        assert len(pool.descriptors) == 1

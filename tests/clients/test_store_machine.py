@@ -1,9 +1,11 @@
-"""Every kind of store against the reference model: any sequence of calls, the same answers, the same recency.
+"""Every kind of store against the reference model: any sequence of calls, the same
+answers, the same recency.
 
-Leases in place are kept by arrays, which die in any order and in other threads; what they show must never change.
-By shared memory, a second client puts and deletes, too.
-Each value has bytes that no other value has. The pool is small, so puts evict. After each step the order of keys, from
-the coldest to the warmest, is compared with the model's, and so are all stored bytes and what is used and held.
+Leases in place are kept by arrays, which die in any order and in other threads; what
+they show must never change. By shared memory, a second client puts and deletes, too.
+Each value has bytes that no other value has. The pool is small, so puts evict. After
+each step the order of keys, from the coldest to the warmest, is compared with the
+model's, and so are all stored bytes and what is used and held.
 """
 
 import threading
@@ -31,7 +33,7 @@ from hypothesis.stateful import (
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.core import Watermarks
-from infinistore.core.room import EXTRA_STEPS
+from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import (
     BufferTooSmall,
     KeyNotFound,
@@ -64,7 +66,9 @@ def parts(batch: list[Any], length: int) -> list[list[Any]]:
 
 @attrs.define(eq=False)
 class InUse:
-    """A lease whose block was left while arrays of it are alive: by position, which; and what it pins."""
+    """A lease whose block was left while arrays of it are alive: by position, which;
+    and what it pins.
+    """
 
     arrays: dict[int, Any]
     blocks: list[Block | None]
@@ -73,7 +77,9 @@ class InUse:
 
 
 class ClientMachine(RuleBasedStateMachine):
-    """Drives a store and the model side by side. `opener` and `loops` are set by the test."""
+    """Drives a store and the model side by side. `opener` and `loops` are set by the
+    test.
+    """
 
     opener: Opener
     loops: Loops
@@ -115,7 +121,8 @@ class ClientMachine(RuleBasedStateMachine):
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=9, unique=True) | runs_of_keys, data=st.data())
     def put_many(self, keys: list[str], data: st.DataObject) -> None:
         whole = len(keys) <= CONFIG.max_batch_keys
-        # One that is split is made of values of one footprint, which never fail for want of a large enough piece.
+        # One that is split is made of values of one footprint, which never fail for
+        # want of a large enough piece.
         sizes = data.draw(st.lists(st.sampled_from(SIZES if whole else SMALL), min_size=len(keys), max_size=len(keys)))
         replace = data.draw(st.booleans())
         items = [(key, self.unique_bytes(size)) for key, size in zip(keys, sizes, strict=True)]
@@ -220,7 +227,9 @@ class ClientMachine(RuleBasedStateMachine):
     )
     @precondition(lambda self: self.model.blocks)
     def read_what_is_there(self, first: int, count: int, how: str, kept: set[int]) -> Any:
-        """Several times: by shared memory, what was read once is read again without asking."""
+        """Several times: by shared memory, what was read once is read again without
+        asking.
+        """
         keys = sorted(self.model.blocks)
         first = min(first, len(keys) - 1)
         self.read_before = keys[first : first + count]
@@ -477,9 +486,9 @@ class ClientMachine(RuleBasedStateMachine):
     def compare(self) -> None:
         core = self.opened.core
         statistics = core.statistics()  # first: it hears what clients have used without asking
-        assert list(core._index) == list(self.model.blocks)
+        assert list(core.index) == list(self.model.blocks)
         for key, block in self.model.blocks.items():
-            entry = core._index.get(key)
+            entry = core.index.get(key)
             assert entry is not None
             assert core.pool.view(entry[:3]) == block.data
         expected = {

@@ -1,4 +1,6 @@
-"""Blocking work of asynchronous stores: it uses the caller's memory, so that nobody goes on before it has ended."""
+"""Blocking work of asynchronous stores: it uses the caller's memory, so that nobody
+goes on before it has ended.
+"""
 
 import asyncio
 import threading
@@ -6,7 +8,7 @@ import threading
 import pytest
 import trio
 
-from infinistore.client.threads import in_thread
+from infinistore.client.worker_threads import in_thread
 
 
 class Work:

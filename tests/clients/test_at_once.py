@@ -1,0 +1,123 @@
+"""Requests to several stores at once: really at the same time, and an error of one does
+not end the others.
+"""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import trio
+
+from infinistore.client.connection.effects import Part
+from infinistore.client.drivers.at_once import PartThreads, asyncio_at_once, trio_at_once
+from infinistore.client.requests import Exists
+from infinistore.errors import OutOfMemory
+from infinistore.kept_errors import KeptError
+from tests.bad_days.refused_threads import refused_threads
+
+
+class Meeting:
+    """A store whose calls end only when all three are under way; the one for `fails`
+    raises then.
+    """
+
+    def __init__(self, event: Any, fails: str = "") -> None:
+        self.event, self.fails, self.begun = event, fails, 0
+
+    async def _call(self, request: Any, within_s: float | None = None) -> Any:
+        self.begun += 1
+        if self.begun == 3:
+            self.event.set()
+        await self.event.wait()
+        if request.keys == [self.fails]:
+            raise OutOfMemory("planned")
+        return request.keys
+
+
+class BlockingMeeting:
+    """The same for threads."""
+
+    def __init__(self, fails: str = "", error: type[Exception] = OutOfMemory) -> None:
+        self.barrier, self.fails, self.error = threading.Barrier(3), fails, error
+
+    def _call(self, request: Any, within_s: float | None = None) -> Any:
+        self.barrier.wait(20)
+        if request.keys == [self.fails]:
+            raise self.error("planned")
+        return request.keys
+
+
+class Plain:
+    def _call(self, request: Any, within_s: float | None = None) -> Any:
+        return request.keys
+
+
+def parts(store: Any) -> list[Any]:
+    return [Part(store, Exists([key])) for key in "abc"]
+
+
+def check_that_b_failed(outcomes: list[Any]) -> None:
+    assert outcomes[::2] == [["a"], ["c"]]
+    assert isinstance(outcomes[1], KeptError)
+    assert outcomes[1].kind is OutOfMemory
+
+
+def test_parts_are_under_way_at_the_same_time() -> None:
+    async def with_asyncio() -> list[Any]:
+        return await asyncio_at_once(parts(Meeting(asyncio.Event())))
+
+    assert trio.run(trio_at_once, parts(Meeting(trio.Event()))) == [["a"], ["b"], ["c"]]
+    assert asyncio.run(with_asyncio()) == [["a"], ["b"], ["c"]]
+
+
+def test_an_error_is_an_outcome_and_does_not_end_the_others() -> None:
+    async def with_asyncio() -> list[Any]:
+        return await asyncio_at_once(parts(Meeting(asyncio.Event(), "b")))
+
+    check_that_b_failed(trio.run(trio_at_once, parts(Meeting(trio.Event(), "b"))))
+    check_that_b_failed(asyncio.run(with_asyncio()))
+
+
+def test_no_parts_let_other_tasks_run() -> None:
+    async def with_trio() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await trio_at_once([])
+        assert scope.cancelled_caught
+
+    async def with_asyncio() -> None:
+        other = asyncio.create_task(asyncio.sleep(0))
+        assert await asyncio_at_once([]) == []
+        assert await asyncio_at_once([]) == []
+        assert other.done()
+
+    trio.run(with_trio)
+    asyncio.run(with_asyncio())
+
+
+def test_parts_of_threads_are_under_way_at_the_same_time() -> None:
+    threads = PartThreads()
+    for _ in range(3):  # the first starts threads, the others find them
+        assert threads.carry_out(parts(BlockingMeeting())) == [["a"], ["b"], ["c"]]
+    check_that_b_failed(threads.carry_out(parts(BlockingMeeting("b"))))
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        threads.carry_out(parts(BlockingMeeting("b", ZeroDivisionError)))
+    assert threads.carry_out([]) == []
+    threads.close()
+
+
+def test_few_threads_do_for_many_calls() -> None:
+    threads = PartThreads()
+    before = threading.active_count()
+    for _ in range(50):
+        threads.carry_out(parts(Plain()))
+    assert threading.active_count() - before <= 2
+    threads.close()
+    threads.close()
+    assert threads.carry_out(parts(Plain())) == [["a"], ["b"], ["c"]]
+
+
+def test_without_more_threads_the_caller_carries_out_all_parts() -> None:
+    with refused_threads():
+        assert PartThreads().carry_out(parts(Plain())) == [["a"], ["b"], ["c"]]

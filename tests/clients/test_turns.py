@@ -1,0 +1,88 @@
+"""Every call of an asynchronous store lets other tasks have their turn, those too that
+need not wait for anything.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+import infinistore
+from infinistore import aio
+from infinistore.aio import AsyncStore
+from tests.clients.shared_serving import LONG, Shared
+
+KNOWN: list[Callable[[AsyncStore], Any]] = [
+    lambda store: store.get("a"),
+    lambda store: store.get_many(["a", "b"]),
+    lambda store: store.get_into("b", bytearray(70_000)),
+    lambda store: store.exists("a"),
+    lambda store: store.match_prefix(["a", "b"]),
+    lambda store: store.lease(["a"]).__aenter__(),
+    lambda store: store.get_many([]),
+    lambda store: store.put_many({}),
+]
+"""Calls that a store can answer without its server, once it has read LONG."""
+
+
+@pytest.mark.parametrize("call", KNOWN)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_every_call_of_a_trio_store_is_a_checkpoint(
+    call: Callable[[AsyncStore], Any], embedded: bool, one_kind: Shared
+) -> None:
+    async def main() -> None:
+        async with infinistore.open_store(None if embedded else one_kind.url) as store:
+            await store.put_many(LONG)
+            await store.get_many(list(LONG))
+            for _ in range(3):
+                with trio.testing.assert_checkpoints():
+                    await call(store)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("call", KNOWN)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_calls_of_an_asyncio_store_in_a_row_let_others_run_between_them(
+    call: Callable[[AsyncStore], Any], embedded: bool, one_kind: Shared
+) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with aio.open_store(None if embedded else one_kind.url) as store:
+            await store.put_many(LONG)
+            await store.get_many(list(LONG))
+            task = asyncio.create_task(others())
+            before = turns
+            for _ in range(20):
+                await call(store)
+            assert turns - before >= 19
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_asyncio_loop_of_reads_that_wait_for_nobody_ends_with_its_time(one_kind: Shared) -> None:
+    calls = 0
+
+    async def main() -> None:
+        nonlocal calls
+        async with aio.open_store(one_kind.url) as store:
+            await store.put_many(LONG)
+            async with asyncio.timeout(0):
+                while calls < 1000:
+                    calls += 1
+                    await store.get("a")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert calls < 1000

@@ -1,0 +1,153 @@
+"""A lost node: what it has is missing, and nothing else is; puts say what they did."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infinistore.errors import AuthenticationFailed, PartialPut, StoreUnavailable
+from tests.bad_days.clients import KINDS, run_with_store
+from tests.cluster_client.clusters import Cluster, Member
+
+NAMES = [f"key {number}" for number in range(60)]
+BLOCKS = {name: name.encode() for name in NAMES}
+PATIENT = {"deadline_s": 600.0, "lookup_deadline_s": 0.4}
+"""Whoever waited for the deadline would wait longer than a test may take."""
+
+
+@pytest.fixture(params=["stopped", "silent"])
+def lose(request: pytest.FixtureRequest, three: Cluster) -> Iterator[Any]:
+    """Makes the first server stop, or say nothing more; returns its keys."""
+
+    def lose() -> set[str]:
+        member = three.members[0]
+        keys = member.keys()
+        if request.param == "stopped":
+            member.stop()
+        else:
+            member.silence()
+        return keys
+
+    yield lose
+    three.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_lost_node_has_is_missing_and_nothing_else(kind: str, three: Cluster, lose: Any) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many(BLOCKS)
+        lost = lose()
+        there = [name not in lost for name in NAMES]
+        for _ in range(3):  # before the node counts as lost, and after
+            assert await store.get_many(NAMES) == [None if name in lost else BLOCKS[name] for name in NAMES]
+            buffers = [bytearray(9) for _ in NAMES]
+            lengths = await store.get_many_into(list(zip(NAMES, buffers, strict=True)))
+            assert [length is not None for length in lengths] == there
+            assert await store.exists_many(NAMES) == there
+            assert await store.match_prefix(NAMES) == there.index(False)
+            assert await store.match_prefix([name for name in NAMES if name in lost]) == 0
+            async with store.lease(NAMES) as views:
+                assert [view is not None for view in views] == there
+            assert await store.keys() == sorted(set(NAMES) - lost)
+            assert await store.flush(NAMES) == 0
+        stats = await store.stats()
+        assert stats.store.keys == len(NAMES) - len(lost)
+        assert sorted(bool(node.problem) for node in stats.cluster.nodes) == [False, False, True]
+        assert stats.cluster.lost_reads >= 12 * len(lost)
+
+    run_with_store(kind, three.url(), body, **PATIENT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_put_says_what_is_stored_and_what_is_not(kind: str, three: Cluster, lose: Any) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many(BLOCKS)
+        lost = lose()
+        newer = dict.fromkeys(NAMES, b"newer")
+        stored = [name for name in NAMES if name not in lost]
+        errors = []
+        for _ in range(3):
+            with pytest.raises(PartialPut) as caught:
+                await store.put_many(newer)
+            errors.append(caught.value)
+            assert errors[-1].stored == stored
+            assert [*errors[-1].failed, *errors[-1].unknown] == [name for name in NAMES if name in lost]
+        assert errors[-1].unknown == []  # it is known to be lost, and nothing was sent
+        assert await store.get_many(stored) == [b"newer"] * len(stored)
+        with pytest.raises(StoreUnavailable, match="not everything was deleted"):
+            await store.delete(NAMES)
+        with pytest.raises(StoreUnavailable, match="not everything was purged"):
+            await store.purge()
+        assert await store.get_many(NAMES) == [None] * len(NAMES)
+
+    run_with_store(kind, three.url(), body, **PATIENT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_two_copies_nothing_is_missing(kind: str, three: Cluster, lose: Any) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many(BLOCKS)
+        lose()
+        for _ in range(3):
+            assert await store.get_many(NAMES) == list(BLOCKS.values())
+            assert await store.match_prefix(NAMES, hold_s=50) == len(NAMES)
+            assert await store.exists_many(NAMES) == [True] * len(NAMES)
+            async with store.lease(NAMES) as views:
+                assert [bytes(view) for view in views] == list(BLOCKS.values())
+            await store.put_many(BLOCKS)
+        stats = await store.stats()
+        assert stats.cluster.lost_reads == 0
+        assert stats.cluster.lost_copies > 0
+
+    run_with_store(kind, three.url("copies=2"), body, **PATIENT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_node_that_is_there_again_is_found(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many(BLOCKS)
+        three.members[0].silence()
+        assert None in await store.get_many(NAMES)
+        three.members[0].wake()
+        while await store.get_many(NAMES) != list(BLOCKS.values()):  # which the background finds out
+            pass
+
+    run_with_store(kind, three.url(), body, **PATIENT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_nodes_lost_is_an_error_when_a_store_is_opened_and_all_missing_later(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        assert await store.get_many(NAMES) == [None] * len(NAMES)
+        assert await store.match_prefix(NAMES) == 0
+        with pytest.raises(PartialPut):
+            await store.put_many(BLOCKS)
+        with pytest.raises(StoreUnavailable):
+            await store.stats()
+
+    for member in three.members:
+        member.stop()
+    with pytest.raises(StoreUnavailable, match="refused"):
+        run_with_store(kind, three.url(), body)
+    run_with_store(kind, three.url(), body, lazy=True)
+    three.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_one_node_refuses_is_one_clear_error(kind: str, three: Cluster, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.write_text("a token of its own\n")
+    stranger = Member(token_file=str(token))
+    cluster = Cluster([*three.members, stranger])
+
+    async def body(store: Any) -> None:
+        for call in (store.get_many, store.exists_many, store.match_prefix, store.delete):
+            with pytest.raises(AuthenticationFailed, match=f"token.*the node {stranger.address}"):
+                await call(NAMES)
+
+    try:
+        with pytest.raises(AuthenticationFailed, match=f"token.*the node {stranger.address}"):
+            run_with_store(kind, cluster.url(), body)
+        run_with_store(kind, cluster.url(), body, lazy=True)
+    finally:
+        stranger.stop()

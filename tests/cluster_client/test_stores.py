@@ -1,0 +1,154 @@
+"""A cluster of three is a store, for every client: the same answers as a dictionary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinistore.errors import LimitExceeded
+from tests.bad_days.clients import KINDS, run_with_store
+from tests.cluster_client.clusters import Cluster
+
+CALM = {"lookup_deadline_s": 60.0}
+"""However busy the machine is, no node counts as lost."""
+KEYS = [f"key {number}" for number in range(12)]
+keys = st.lists(st.sampled_from(KEYS), unique=True, max_size=12)
+blocks = st.dictionaries(st.sampled_from(KEYS), st.binary(min_size=1, max_size=300), max_size=12)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), blocks, st.booleans()),
+        st.tuples(st.just("list"), st.integers(0, 12), st.sampled_from(["", *KEYS])),
+        st.tuples(st.sampled_from(["get", "exists", "delete", "match", "hold", "get_into", "lease"]), keys),
+    ),
+    max_size=12,
+)
+
+
+async def check(store: Any, script: list[Any], copies: int) -> None:
+    """Do the same to a store and to a dictionary."""
+    model: dict[str, bytes] = {}
+    for step in script:
+        match step:
+            case ("put", items, replace):
+                skipped = await store.put_many(items, replace=replace)
+                assert skipped == ([] if replace else [key for key in items if key in model])
+                model = model | items if replace else items | model
+            case ("get", wanted):
+                found = await store.get_many(wanted)
+                assert [value and bytes(value) for value in found] == [model.get(key) for key in wanted]
+            case ("get_into", wanted):
+                buffers = [bytearray(300) for _ in wanted]
+                lengths = await store.get_many_into(list(zip(wanted, buffers, strict=True)))
+                for key, buffer, length in zip(wanted, buffers, lengths, strict=True):
+                    assert model.get(key) == (None if length is None else bytes(buffer[:length]))
+            case ("lease", wanted):
+                async with store.lease(wanted) as views:
+                    assert [view and bytes(view) for view in views] == [model.get(key) for key in wanted]
+            case ("exists", wanted):
+                assert await store.exists_many(wanted) == [key in model for key in wanted]
+            case ("match", wanted):
+                assert await store.match_prefix(wanted) == leading(wanted, model)
+            case ("hold", wanted):
+                match = await store.match_prefix(wanted, hold_s=50)
+                assert match == leading(wanted, model)
+                assert bool(match.hold) == bool(match)
+                assert await store.release_hold(match.hold) == bool(match)
+            case ("delete", wanted):
+                assert await store.delete(wanted) == len(model.keys() & set(wanted))
+                model = {key: value for key, value in model.items() if key not in wanted}
+            case ("list", limit, after):
+                assert (
+                    await store.keys(limit=limit, after=after) == [one for one in sorted(model) if one > after][:limit]
+                )
+    assert await store.purge() == copies * len(model)
+
+
+def leading(wanted: Sequence[str], model: dict[str, bytes]) -> int:
+    return [*(key in model for key in wanted), False].index(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copies", [1, 2])
+@given(script=steps)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_cluster_is_a_store(kind: str, copies: int, three: Cluster, script: list[Any]) -> None:
+    three.clear()
+    run_with_store(kind, three.url(f"copies={copies}"), lambda store: check(store, script, copies), **CALM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_spread_over_all_nodes(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many({f"key {number}": b"x" for number in range(60)})
+
+    run_with_store(kind, three.url(), body, **CALM)
+    parts = [member.keys() for member in three.members]
+    assert sum(map(len, parts)) == 60
+    assert all(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_on_two_nodes_and_deleted_from_both(kind: str, three: Cluster) -> None:
+    names = [f"key {number}" for number in range(20)]
+
+    async def put(store: Any) -> None:
+        await store.put_many(dict.fromkeys(names, b"x"))
+
+    async def delete(store: Any) -> None:
+        assert await store.delete(names[:10]) == 10
+        assert await store.exists_many(names) == [False] * 10 + [True] * 10
+
+    run_with_store(kind, three.url("copies=2"), put, **CALM)
+    assert sum(len(member.keys()) for member in three.members) == 40
+    run_with_store(kind, three.url("copies=2"), delete, **CALM)
+    assert sum(len(member.keys()) for member in three.members) == 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hold_on_several_nodes_ends_at_the_first_hole(kind: str, three: Cluster) -> None:
+    names = [f"key {number}" for number in range(60)]
+
+    async def body(store: Any) -> None:
+        await store.put_many({name: b"x" for name in names if name != "key 30"})
+        match = await store.match_prefix(names, hold_s=50)
+        assert match == 30
+        assert (await store.stats()).store.pinned_bytes == 30 * 1024
+        assert await store.release_hold(match.hold) is True
+        assert await store.release_hold(match.hold) is False
+        assert (await store.stats()).store.pinned_bytes == 0
+        assert (await store.stats()).store.holds == 0
+
+    run_with_store(kind, three.url(), body, **CALM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_reservation_is_for_keys_of_one_node(kind: str, copies: int, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        with pytest.raises(LimitExceeded, match="same hash tag"):
+            async with store.reserve({f"key {number}": 3 for number in range(20)}):
+                pass
+        together = {f"{{prompt 7}}/layer {number}": 3 for number in range(20)}
+        async with store.reserve(together) as views:
+            for view in views:
+                view[:] = b"abc"
+        assert await store.get_many(together) == [b"abc"] * 20
+
+    run_with_store(kind, three.url(f"copies={copies}"), body, **CALM)
+    assert sorted(len(member.keys()) for member in three.members) == [0] * (3 - copies) + [20] * copies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_added_up_and_given_for_each_node(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> Any:
+        await store.put_many({f"key {number}": b"x" for number in range(60)})
+        stats = await store.stats()
+        assert stats.store.keys == 60
+        assert stats.server is not None
+        assert stats.transport == "tcp"
+        return {node.address: node.stats.store.keys for node in stats.cluster.nodes}
+
+    counts = run_with_store(kind, three.url(), body, **CALM)
+    assert counts == {f"infinistore://{member.address}": len(member.keys()) for member in three.members}

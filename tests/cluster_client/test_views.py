@@ -1,0 +1,186 @@
+"""Views that change: a call uses one, stores of nodes that left are closed, and keys
+that have moved are found where they were.
+"""
+
+import threading
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from infinistore import blocking, open_store
+from infinistore.client.extension import Environment
+from infinistore.cluster.view import NodeState
+from infinistore.errors import LimitExceeded, StoreUnavailable
+from tests.cluster_client.clusters import Cluster, Given
+
+NAMES = [f"key {number}" for number in range(60)]
+BLOCKS = {name: name.encode() for name in NAMES}
+URL = "infinistore+static://nobody:1"
+
+
+def opened(given: Given, **options: Any) -> Any:
+    # However busy the machine is, no node counts as lost.
+    options = {"lookup_deadline_s": 60.0, **options}
+    return blocking.open_store(URL, environment=Environment(membership=lambda url: given), **options)
+
+
+def states(cluster: Cluster, *of: NodeState) -> list[Any]:
+    return [attrs.evolve(node, state=state) for node, state in zip(cluster.nodes(), of, strict=False)]
+
+
+JOINING, SERVING, DRAINING = NodeState
+
+
+def test_keys_of_a_node_that_left_are_missing_and_its_store_is_closed(three: Cluster) -> None:
+    given = Given(three.nodes())
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        given.give(three.nodes()[1:])
+        left = three.members[0].keys()
+        found = store.get_many(NAMES)
+        assert [name for name, value in zip(NAMES, found, strict=True) if value is None] == [
+            name for name in NAMES if name in left
+        ]
+        three.members[0].wait_until_quiet()
+    assert given.closed
+
+
+def test_a_call_under_way_ends_with_the_view_that_it_began_with(three: Cluster) -> None:
+    given = Given(three.nodes())
+    with opened(given, deadline_s=600, lookup_deadline_s=60) as store:
+        store.put_many(BLOCKS)
+        three.members[0].silence()
+        found: list[Any] = []
+        caller = threading.Thread(target=lambda: found.append(store.get_many(NAMES)))
+        caller.start()
+        given.give(three.nodes()[1:])
+        while None not in store.get_many(NAMES):  # with the new view
+            pass
+        three.members[0].wake()
+        caller.join()
+        assert found in ([list(BLOCKS.values())], [store.get_many(NAMES)])
+
+
+def test_another_run_of_a_server_at_the_same_address_is_another_store(three: Cluster) -> None:
+    server = three.members[0].server
+    assert server is not None
+    instances = []
+    for member in three.members:
+        with blocking.open_store(f"tcp://{member.address}") as plain:
+            instances.append(plain.stats().server.instance)  # type: ignore[union-attr]
+    nodes = [attrs.evolve(node, instance=one) for node, one in zip(three.nodes(), instances, strict=True)]
+    given = Given(nodes)
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        assert store.get_many(NAMES) == list(BLOCKS.values())
+        given.give([attrs.evolve(nodes[0], instance="another"), *nodes[1:]])
+        lost = three.members[0].keys()
+        assert store.exists_many(NAMES) == [name not in lost for name in NAMES]  # who answers there is not that run
+        given.give(nodes)
+        assert store.get_many(NAMES) == list(BLOCKS.values())
+
+
+def test_while_a_node_joins_its_keys_come_from_the_former_owner_and_are_copied(three: Cluster) -> None:
+    given = Given(three.nodes()[:2])
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        given.give(states(three, SERVING, SERVING, JOINING))
+        assert store.exists_many(NAMES) == [True] * len(NAMES)
+        match = store.match_prefix(NAMES, hold_s=50)
+        assert match == len(NAMES)
+        assert store.release_hold(match.hold)
+        assert store.get_many(NAMES) == list(BLOCKS.values())
+        with store.lease(NAMES) as views:
+            assert [bytes(view) for view in views if view is not None] == list(BLOCKS.values())
+        buffers = [bytearray(9) for _ in NAMES]
+        store.get_many_into(list(zip(NAMES, buffers, strict=True)), all_or_nothing=True)
+        assert [bytes(buffer).rstrip(b"\0") for buffer in buffers] == list(BLOCKS.values())
+        while (copied := store.stats().cluster.warmed_blocks) == 0:
+            pass
+        assert len(three.members[2].keys()) <= copied
+        given.give(states(three, SERVING, SERVING, SERVING))
+        warm = three.members[2].keys()
+        assert [name for name in NAMES if name in warm]
+        assert store.get_many(sorted(warm)) == [BLOCKS[name] for name in sorted(warm)]
+
+
+def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
+    given = Given(three.nodes())
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        before = three.members[0].keys()
+        given.give(states(three, DRAINING, SERVING, SERVING))
+        assert store.get_many(NAMES) == list(BLOCKS.values())
+        assert store.match_prefix(NAMES) == len(NAMES)
+        newer = dict.fromkeys(NAMES, b"newer")
+        store.put_many(newer)
+        assert three.members[0].keys() == before
+        assert store.get_many(NAMES) == [b"newer"] * len(NAMES)
+        assert store.delete(NAMES) == len(NAMES)
+        assert store.exists_many(NAMES) == [False] * len(NAMES)
+
+
+def test_a_cluster_where_nobody_takes_blocks_says_so(three: Cluster) -> None:
+    given = Given(states(three, DRAINING, DRAINING, DRAINING))
+    with opened(given) as store, pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):
+        store.put("key", b"x")
+    given = Given([])
+    with pytest.raises(StoreUnavailable, match="the cluster has no nodes"), opened(given):
+        pass
+
+
+def test_a_node_whose_address_is_none_is_lost_and_says_why(three: Cluster) -> None:
+    nodes = three.nodes()
+    given = Given([nodes[0], attrs.evolve(nodes[1], address="gopher://here")])
+    with opened(given) as store:
+        with pytest.raises(StoreUnavailable, match="unknown scheme 'gopher'"):
+            store.put_many(BLOCKS)
+        assert store.get_many(NAMES) != [None] * len(NAMES)
+
+
+def test_a_closed_store_refuses_every_call(three: Cluster) -> None:
+    with opened(Given(three.nodes())) as store:
+        pass
+    for call in (store.get_many, store.exists_many, store.match_prefix):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            call(NAMES)
+
+
+def test_a_hold_that_one_node_refuses_is_released_by_the_others(three: Cluster) -> None:
+    half = bytes(512 * 1024)  # a node of 4 MiB holds a quarter
+    with opened(Given(three.nodes())) as store:
+        store.put_many(BLOCKS)
+        full = min(three.members[0].keys())
+        names = [*NAMES, *(f"{{{full}}} {number}" for number in range(3))]
+        store.put_many(dict.fromkeys(names[-3:], half))
+        with pytest.raises(LimitExceeded, match=f"the node a at infinistore://{three.members[0].address}"):
+            store.match_prefix(names, hold_s=50)
+        stats = store.stats()
+        assert (stats.store.holds, stats.store.pinned_bytes) == (0, 0)
+
+
+def test_a_cancelled_call_leaves_no_part_behind(three: Cluster) -> None:
+    async def main() -> None:
+        given = Given(three.nodes())
+        environment = Environment(membership=lambda url: given)
+        async with open_store(URL, environment=environment, deadline_s=600, lookup_deadline_s=60) as store:
+            await store.put_many(BLOCKS)
+            three.members[0].silence()
+            with trio.move_on_after(0.01) as scope:
+                await store.get_many(NAMES)
+            assert scope.cancelled_caught
+            three.members[0].wake()
+            assert list(map(bytes, filter(None, await store.get_many(NAMES)))) == list(BLOCKS.values())
+
+    trio.run(main)
+
+
+def test_errors_of_the_caller_are_raised_as_they_are(three: Cluster) -> None:
+    async def main() -> None:
+        async with open_store(three.url(), lookup_deadline_s=60) as store:
+            await store.get("nothing")
+
+    with pytest.raises(KeyError, match="is not in the store"):
+        trio.run(main)
