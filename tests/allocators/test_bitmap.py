@@ -67,7 +67,9 @@ def test_in_a_full_pool_of_large_blocks_small_ones_leave_the_long_holes_alone() 
 
 
 def test_a_mixed_batch_that_fits_in_one_hole_only_as_a_whole_is_placed_there() -> None:
-    """Placing its largest block where it fits best would leave no room for the others."""
+    """Placing its largest block where it fits best would leave no room for the
+    others.
+    """
     allocator = create_allocator("bitmap", UNIT)
     allocator.add_arena(0, 100 * MIB)
     blocks = allocator.allocate([MIB] * 100)

@@ -63,7 +63,9 @@ def test_a_slot_that_comes_free_is_used_before_a_new_slab() -> None:
 
 
 def test_sizes_that_follow_one_another_strand_no_slabs() -> None:
-    """A pool that is always full, and whose block size changes slowly, goes on storing as much."""
+    """A pool that is always full, and whose block size changes slowly, goes on storing
+    as much.
+    """
     allocator = create_allocator("slab", UNIT)
     capacity = 1024 * MIB
     allocator.add_arena(0, capacity)

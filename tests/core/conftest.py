@@ -1,4 +1,6 @@
-"""Small stores for the tests of the core: 64-byte units, arenas of a page or more, a clock that stands still."""
+"""Small stores for the tests of the core: 64-byte units, arenas of a page or more, a
+clock that stands still.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -6,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from examples.first_fit_allocator import FirstFitAllocator
 from infinistore.allocators import Allocator, create_allocator
 from infinistore.core import Pool, StoreCore, Watermarks, create_arena
-from tests.core.first_fit import FirstFitAllocator
 
 UNIT_BYTES = 64
 
@@ -41,7 +43,9 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def make_core(allocator_name: str, clock: FakeClock) -> Iterator[Callable[..., StoreCore]]:
-    """Returns make_core(*arena_bytes, **options of StoreCore); without watermarks it fills up to the last byte."""
+    """Returns make_core(*arena_bytes, **options of StoreCore); without watermarks it
+    fills up to the last byte.
+    """
     pools: list[Pool] = []
 
     def make(*arena_bytes: int, **options: Any) -> StoreCore:

@@ -1,9 +1,12 @@
-"""The reference model: what any InfiniStore does with keys, bytes, recency and room, said as plainly as possible.
+"""The reference model: what any InfiniStore does with keys, bytes, recency and room,
+said as plainly as possible.
 
-It knows nothing of sockets, clients or addresses, so it checks the core directly, and checks a server through its
-clients as well: there, `put` and `get` are all that is needed, and the finer calls (`reserve`, `pin`) stay unused.
+It knows nothing of sockets, clients or addresses, so it checks the core directly, and
+checks a server through its clients as well: there, `put` and `get` are all that is
+needed, and the finer calls (`reserve`, `pin`) stay unused.
 
-Everything that can be derived is derived, by adding up. The only state is the blocks, their order and their pins.
+Everything that can be derived is derived, by adding up. The only state is the blocks,
+their order and their pins.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +15,9 @@ import attrs
 
 
 class NoRoom(Exception):
-    """The batch does not fit beside what is pinned and reserved. Nothing was evicted for it."""
+    """The batch does not fit beside what is pinned and reserved. Nothing was evicted
+    for it.
+    """
 
 
 @attrs.define(eq=False)
@@ -31,9 +36,11 @@ class Block:
 
 @attrs.define
 class ReferenceStore:
-    """`capacity` and footprints in bytes; `footprint(size)` is the allocator's; watermarks are parts of the capacity.
+    """`capacity` and footprints in bytes; `footprint(size)` is the allocator's;
+    watermarks are parts of the capacity.
 
-    `extra_steps` is how many blocks a reservation may look at on the way down from the high to the low watermark.
+    `extra_steps` is how many blocks a reservation may look at on the way down from the
+    high to the low watermark.
     """
 
     capacity: int
@@ -69,7 +76,9 @@ class ReferenceStore:
     # What clients see
 
     def put(self, items: Sequence[tuple[str, bytes]], *, replace: bool = True) -> list[str]:
-        """Write a batch; return the keys that were skipped because they exist (only with replace=False)."""
+        """Write a batch; return the keys that were skipped because they exist (only
+        with replace=False).
+        """
         room = self.reserve([len(data) for _, data in items])
         return self.commit(room, items, replace=replace)
 
@@ -165,7 +174,9 @@ class ReferenceStore:
         return block is not None
 
     def evict_bytes(self, wanted: float, max_steps: int | None = None) -> int:
-        """Evict the coldest unpinned blocks until `wanted` bytes are free, or none is left; return how many."""
+        """Evict the coldest unpinned blocks until `wanted` bytes are free, or none is
+        left; return how many.
+        """
         evicted = freed = steps = 0
         while freed < wanted and any(not block.pinned for block in self.blocks.values()) and steps != max_steps:
             steps += 1
@@ -179,6 +190,8 @@ class ReferenceStore:
         return evicted
 
     def evict_blocks(self, count: int) -> None:
-        """Evict the `count` coldest unpinned blocks: what only the allocator knows the need for."""
+        """Evict the `count` coldest unpinned blocks: what only the allocator knows the
+        need for.
+        """
         while count:
             count -= self.evict_bytes(1)

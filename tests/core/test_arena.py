@@ -1,4 +1,6 @@
-"""Arenas: shared memory that is page-aligned, sealed, not inherited, and alive as long as somebody looks at it."""
+"""Arenas: shared memory that is page-aligned, sealed, not inherited, and alive as long
+as somebody looks at it.
+"""
 
 import ctypes
 import fcntl
@@ -13,8 +15,8 @@ import pytest
 from infinistore.core import Arena, create_arena
 from infinistore.core import arena as arena_module
 from infinistore.core.arena import Mapping
-from infinistore.core.memory import MemoryLimit, free_huge_pages
 from infinistore.errors import OutOfMemory
+from infinistore.machine_memory import MemoryLimit, free_huge_pages
 
 HUGE_BYTES = 64 << 20  # of the shortest arena in huge pages
 
@@ -159,7 +161,7 @@ def test_an_abandoned_arena_is_never_unmapped() -> None:
     arena.abandon()
     gc.collect()
     assert _mapping_exists(arena)
-    arena_module._libc.munmap(arena.address, arena.length)
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.length))
 
 
 @pytest.mark.parametrize("length", [0, -1])
@@ -176,7 +178,7 @@ def test_a_negative_number_of_threads_is_refused() -> None:
 def test_what_the_machine_cannot_hold_is_refused_before_any_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "available_memory", lambda: MemoryLimit(100 << 20, "memory.max of a test"))
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("took memory"))
-    with pytest.raises(OutOfMemory, match=r"104857600 bytes are available \(memory.max of a test\).*smaller pool"):
+    with pytest.raises(OutOfMemory, match=r"100 MiB are available \(memory.max of a test\).*smaller pool"):
         create_arena(0, 99 << 20)
 
 
@@ -193,7 +195,7 @@ def test_what_the_kernel_refuses_is_out_of_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_huge_pages_that_are_not_there_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "free_huge_pages", lambda: (1, 2 << 20))
-    with pytest.raises(OutOfMemory, match=r"2 free huge pages of 2097152 bytes, and there are 1.*vm.nr_hugepages"):
+    with pytest.raises(OutOfMemory, match=r"2 free huge pages of 2 MiB, and there are 1.*vm.nr_hugepages"):
         create_arena(0, 3 << 20, huge_pages=True)
 
 

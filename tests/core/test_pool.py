@@ -14,7 +14,9 @@ from tests.core.conftest import make_allocator
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Two arenas of 4 KiB, each byte different from its neighbours, and from that of the other arena."""
+    """Two arenas of 4 KiB, each byte different from its neighbours, and from that of
+    the other arena.
+    """
     pool = Pool(make_allocator("first-fit"))
     for index in range(2):
         arena = create_arena(index, 4096)
@@ -26,7 +28,9 @@ def pool() -> Iterator[Pool]:
 
 @st.composite
 def batches(draw: Any) -> list[Extent]:
-    """Extents in any order, of which many touch the one before, some leave a gap, and some are in another arena."""
+    """Extents in any order, of which many touch the one before, some leave a gap, and
+    some are in another arena.
+    """
     extents: list[Extent] = []
     for _ in range(draw(st.integers(0, 12))):
         length = draw(st.integers(1, 100))

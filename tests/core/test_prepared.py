@@ -1,4 +1,6 @@
-"""Reservations that have names before they are written: they become visible at the moment when they are written."""
+"""Reservations that have names before they are written: they become visible at the
+moment when they are written.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +9,7 @@ import pytest
 import xxhash
 
 from infinistore.core import Client, CoreLimits, Reservation, StoreCore
-from infinistore.core.index import Entry
+from infinistore.core.entry import Entry
 from infinistore.errors import UnknownReservation
 from tests.core.test_store import MakeCore, blocks, get, put, recency
 
@@ -62,7 +64,7 @@ class Removals:
 
 
 def entry_of(core: StoreCore, key: str) -> Entry:
-    entry = core._index.get(key)
+    entry = core.index.get(key)
     assert entry is not None
     return entry
 
@@ -218,9 +220,9 @@ def test_nobody_is_asked_again_after_it_was_written(make_core: MakeCore) -> None
     client = core.open_client("a")
     writer = prepare(core, client, {"k": b"value"})
     writer.write()
-    core.settle()
+    core.commit_written()
     asked = writer.asked
-    core.settle()
+    core.commit_written()
     assert core.exists(["k"]) == b"\1"
     assert writer.asked == asked
 
@@ -365,7 +367,7 @@ def test_what_will_be_replaced_is_told_before_and_what_was_replaced_after(make_c
     between = entry_of(core, "k")
     writer.write()
     assert not removals.told
-    core.settle()
+    core.commit_written()
     assert removals.take() == [[between, unchanged]]
     assert core.statistics().used_bytes == 3 * 64
 
@@ -376,7 +378,7 @@ def test_nothing_is_told_of_what_is_new_refused_or_wrong(make_core: MakeCore) ->
     put(core, client, {"k": b"old"})
     removals = Removals(core)
     prepare(core, client, {"new": b"1"}).write()
-    core.settle()
+    core.commit_written()
     assert not removals.told
     prepare(core, client, {"l": b"1"})
     writer = reserve(core, other, {"k": b"1", "l": b"2"})

@@ -1,12 +1,16 @@
-"""What the store promises, one promise a test. The reference model checks combinations; here each stands alone."""
+"""What the store promises, one promise a test. The reference model checks combinations;
+here each stands alone.
+"""
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import xxhash
 
-from infinistore.core import Client, CoreLimits, StoreCore, Watermarks, create_arena
-from infinistore.core.room import EXTRA_STEPS
+from infinistore.core import Client, CoreLimits, Growth, StoreCore, Watermarks, create_arena
+from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import LimitExceeded, OutOfMemory, UnknownReservation, ValueTooLarge
 from tests.core.conftest import FakeClock
 
@@ -30,7 +34,7 @@ def get(core: StoreCore, client: Client, *keys: str) -> list[bytes | None]:
 
 def recency(core: StoreCore) -> list[str]:
     """The keys, coldest first."""
-    return list(core._index)
+    return list(core.index)
 
 
 def blocks(*names: str, size: int = 64) -> dict[str, bytes]:
@@ -61,10 +65,10 @@ def test_the_room_of_replaced_blocks_can_be_given_back_later(make_core: MakeCore
     reservation = core.reserve(client, [3, 3])
     core.commit(reservation, ["k", "other"], None, free=False)
     assert core.pool.used_bytes == 4 * 64
-    core.free_replaced(reservation)
+    core.free_replaced()
     assert core.pool.used_bytes == 3 * 64  # what is leased stays
     core.release(lease)
-    core.free_replaced(reservation)
+    core.free_replaced()
     assert core.pool.used_bytes == 2 * 64
 
 
@@ -144,7 +148,7 @@ def test_a_commit_that_does_not_fit_leaves_the_reservation_open(
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_empty_value_is_refused(make_core: MakeCore, size: int) -> None:
     core = make_core()
-    with pytest.raises(ValueError, match="at least one byte"):
+    with pytest.raises(ValueError, match=f"a value must have at least one byte, not {size}"):
         core.reserve(core.open_client("a"), [64, size])
     assert core.pool.used_bytes == 0
 
@@ -330,7 +334,9 @@ def test_a_batch_larger_than_what_is_not_pinned_evicts_nothing(make_core: MakeCo
     core.evict(0.9, 0.9)
     core.reserve(reader, [64, 64])
     keys = recency(core)
-    with pytest.raises(OutOfMemory, match=r"3904 bytes.*of 4096 bytes.*128 are pinned.*128 by unfinished.*larger pool"):
+    with pytest.raises(
+        OutOfMemory, match=r"3,904 bytes.*of 4 KiB.*128 bytes are pinned.*128 bytes by unfinished.*larger pool"
+    ):
         core.reserve(writer, [64] * 61)
     assert recency(core) == keys
     core.reserve(writer, [64] * 60)
@@ -381,7 +387,7 @@ def test_a_value_that_no_arena_can_hold_is_too_large_and_evicts_nothing(make_cor
     core = make_core(4096, 8192)
     client = core.open_client("a")
     put(core, client, blocks("k"))
-    with pytest.raises(ValueTooLarge, match="8192 bytes in one piece"):
+    with pytest.raises(ValueTooLarge, match="8 KiB in one piece"):
         core.reserve(client, [1, 8193])
     assert core.exists(["k"]) == b"\1"
     core.reserve(client, [8192])
@@ -404,8 +410,10 @@ def test_manual_and_periodic_eviction_are_counted_apart_and_can_be_sliced(make_c
     assert core.evict(0.5, 0.5) == 16
     evicted = core.statistics().evicted
     assert (evicted.periodic, evicted.manual) == (16, 16)
-    with pytest.raises(ValueError, match="watermarks"):
-        core.evict(0.6, 0.5)
+    for low, high in ((0.6, 0.5), (-0.1, 0.5), (0.5, 1.1)):
+        with pytest.raises(ValueError, match="watermarks"):
+            core.evict(low, high)
+    assert len(core) == 32
 
 
 # Clients and limits
@@ -416,7 +424,7 @@ def test_a_client_may_hold_its_share_and_one_batch_of_any_size(make_core: MakeCo
     client = core.open_client("greedy")
     put(core, core.open_client("b"), blocks("k"))
     large = core.reserve(client, [64] * 40)
-    with pytest.raises(LimitExceeded, match=r"'greedy'.*2560 bytes.*64 more.*max_pinned_ratio=0.25"):
+    with pytest.raises(LimitExceeded, match=r"'greedy'.*2.5 KiB.*64 bytes more.*max_pinned_ratio=0.25"):
         core.reserve(client, [64])
     with pytest.raises(LimitExceeded, match="max_pinned_ratio"):
         core.lease(client, ["k"])
@@ -506,6 +514,31 @@ def test_a_hold_keeps_a_prefix_until_it_is_released_by_anyone(make_core: MakeCor
     assert core.evict(0.0, 0.0) == 2
 
 
+def test_the_same_random_numbers_give_the_same_ids_of_holds(make_core: MakeCore) -> None:
+    def hold_of(source: random.Random | None) -> int:
+        core = make_core(random=source)
+        client = core.open_client("a")
+        put(core, client, blocks("k"))
+        return core.hold_prefix(client, ["k"], 1.0)[1]
+
+    assert hold_of(random.Random(7)) == hold_of(random.Random(7)) != hold_of(random.Random(8))
+    assert hold_of(None) != hold_of(None)  # the operating system's
+
+
+def test_the_id_of_a_hold_has_64_bits_and_is_neither_0_nor_in_use(make_core: MakeCore) -> None:
+    numbers = iter([0, 5, 5, 0, 2**64 - 1])
+
+    class Source(random.Random):
+        def getrandbits(self, k: int, /) -> int:
+            assert k == 64
+            return next(numbers)
+
+    core = make_core(random=Source())
+    client = core.open_client("a")
+    put(core, client, blocks("k"))
+    assert [core.hold_prefix(client, ["k"], 1.0)[1] for _ in range(2)] == [5, 2**64 - 1]
+
+
 def test_a_hold_ends_when_its_time_is_over(make_core: MakeCore, clock: FakeClock) -> None:
     core = make_core()
     client = core.open_client("a")
@@ -566,6 +599,16 @@ def test_released_holds_do_not_pile_up(make_core: MakeCore) -> None:
     assert len(core._holds._ends) < 100
 
 
+def test_a_client_that_ends_gives_its_space_back_in_the_order_in_which_it_took_it(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_pinned_ratio=1.0))
+    client = core.open_client("a")
+    places = [core.reserve(client, [64]).extents for _ in range(16)]
+    freed: list[Any] = []
+    core.pool.free = freed.append  # type: ignore[assignment,method-assign]
+    core.close_client(client)
+    assert freed == places
+
+
 # Removing and looking
 
 
@@ -575,6 +618,20 @@ def test_delete_counts_what_was_there(make_core: MakeCore) -> None:
     assert core.delete(["a", "missing", "a"]) == 1
     assert core.statistics().deleted == 1
     assert core.pool.used_bytes == 64
+
+
+def test_keys_deleted_and_blocks_dropped_are_counted_since_the_start(make_core: MakeCore) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), blocks(*map(str, range(9))))
+    core.delete(["0", "1"])
+    core.purge(3)
+    for key in ("2", "3"):
+        entry = core.index.get(key)
+        assert entry is not None
+        core.pool.view(entry[:3])[0] ^= 1
+        assert not core.verify(key)
+    statistics = core.statistics()
+    assert (statistics.deleted, statistics.checksum_drops, statistics.keys) == (5, 2, 2)
 
 
 def test_purge_takes_all_or_the_coldest(make_core: MakeCore) -> None:
@@ -592,6 +649,14 @@ def test_keys_come_in_code_point_order_page_by_page(make_core: MakeCore) -> None
     assert core.keys() == ["a", "b/1", "b/10", "b/2", "ü"]
     assert core.keys(prefix="b/", limit=2) == ["b/1", "b/10"]
     assert core.keys(prefix="b/", limit=2, after="b/10") == ["b/2"]
+
+
+def test_keys_begin_with_the_first_and_come_a_thousand_at_a_time(make_core: MakeCore) -> None:
+    core = make_core(1001 * 64)
+    names = sorted(["A", "Z", *(f"{i:03}" for i in range(999))])
+    put(core, core.open_client("a"), blocks(*names))
+    assert core.keys() == names[:1000]
+    assert core.keys(after=names[999]) == names[1000:]
 
 
 def test_verify_drops_a_block_that_is_not_what_was_written(make_core: MakeCore) -> None:
@@ -618,38 +683,38 @@ def test_verify_drops_a_block_that_is_not_what_was_written(make_core: MakeCore) 
 
 def test_growth_is_wanted_when_a_put_has_to_evict(make_core: MakeCore) -> None:
     calls: list[bool] = []
-    core = make_core(growable_bytes=4096 * 3)
-    core.on_growth_wanted = lambda: calls.append(core.growth_wanted)
+    core = make_core(growth=Growth(4096 * 3))
+    core.growth.on_wanted = lambda: calls.append(core.growth.wanted)
     client = core.open_client("a")
-    assert core.growable_bytes == 4096 * 2
+    assert core.growth.growable_bytes == core.statistics().growable_bytes == 4096 * 2
     put(core, client, blocks(*map(str, range(64))))
-    assert not core.growth_wanted
+    assert not core.growth.wanted
     put(core, client, blocks("x"))
     put(core, client, blocks("y"))
-    assert core.growth_wanted
+    assert core.growth.wanted
     assert calls == [True]
     core.add_arena(create_arena(1, 4096))
-    assert (core.growth_wanted, core.growable_bytes, core.pool.capacity_bytes) == (False, 4096, 8192)
+    assert (core.growth.wanted, core.growth.growable_bytes, core.pool.capacity_bytes) == (False, 4096, 8192)
     put(core, client, blocks(*(f"{i} again" for i in range(64))))
     assert core.statistics().evicted.on_demand == 2
 
 
 def test_a_batch_that_may_fit_later_is_out_of_memory_now_and_asks_for_growth(make_core: MakeCore) -> None:
-    core = make_core(growable_bytes=4096 * 3)
+    core = make_core(growth=Growth(4096 * 3))
     client = core.open_client("a")
     with pytest.raises(OutOfMemory, match="try again"):
         core.reserve(client, [8192])
-    assert core.growth_wanted
+    assert core.growth.wanted
     core.add_arena(create_arena(1, 8192))
     core.reserve(client, [8192])
 
 
 def test_a_pool_that_cannot_grow_wants_nothing(make_core: MakeCore) -> None:
-    core = make_core(growable_bytes=4096 * 2, on_growth_wanted=lambda: pytest.fail("asked to grow"))
-    core.stop_growth()
+    core = make_core(growth=Growth(4096 * 2, lambda: pytest.fail("asked to grow")))
+    core.growth.stop()
     with pytest.raises(OutOfMemory, match="larger pool"):
         core.reserve(core.open_client("a"), [64] * 65)
-    assert not core.growth_wanted
+    assert not core.growth.wanted
 
 
 def test_statistics_count_every_kind_of_room(make_core: MakeCore) -> None:

@@ -1,11 +1,15 @@
-"""The store against the reference model: any sequence of calls, by any number of clients.
+"""The store against the reference model: any sequence of calls, by any number of
+clients.
 
-Every block is written with bytes that no other block has, through the views of its reservation. After every step, all
-bytes that anyone may read (stored, leased, being written) are compared, so that a block placed over another one, moved
-or re-used too early shows at once, whichever call did it. Recency is compared exactly, and so is every count of bytes.
+Every block is written with bytes that no other block has, through the views of its
+reservation. After every step, all bytes that anyone may read (stored, leased, being
+written) are compared, so that a block placed over another one, moved or re-used too
+early shows at once, whichever call did it. Recency is compared exactly, and so is every
+count of bytes.
 
-Two of the clients also read by themselves, and say what when they are asked. Often the core has not asked yet when the
-next call comes. No room may go back before `on_removal` was told that its block has lost its key.
+Two of the clients also read by themselves, and say what when they are asked. Often the
+core has not asked yet when the next call comes. No room may go back before `on_removal`
+was told that its block has lost its key.
 """
 
 import random
@@ -30,9 +34,10 @@ from hypothesis.stateful import (
 )
 
 from infinistore.allocators import Extent
-from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
-from infinistore.core.index import Entry
-from infinistore.core.room import EXTRA_STEPS
+from infinistore.core import Client, CoreLimits, Journal, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
+from infinistore.core.entry import Entry
+from infinistore.core.journal import JournalItem
+from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import (
     InfiniStoreException,
     LimitExceeded,
@@ -42,6 +47,7 @@ from infinistore.errors import (
 )
 from tests.core.conftest import make_allocator
 from tests.core.model import Block, NoRoom, ReferenceStore
+from tests.core.test_journal import replay
 
 ARENA_BYTES = 4096  # one page: 64 units
 KEYS = [f"prefix/{i}" for i in range(14)] + ["a", "ключ", "鍵/1"]
@@ -153,7 +159,9 @@ THEN: list[tuple[str, list[Any]]] = [
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives a `StoreCore` and the model side by side. The test sets `allocator_name`."""
+    """Drives a `StoreCore` and the model side by side. The test sets
+    `allocator_name`.
+    """
 
     allocator_name: str
 
@@ -172,7 +180,9 @@ class StoreMachine(RuleBasedStateMachine):
             limits=LIMITS,
             watermarks=Watermarks(*watermarks),
             random=random.Random(1),
+            journal=Journal(),
         )
+        self.journaled: list[JournalItem] = []
         self.core.on_removal = self.pool.told
         self.core.add_arena(create_arena(0, ARENA_BYTES))
         self.model = ReferenceStore(ARENA_BYTES, self.pool.allocator.footprint, *watermarks, EXTRA_STEPS)
@@ -192,7 +202,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.evicted = 0
 
     def teardown(self) -> None:
-        """Whatever happened: when all is given back, all room is there again, in one piece."""
+        """Whatever happened: when all is given back, all room is there again, in one
+        piece.
+        """
         if not hasattr(self, "pool"):
             return
         for client in self.all_clients:
@@ -206,7 +218,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.pool.allocate([arena.length]) is not None
         self.pool.close()
 
-    # Clients: four places that are always taken. The first two stay; who leaves another makes room for somebody new.
+    # Clients: four places that are always taken. The first two stay; who leaves another
+    # makes room for somebody new.
 
     @rule(slot=st.sampled_from([2, 3]))
     def close_client(self, slot: int) -> None:
@@ -234,7 +247,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clients[slot] = ClientState(self.core.open_client(name), name)
         self.all_clients.append(self.clients[slot])
         if slot in READERS:
-            self.core.let_read(self.clients[slot].real, self.clients[slot].look)
+            self.core.accept_hazards(self.clients[slot].real, self.clients[slot].look)
 
     # Writing
 
@@ -244,7 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
         if client.state == "open":
             self.model_expire()
         error = self.reserve_error(client, sizes)
-        fragmented = self.core._room.evicted["fragmentation"]
+        fragmented = self.core._space.evicted["fragmentation"]
         if error is not None:
             self.expect(error, self.core.reserve, client.real, sizes)
             return multiple()
@@ -331,7 +344,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 3), first=st.booleans(), hashed=st.booleans(), then=st.sampled_from(THEN))
     @precondition(lambda self: self.prepared())
     def write_what_was_prepared(self, most: int, first: bool, hashed: bool, then: tuple[str, list[Any]]) -> None:
-        """Write what was prepared first, or last, and then do something that looks, or removes, or writes."""
+        """Write what was prepared first, or last, and then do something that looks, or
+        removes, or writes.
+        """
         prepared = self.prepared()
         for reservation in prepared[:most] if first else prepared[-most:]:
             assert reservation.names is not None
@@ -373,7 +388,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.put(slot, dict.fromkeys(KEYS[first : first + 8], size), replace=True)
 
     def abort_what_is_not_open(self) -> None:
-        """What was written is committed, whoever has looked: to abort it changes nothing."""
+        """What was written is committed, whoever has looked: to abort it changes
+        nothing.
+        """
         for client in self.all_clients:
             for reservation in client.reservations:
                 if reservation.state == "committed":
@@ -428,7 +445,7 @@ class StoreMachine(RuleBasedStateMachine):
         if client.state != "open" or not keys:
             return multiple()
         self.reads += 1
-        entries = [entry for entry in map(self.core._index.get, keys) if entry is not None]
+        entries = [entry for entry in map(self.core.index.get, keys) if entry is not None]
         read = OwnReadState(client, self.reads, entries, [self.model.blocks[key] for key in keys])
         client.own_reads.append(read)
         client.leased += read.footprint
@@ -533,7 +550,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), damage=st.booleans())
     def verify(self, key: str, damage: bool) -> None:
         block = self.model.blocks.get(key)
-        entry = self.core._index.get(key)
+        entry = self.core.index.get(key)
         sound = True
         if block is not None and entry is not None and entry[3] and damage and not block.pinned:
             self.pool.view(entry[:3])[0] ^= 1
@@ -560,12 +577,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def keys_and_recency_agree(self) -> None:
-        assert list(self.core._index) == list(self.model.blocks)
+        assert list(self.core.index) == list(self.model.blocks)
+
+    @invariant()
+    def the_journal_knows_every_block(self) -> None:
+        assert self.core.journal is not None
+        self.journaled += self.core.journal.take()
+        known = replay(self.journaled)
+        assert [known.get(key) for key in self.core.index] == list(self.core.index.entries())
+        self.journaled = [("put", list(known), list(known.values()))]
 
     @invariant()
     def stored_bytes_are_those_written(self) -> None:
         for key, block in self.model.blocks.items():
-            entry = self.core._index.get(key)
+            entry = self.core.index.get(key)
             assert entry is not None
             assert self.pool.view(entry[:3]) == block.data
 
@@ -587,7 +612,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_removal_was_told(self) -> None:
-        stored = {entry[:3] for entry in map(self.core._index.get, self.model.blocks) if entry is not None}
+        stored = {entry[:3] for entry in map(self.core.index.get, self.model.blocks) if entry is not None}
         assert self.pool.untold <= stored
         self.pool.untold = stored
 
@@ -632,7 +657,9 @@ class StoreMachine(RuleBasedStateMachine):
     # The model's side of what takes more than a line
 
     def prepared(self) -> list[ReservationState]:
-        """What has names and may be written, in the order in which it becomes visible if all of it is."""
+        """What has names and may be written, in the order in which it becomes visible
+        if all of it is.
+        """
         return [reservation for reservation in self.preparing if reservation.state == "open"]
 
     def is_being_written(self, keys: list[str]) -> bool:
@@ -667,7 +694,9 @@ class StoreMachine(RuleBasedStateMachine):
         return None
 
     def leading_within(self, keys: list[str], max_bytes: int) -> list[str]:
-        """The batch is cut before the first block, other than its very first key's, that makes it too long."""
+        """The batch is cut before the first block, other than its very first key's,
+        that makes it too long.
+        """
         total = 0
         for position, key in enumerate(keys):
             if key in self.model.blocks:
@@ -677,8 +706,10 @@ class StoreMachine(RuleBasedStateMachine):
         return keys
 
     def model_fragmentation(self, before: int) -> None:
-        """Let the model evict what the allocator's geometry cost: only the real one can know how much that is."""
-        self.model.evict_blocks(self.core._room.evicted["fragmentation"] - before)
+        """Let the model evict what the allocator's geometry cost: only the real one can
+        know how much that is.
+        """
+        self.model.evict_blocks(self.core._space.evicted["fragmentation"] - before)
 
     def model_abort(self, reservation: ReservationState) -> None:
         if reservation.state == "open":

@@ -7,7 +7,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from infinistore.errors import InvalidRequest
-from infinistore.protocol.codec import HEADER_BYTES, decode_body, head_bytes, numbers, parse_header
+from infinistore.protocol.codec import HEADER_BYTES, decode_body, head_bytes, pack_u64, parse_header, with_offer
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
@@ -21,6 +21,7 @@ from infinistore.protocol.messages import (
     Put,
     PutReply,
 )
+from infinistore.protocol.versions import LAST_RELEASE, MAJOR, OFFER, Offer
 
 from .wire import frame
 
@@ -34,20 +35,20 @@ def worked_example() -> str:
     blocks = [b"the first block", b"and the second"]
     checksums = [xxh3_64_intdigest(block) for block in blocks]
     keys = ["prompt/0", "prompt/1"]
-    sizes = numbers(map(len, blocks))
+    sizes = pack_u64(map(len, blocks))
     limits = HelloReply("6f1ce0", "1.0", 2**26, 8192, 2**30, 2**30)
     put = Put(Keys(keys), sizes)
     frames = [
-        ("client", frame(Hello(name="decode-7"), request_id=1)),
-        ("server", frame(limits, request_id=1)),
-        ("client", frame(put, b"".join(blocks) + numbers(checksums).tobytes(), request_id=2, deadline_us=5_000_000)),
-        ("server", frame(PutReply(numbers()), request_id=2)),
-        ("client", frame(Get(Keys([*keys, "prompt/2"]), numbers()), request_id=3, deadline_us=1_000_000)),
+        ("client", with_offer(frame(Hello(name="decode-7"), request_id=1), OFFER)),
+        ("server", with_offer(frame(limits, request_id=1), OFFER)),
+        ("client", frame(put, b"".join(blocks) + pack_u64(checksums).tobytes(), request_id=2, deadline_us=5_000_000)),
+        ("server", frame(PutReply(pack_u64()), request_id=2)),
+        ("client", frame(Get(Keys([*keys, "prompt/2"]), pack_u64()), request_id=3, deadline_us=1_000_000)),
         (
             "server",
-            frame(GetReply(numbers([*sizes, MISSING]), numbers([*checksums, 0])), b"".join(blocks), request_id=3),
+            frame(GetReply(pack_u64([*sizes, MISSING]), pack_u64([*checksums, 0])), b"".join(blocks), request_id=3),
         ),
-        ("client", frame(Put(Keys(["k", "k"]), numbers([1, 1]), checksums=False), b"ab", request_id=4)),
+        ("client", frame(Put(Keys(["k", "k"]), pack_u64([1, 1]), checksums=False), b"ab", request_id=4)),
         ("server", frame(ErrorReply(InvalidRequest.code, "the key 'k' is named twice in one put"), request_id=4)),
     ]
     return "\n\n".join("\n".join(annotate(who, data)) for who, data in frames)
@@ -74,12 +75,19 @@ def _parts(data: bytes) -> Iterator[tuple[int, str]]:
     yield 4, f"request_id {header.request_id}"
     yield 4, f"body_bytes {header.body_bytes}"
     yield 8, f"payload_bytes {header.payload_bytes}"
-    yield 8, f"deadline_us {header.deadline_us}"
+    yield 8, _shown_deadline(header.deadline_us)
     end = HEADER_BYTES + header.body_bytes
     yield from _body_parts(data[HEADER_BYTES:end])
     if head_bytes(header.body_bytes) > end:
         yield head_bytes(header.body_bytes) - end, "zeros"
     yield from _payload_parts(decode_body(header.kind, memoryview(data)[HEADER_BYTES:end]))
+
+
+def _shown_deadline(number: int) -> str:
+    offer = Offer.from_number(number)
+    if offer is LAST_RELEASE:
+        return f"deadline_us {number}"
+    return f"offer: {MAJOR}.{offer.minor}, capabilities {' + '.join(str(one.value) for one in offer.capabilities)}"
 
 
 def _body_parts(body: bytes) -> Iterator[tuple[int, str]]:

@@ -1,8 +1,9 @@
-"""Frames: what is encoded comes back, and what is no frame is one typed error that costs little memory."""
+"""Frames: what is encoded comes back, and what is no frame is one typed error that
+costs little memory.
+"""
 
 import struct
 import tracemalloc
-from array import array
 from typing import Any, get_args
 
 import attrs
@@ -12,20 +13,30 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
-from infinistore.protocol.codec import HEADER_BYTES, Header, decode_body, encode_head, head_bytes, parse_header
+from infinistore.protocol.body_fields import STRUCTURE
+from infinistore.protocol.codec import (
+    HEADER_BYTES,
+    Header,
+    decode_body,
+    encode_head,
+    head_bytes,
+    pack_u64,
+    parse_header,
+)
 from infinistore.protocol.messages import (
     KINDS,
-    PROTOCOL_VERSION,
     Evict,
     Exists,
     GetReply,
     Hello,
     Keys,
     Message,
+    Numbers,
     Put,
     StatisticsReply,
     Tree,
 )
+from infinistore.protocol.versions import MAJOR
 
 from .strategies import counts, messages, messages_of
 
@@ -120,7 +131,7 @@ def test_a_header_with_one_bit_wrong_is_refused_or_says_something_else(message: 
 
 def test_the_error_for_another_version_names_both_even_if_nothing_else_is_known() -> None:
     other = struct.pack("<4sBBHIIQQ", b"INFS", 9, 200, 0xFFFF, 1, 2**32 - 1, 2**64 - 1, 0)
-    with pytest.raises(VersionMismatch, match=f"version 9 .* version {PROTOCOL_VERSION};.* same release"):
+    with pytest.raises(VersionMismatch, match=f"version 9 .* version {MAJOR};.* same release"):
         parse(other, 0, 0)
 
 
@@ -144,7 +155,7 @@ def test_the_error_for_a_field_that_cannot_be_accepted_names_it(field: str, valu
     packed = struct.pack(
         "<4sBBHIIQQ",
         b"INFS",
-        PROTOCOL_VERSION,
+        MAJOR,
         fields["kind"],
         fields["flags"],
         1,
@@ -177,13 +188,19 @@ _wire_values = st.recursive(
     | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4))
     | st.datetimes().map(lambda when: msgpack.Timestamp(when.second, when.microsecond)),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5) | st.integers(0, 9) | st.binary(max_size=5), inner, max_size=4)
     ),
     max_leaves=8,
 )
 
 
-@given(st.sampled_from(KIND_NUMBERS), st.dictionaries(_wire_names | st.text(max_size=4), _wire_values, max_size=5))
+_any_names = _wire_names | st.text(max_size=4) | st.binary(max_size=4) | _wire_names.map(str.encode)
+
+
+@given(st.sampled_from(KIND_NUMBERS), st.dictionaries(_any_names, _wire_values, max_size=5))
+@example(Hello.KIND, {b"name": ""})
+@example(Hello.KIND, {b"name": "", "more": 1})
 def test_any_map_is_a_body_or_a_protocol_error(kind: int, fields: dict[str, Any]) -> None:
     decode(kind, msgpack.packb(fields))
 
@@ -213,11 +230,33 @@ def test_bytes_after_the_map_are_refused(message: Message, more: bytes) -> None:
     assert decode(message.KIND, body_of(message) + more) is None
 
 
-@given(messages, st.text(max_size=5), _wire_values)
-def test_a_field_that_no_message_of_this_kind_has_is_refused(message: Message, name: str, value: Any) -> None:
+@given(messages, st.text(max_size=5) | st.binary(max_size=5), _wire_values)
+def test_a_field_that_no_message_of_this_kind_has_is_refused(message: Message, name: str | bytes, value: Any) -> None:
     fields = fields_of(message)
     if name not in fields:
         assert decode(message.KIND, msgpack.packb(fields | {name: value})) is None
+
+
+def test_the_error_for_unknown_fields_names_them_whether_they_are_text_or_bytes() -> None:
+    body = msgpack.packb({"name": "", "what": 1, b"\xff": 2})
+    with pytest.raises(ProtocolError, match=r"malformed Hello: unknown fields 'what', b'\\xff'"):
+        decode_body(Hello.KIND, memoryview(body))
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words for this")
+
+
+def test_whatever_decoding_raises_even_an_error_without_words_is_a_protocol_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(fields: object, cls: object) -> Message:
+        raise Unspeakable
+
+    monkeypatch.setitem(STRUCTURE, Hello, refuse)
+    with pytest.raises(ProtocolError, match="malformed Hello: Unspeakable"):
+        decode_body(Hello.KIND, memoryview(b"\x80"))
 
 
 @given(messages, st.data())
@@ -239,17 +278,21 @@ def test_a_missing_field_takes_its_default_or_is_named_by_the_error(message: Mes
         return
     field = data.draw(st.sampled_from(fields))
     sent = fields_of(message)
-    del sent[field.name]
+    sent.pop(field.name, None)  # a newer field is not sent if it has its default
     body = memoryview(msgpack.packb(sent))
     if field.default is attrs.NOTHING:
         with pytest.raises(ProtocolError, match=f"the field '{field.name}' is missing"):
             decode_body(message.KIND, body)
     else:
-        assert decode_body(message.KIND, body) == attrs.evolve(message, **{field.name: field.default})
+        default: Any = field.default
+        expected: Any = attrs.evolve(message, **{field.name: default.factory() if field.type is Keys else default})
+        assert decode_body(message.KIND, body) == expected
 
 
-# One value of each type of the wire. None is taken for another, though to Python 1, 1.0 and True are equal.
+# One value of each type of the wire. None is taken for another, though to Python 1, 1.0
+# and True are equal.
 _OF_EACH_TYPE: list[Any] = [1, 1.0, True, "1", b"12345678", {}, [], None]
+_ON_THE_WIRE: dict[Any, type] = {Keys: str, Numbers: bytes, Tree: dict}
 
 
 @pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
@@ -259,7 +302,7 @@ def test_a_field_of_the_wrong_type_is_refused(cls: type[Message], data: st.DataO
     sent = fields_of(message)
     for field in attrs.fields(cls):
         for value in _OF_EACH_TYPE:
-            if type(value) is not type(sent[field.name]):
+            if type(value) is not _ON_THE_WIRE.get(field.type, field.type):
                 body = memoryview(msgpack.packb(sent | {field.name: value}))
                 with pytest.raises(ProtocolError, match=f"malformed {cls.__name__}"):
                     decode_body(cls.KIND, body)
@@ -284,7 +327,7 @@ def test_packed_numbers_are_eight_bytes_each(sizes: bytes) -> None:
 
 
 def test_packed_numbers_are_little_endian() -> None:
-    reply = GetReply(sizes=array("Q", [1, 2**63]), checksums=array("Q"))  # type: ignore[arg-type]
+    reply = GetReply(sizes=pack_u64([1, 2**63]), checksums=pack_u64())
     assert fields_of(reply)["sizes"] == bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x80])
 
 
@@ -395,6 +438,11 @@ def test_the_lists_of_statistics_are_bounded(value: bytes, words: str) -> None:
     assert peak_bytes(StatisticsReply.KIND, body) < 8 * MIB
 
 
+def test_the_names_in_statistics_are_text() -> None:
+    with pytest.raises(ProtocolError, match="a name that is no text"):
+        decode_body(StatisticsReply.KIND, memoryview(tree_body(b"\x81\xc4\x01a\x01")))
+
+
 def test_only_statistics_have_lists() -> None:
     tree: dict[str, object] = {"a": [1, [2.5, "b"], {"c": []}]}
     reply = StatisticsReply(Tree(tree))
@@ -410,5 +458,5 @@ def test_a_million_keys_at_most_are_made_of_a_body() -> None:
 
 def test_a_long_batch_is_decoded() -> None:
     keys = Keys([f"key {index}" for index in range(8192)])
-    put = Put(keys, array("Q", [65536] * len(keys)))  # type: ignore[arg-type]
+    put = Put(keys, pack_u64([65536] * len(keys)))
     assert decode_body(Put.KIND, memoryview(body_of(put))) == put

@@ -1,4 +1,6 @@
-"""`docs/protocol.md` says what the code does: every message, field, number and limit, and none that does not exist."""
+"""`docs/protocol.md` says what the code does: every message, field, number and limit,
+and none that does not exist.
+"""
 
 import re
 from pathlib import Path
@@ -13,14 +15,12 @@ from infinistore import errors
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import InfiniStoreException
 from infinistore.keys import MAX_JOINED_KEYS, MAX_KEY_BYTES
-from infinistore.protocol import codec, connection, shared_tables
-from infinistore.protocol.connection import State
+from infinistore.protocol import client_connection, codec, server_connection, shared_tables
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
     NO_CHECKSUM,
     ONE_WAY,
-    PROTOCOL_VERSION,
     REPLIES,
     ErrorReply,
     Keys,
@@ -28,9 +28,14 @@ from infinistore.protocol.messages import (
     Numbers,
     Tree,
 )
-from infinistore.protocol.places import place_of
-from infinistore.server import requests, service, session
-from infinistore.server.conversation import SessionLimits
+from infinistore.protocol.packed_offsets import pack_offset
+from infinistore.protocol.shards import MOST_SHARDS
+from infinistore.protocol.states import CLIENT, SERVER, Event, State
+from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability
+from infinistore.server.composition import MAX_BODY_BYTES
+from infinistore.server.connection import conversation
+from infinistore.server.connection.conversation import SessionLimits
+from infinistore.server.session import requests, session
 
 from .annotated import worked_example
 
@@ -60,7 +65,9 @@ def section(heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of the first table in a text, without its head; cells without back quotes."""
+    """The rows of the first table in a text, without its head; cells without back
+    quotes.
+    """
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -77,6 +84,9 @@ def section_of(cls: type[Message]) -> str:
 def shown(default: Any) -> str:
     if default is attrs.NOTHING:
         return ""
+    if not isinstance(default, str | int | float):  # what makes an empty list
+        assert default.factory() == []
+        return "empty"
     return {"": "empty", True: "true", False: "false"}[default] if isinstance(default, str | bool) else str(default)
 
 
@@ -100,14 +110,14 @@ def test_requests_and_replies_stand_in_their_sections_and_a_request_names_its_re
     is_request = cls in REPLIES or cls in ONE_WAY
     assert (heading in section("## Requests")) == is_request
     assert (heading in section("## Replies")) == (not is_request)
-    assert ("It has no reply." in section_of(cls)) == (cls in ONE_WAY)
+    assert ("It has no reply." in prose(section_of(cls))) == (cls in ONE_WAY)
     if cls in REPLIES:
         assert f"Answered by `{REPLIES[cls].__name__}`" in prose(section_of(cls))
 
 
 def test_a_message_without_fields_says_so() -> None:
     without = {cls for cls in KINDS.values() if not attrs.fields(cls)}
-    assert {cls for cls in KINDS.values() if "It has no fields." in section_of(cls)} == without
+    assert {cls for cls in KINDS.values() if "It has no fields." in prose(section_of(cls))} == without
 
 
 def test_the_types_are_those_that_fields_have() -> None:
@@ -136,7 +146,7 @@ def test_the_header_is_laid_out_as_described() -> None:
     for name, length in named.items():
         found[name], frame = frame[:length], frame[length:]
     assert found["magic"] == codec.MAGIC == b"INFS"
-    assert found["version"] == bytes([PROTOCOL_VERSION])
+    assert found["version"] == bytes([MAJOR])
     assert found["kind"] == bytes([ErrorReply.KIND])
     assert found["flags"] == bytes(2)
     assert found["request_id"] == (0x01020304).to_bytes(4, "little")
@@ -149,13 +159,65 @@ def test_the_header_and_the_padding_are_as_long_as_described() -> None:
     text = section("## Frames")
     assert f"a header of {codec.HEADER_BYTES} bytes" in text
     assert f"the next multiple of {codec.ALIGNMENT_BYTES} bytes" in text
-    assert f"This is version {PROTOCOL_VERSION}." in section("### Versions")
 
 
-def test_the_state_table_is_the_one_in_the_code() -> None:
-    described = section("## The conversation").partition("```text\n")[2].partition("```")[0]
-    assert described in (connection.__doc__ or "")
-    assert {state.name for state in State} == set(re.findall(r"\b[A-Z]{5,}\b", described))
+def test_there_are_at_most_as_many_shards_as_described() -> None:
+    assert f"There are at most {MOST_SHARDS}." in prose(section("### Shards"))
+
+
+# Versions
+
+
+def test_the_version_and_the_offer_are_as_described() -> None:
+    text = section("## Versions")
+    assert f"This is version {MAJOR}.{MINOR}: major version {MAJOR}, minor version {MINOR}." in prose(text)
+    assert "\n    2^63 + capabilities * 2^16 + minor version\n" in text
+    assert OFFER.to_number() == 2**63 + OFFER.capabilities.value * 2**16 + MINOR
+    assert f"the last release, {MAJOR}.{LAST_RELEASE.minor}," in prose(text)
+    assert f"the capabilities 1 to {max(one.value for one in LAST_RELEASE.capabilities)}." in prose(text)
+
+
+def test_the_capabilities_are_those_of_the_code() -> None:
+    described = [(int(row[0]), row[1], row[2]) for row in rows(section("## Versions").partition("\n### ")[0])]
+    assert described == [
+        (one.value, one.name, f"{MAJOR}.{LAST_RELEASE.minor if one in LAST_RELEASE.capabilities else MINOR}")
+        for one in Capability
+    ]
+
+
+def test_the_table_of_messages_is_that_of_the_code() -> None:
+    def reply(cls: Any) -> str:
+        return REPLIES[cls].__name__ if cls in REPLIES else "none" if cls in ONE_WAY else ""
+
+    assert rows(section("### All messages")) == [
+        [
+            f"0x{kind:02x}",
+            cls.__name__,
+            reply(cls),
+            ", ".join(str(one.name) for one in getattr(cls, "CAPABILITY", ())),
+            cls.NEWER_FIELDS.value,
+        ]
+        for kind, cls in sorted(KINDS.items())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [("### A server's states", SERVER), ("### A client's states", CLIENT)],
+    ids=["server", "client"],
+)
+def test_the_tables_of_states_are_those_that_the_code_runs_on(
+    heading: str, table: dict[State, dict[Event, State]]
+) -> None:
+    described = rows(section(heading))
+    assert described == [
+        [state.name, event.value.replace("`", ""), after.name]
+        for state, follows in table.items()
+        for event, after in follows.items()
+    ]
+    for state in State:
+        attribute = state.server if table is SERVER else state.client
+        assert attribute == table.get(state, {})
 
 
 # Errors
@@ -180,17 +242,17 @@ def test_the_limits_are_those_of_the_code() -> None:
         "one key": f"1 to {MAX_KEY_BYTES} bytes of UTF-8",
         "keys in one message": f"{MAX_JOINED_KEYS:,}",
         "any other text": f"{MAX_KEY_BYTES} characters",
-        "entries in one map; none but those of a StatisticsReply has a map in it": f"{codec._MAX_FIELDS}",
+        "entries in one map; only a StatisticsReply has maps inside a map": f"{codec.MAX_FIELDS}",
         "in a StatisticsReply: maps and lists, items in one list": (
-            f"{codec._MAX_STATISTICS_NODES}, {codec.MAX_LIST_ITEMS}"
+            f"{codec.MAX_STATISTICS_NODES}, {codec.MAX_LIST_ITEMS}"
         ),
-        "the body of a Hello": f"{connection.MAX_HELLO_BYTES:,} bytes",
-        "the body of another request": f"max_body_bytes, {service._MAX_BODY_BYTES // MIB} MiB",
-        "the body of a reply, for the clients here": f"{connection.MAX_REPLY_BODY_BYTES // MIB} MiB",
+        "the body of a Hello": f"{server_connection.MAX_HELLO_BYTES:,} bytes",
+        "the body of another request": f"max_body_bytes, {MAX_BODY_BYTES // MIB} MiB",
+        "the body of a reply, for the clients here": f"{client_connection.MAX_REPLY_BODY_BYTES // MIB} MiB",
         "the payload of a Put, a GetReply, a LeaseReply or an RdmaGetReply": (
             "the larger of max_batch_bytes and max_value_bytes, and 8 bytes for each of max_batch_keys"
         ),
-        "the payload that a server drops to keep a connection": f"{session._DRAIN_BYTES // MIB} MiB",
+        "the payload that a server drops to keep a connection": f"{session.DISCARDED_BYTES // MIB} MiB",
         "the keys of one KeysReply": f"{requests.MAX_PAGE_KEYS:,}",
         "the text of an error": "1000 characters",
     }
@@ -202,11 +264,11 @@ def test_the_times_are_those_of_the_code() -> None:
     rate = f"{limits.least_bytes_per_s / MIB:g} MiB/s"
     assert f"{limits.grace_s:g} s and then as long as the bytes take at {rate}" in deadlines
     assert f"A `Hello` has to come within {limits.grace_s:g} s" in deadlines
-    assert f"any other reply may take {limits.transfer_s(service._MAX_BODY_BYTES, 0):g} s" in deadlines
+    assert f"any other reply may take {limits.transfer_s(MAX_BODY_BYTES, 0):g} s" in deadlines
     assert f"or for {limits.grace_s:g} s if there is none" in deadlines
-    assert session._LINGER_S == 1
+    assert conversation.LINGER_S == 1
     assert "reads and drops what still arrives for at most a second" in prose(section("### Errors"))
-    assert f"If at most {session._DRAIN_BYTES // MIB} MiB of it have not arrived" in prose(section("### Errors"))
+    assert f"If at most {session.DISCARDED_BYTES // MIB} MiB of it have not arrived" in prose(section("### Errors"))
     assert f"Over {CoreLimits().max_hold_s:g} s" in section_of(KINDS[0x05])
 
 
@@ -220,18 +282,19 @@ def test_the_tables_in_shared_memory_are_laid_out_as_described() -> None:
         for column in range(4)
     ]
     assert [row[0] for row in rows(removals)] == ["0", "1 to 7", "8 and on"]
-    assert [row[0] for row in rows(own)] == ["0", "1", "2", "3", "4", "5 to 7", *columns]
-    log_bytes = shared_tables._LOG_BYTES
+    assert [row[0] for row in rows(own)] == ["0", "1", "2", "3", "4", "5", "6 and 7", *columns]
+    log_bytes = shared_tables.LOG_BYTES
     assert f"The file has {shared_tables.READER_BYTES:,} bytes" in prose(own)
     assert f"{shared_tables.HAZARD_SLOTS} slots" in prose(own)
-    assert f"the {log_bytes:,} bytes from byte {shared_tables._HAZARD_BYTES:,} of" in prose(own)
+    assert f"the {log_bytes:,} bytes from byte {shared_tables.HAZARD_BYTES:,} of" in prose(own)
     assert f"is at *n* mod {log_bytes:,}." in prose(own)
 
 
 @pytest.mark.parametrize("pool_bytes", [2**20, 2**36])
 @given(data=st.data())
 def test_the_entry_of_a_place_is_found_as_described(pool_bytes: int, data: st.DataObject) -> None:
-    assert "(((a * 2^48 + offset + a * 0x9e3779b97f4a7c15) mod 2^64) / granule_bytes) mod entries" in DOCUMENT
+    formula = "(((a * 2^48 + offset + a * 0x9e3779b97f4a7c15) mod 2^64) / granule_bytes) mod entries"
+    assert formula in prose(section("### Tables in shared memory"))
     granule_bytes = shared_tables.granule_bytes_for(pool_bytes)
     memory = memoryview(bytearray(shared_tables.removal_table_bytes(pool_bytes)))
     numbers = memory.cast("Q")
@@ -239,7 +302,7 @@ def test_the_entry_of_a_place_is_found_as_described(pool_bytes: int, data: st.Da
     table = shared_tables.RemovalTable(memory, granule_bytes)
     for _ in range(3):
         a, offset = data.draw(st.integers(0, 2**16 - 1)), data.draw(st.integers(0, 2**48 - 1))
-        table.note([place_of(a, offset)])
+        table.note([pack_offset(a, offset)])
         entry = (((a * 2**48 + offset + a * 0x9E3779B97F4A7C15) % 2**64) // granule_bytes) % entries
         assert numbers[8 + entry] == numbers[0] == table.count
 
@@ -251,8 +314,18 @@ def test_every_name_in_the_document_exists() -> None:
     fields = {field.name for cls in KINDS.values() for field in attrs.fields(cls)}
     header = {row[2] for row in rows(section("## Frames"))}
     known = {cls.__name__ for cls in KINDS.values()} | set(ERRORS) | fields | header | set(TYPES.values())
-    elsewhere = {"INFS", "infinistore/protocol/", "stats()", "server", "store", "quarantined_bytes", "--shm-writes off"}
-    elsewhere |= {"InfiniBand", "Ethernet"}  # values of a field
+    elsewhere = {
+        "INFS",
+        "infinistore/protocol/",
+        "stats()",
+        "server",
+        "store",
+        "disk",
+        "quarantined_bytes",
+        "--shm-writes off",
+    }
+    elsewhere |= {"InfiniBand", "Ethernet", "--disk-wait"}  # values of a field, and a setting
+    elsewhere |= {str(one.name) for one in Capability}
     named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCUMENT, flags=re.DOTALL)))
     assert named - known - elsewhere == set()
     assert (Path(__file__).parents[2] / "infinistore/protocol/").is_dir()

@@ -1,4 +1,6 @@
-"""Keys against a naive model: what is refused, what is said about it, and how a batch travels."""
+"""Keys against a naive model: what is refused, what is said about it, and how a batch
+travels.
+"""
 
 from collections.abc import Callable
 
@@ -18,7 +20,8 @@ from infinistore.keys import (
 
 from .strategies import lists_of_keys
 
-# A short alphabet, so that odd keys are met often: ASCII, two and four bytes of UTF-8, NUL, half a surrogate pair.
+# A short alphabet, so that odd keys are met often: ASCII, two and four bytes of UTF-8,
+# NUL, half a surrogate pair.
 odd_texts = st.text("ab\u00e9\U0001f4a9\0\ud800", max_size=6)
 long_texts = st.integers(MAX_KEY_BYTES // 4 - 2, MAX_KEY_BYTES + 2).flatmap(
     lambda length: st.sampled_from(["x", "\u00e9", "\U0001f4a9"]).map(lambda character: character * length)

@@ -1,9 +1,13 @@
-"""The tables in shared memory keep what they promise, whatever a client writes there that it should not."""
+"""The tables in shared memory keep what they promise, whatever a client writes there
+that it should not.
+"""
 
+import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, TypeAlias
 
@@ -12,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.fields import Numbers
-from infinistore.protocol.places import place_of
+from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
     READER_BYTES,
@@ -24,6 +28,7 @@ from infinistore.protocol.shared_tables import (
     TouchLog,
     granule_bytes_for,
     removal_table_bytes,
+    tables_are_safe_here,
 )
 
 from .strategies import counts
@@ -33,6 +38,7 @@ HEADER_NUMBERS = 8
 LOG_BYTES = 32 * 1024
 LOG_START = READER_BYTES - 8 * HAZARD_SLOTS - LOG_BYTES
 CLOSED, USED, APPENDED, TAKEN = range(4)
+EPOCH = 5
 """The numbers that begin a connection's table."""
 
 Row: TypeAlias = tuple[int, int, int]
@@ -41,7 +47,7 @@ Row: TypeAlias = tuple[int, int, int]
 
 # The removal table
 
-places = st.builds(place_of, st.sampled_from([0, 0, 0, 1, 2, 65535]), st.integers(0, 40).map(lambda n: n * 1024))
+places = st.builds(pack_offset, st.sampled_from([0, 0, 0, 1, 2, 65535]), st.integers(0, 40).map(lambda n: n * 1024))
 batches = st.lists(places, max_size=6)
 
 
@@ -80,6 +86,9 @@ def test_a_removal_is_never_missed_and_told_of_nobody_but_who_shares_the_entry(
             if any(removed.get(place, 0) > count for place, count in pairs):
                 assert not unchanged
             assert unchanged == all(latest.get(entry_of(place, entries), 0) <= count for place, count in pairs)
+            as_of = data.draw(st.integers(0, table.count))
+            as_one = table.are_unchanged(table.entries_of(batch), as_of)
+            assert as_one == all(latest.get(entry_of(place, entries), 0) <= as_of for place in batch)
 
 
 @given(st.lists(st.integers(0, 1023), unique=True), st.lists(st.integers(0, 1023)))
@@ -104,6 +113,78 @@ def test_a_removal_table_has_an_entry_for_each_granule_and_is_never_long(pool_by
     assert table_bytes <= 8 * 2**20 + 64
 
 
+@pytest.mark.parametrize(
+    ("pool_bytes", "unit_bytes", "granule_bytes", "entries"),
+    [
+        (1, 1, 4096, 1),
+        (4096, 64, 4096, 1),
+        (4097, 64, 4096, 2),
+        (2**20, 4096, 4096, 256),
+        (2**20, 8191, 4096, 256),  # two of the shortest blocks never share a granule for long
+        (2**20, 8192, 8192, 128),
+        (2**20, 65536, 65536, 16),
+        (2**32, 1, 4096, 2**20),  # a million entries is the most
+        (2**32 + 1, 1, 8192, 2**20),
+    ],
+)
+def test_a_granule_is_as_short_as_a_million_entries_allow_and_no_shorter_than_half_a_block(
+    pool_bytes: int, unit_bytes: int, granule_bytes: int, entries: int
+) -> None:
+    assert granule_bytes_for(pool_bytes, unit_bytes) == granule_bytes
+    assert removal_table_bytes(pool_bytes, unit_bytes) == 8 * (HEADER_NUMBERS + entries)
+
+
+@pytest.mark.parametrize(
+    ("granules", "entries"),
+    [
+        ([0, 1], slice(8, 10, 1)),
+        ([0, 1, 2], slice(8, 11, 1)),
+        ([3, 5, 7, 9], slice(11, 18, 2)),
+        ([], []),
+        ([5], [13]),
+        ([5, 5], [13, 13]),
+        ([5, 4], [13, 12]),
+        ([0, 2, 3], [8, 10, 11]),
+        ([15, 16], [23, 8]),  # of a table of 16
+    ],
+    ids=str,
+)
+def test_evenly_spaced_offsets_have_a_slice_of_entries(granules: list[int], entries: slice | list[int]) -> None:
+    assert removal_table(16).entries_of([granule * GRANULE_BYTES for granule in granules]) == entries
+
+
+@pytest.mark.parametrize("granules", [[2, 4, 6], [2, 3, 7]], ids=["evenly spaced", "not so"])
+def test_a_batch_is_unchanged_as_of_the_last_removal_in_it(granules: list[int]) -> None:
+    table = removal_table(16)
+    entries = table.entries_of([granule * GRANULE_BYTES for granule in granules])
+    assert table.are_unchanged(entries, 0)
+    table.note([granules[-1] * GRANULE_BYTES])
+    assert not table.are_unchanged(entries, 0)
+    assert table.are_unchanged(entries, 1)
+    table.note([8 * GRANULE_BYTES])
+    assert table.are_unchanged(entries, 1)
+    assert table.are_unchanged([], 0)
+
+
+@pytest.mark.parametrize(("machine", "safe"), [("x86_64", True), ("AMD64", True), ("aarch64", False), ("", False)])
+def test_tables_are_used_only_where_a_lock_is_a_fence(
+    monkeypatch: pytest.MonkeyPatch, machine: str, safe: bool
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert tables_are_safe_here() is safe
+
+
+def test_a_forked_child_can_note_removals() -> None:
+    table = removal_table(16)
+    child = os.fork()
+    if child == 0:
+        try:
+            table.note([0])
+        finally:
+            os._exit(0 if table.count == 1 and not table.is_unchanged([0], [0]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_batch_that_knows_its_blocks_from_different_times_is_judged_block_by_block() -> None:
     table = removal_table(16)
     table.note([0])
@@ -123,14 +204,14 @@ def own_table() -> memoryview:
 
 def columns(rows: Sequence[Row]) -> tuple[Numbers, Numbers, Numbers]:
     places, sizes, checksums = zip(*rows, strict=True)
-    return numbers(places), numbers(sizes), numbers(checksums)
+    return pack_u64(places), pack_u64(sizes), pack_u64(checksums)
 
 
 def seen(hazards: Hazards) -> dict[int, list[Row]]:
     """What the server sees, by the number of the read."""
     found: dict[int, list[Row]] = {}
     for arena, offset, length, checksum, read in hazards.look():
-        found.setdefault(read, []).append((place_of(arena, offset), length, checksum))
+        found.setdefault(read, []).append((pack_offset(arena, offset), length, checksum))
     return found
 
 
@@ -177,14 +258,64 @@ def test_a_full_hazard_table_takes_no_more_until_something_is_removed() -> None:
     assert client.add(*columns([(8192, 1, 0)] * (HAZARD_SLOTS - 1))) is not None
 
 
-def test_nothing_is_made_anew_while_a_client_reads_on_and_on() -> None:
+def test_no_slot_is_looked_at_again_while_a_client_reads_on_and_on() -> None:
     memory = own_table()
     client, server = HazardTable(memory), Hazards(memory)
+    assert server.news == 0
     client.add(*columns([(0, 1, 0)] * 1000))
+    assert server.news == 1001
     found = server.look()
+    accesses: list[None] = []
+    server.numbers = Watched(server.numbers, lambda: accesses.append(None))
+    assert (server.news, server.look()) == (0, found)
     assert server.look() is found
+    assert len(accesses) <= 3 * 2  # epoch, and number of slots
     client.add(*columns([(0, 2, 0)]))
-    assert len(server.look()) == 1001
+    assert (server.news, len(server.look())) == (1002, 1001)
+
+
+def test_a_read_that_came_and_went_between_two_looks_changes_nothing() -> None:
+    memory = own_table()
+    client, server = HazardTable(memory), Hazards(memory)
+    client.add(*columns([BLOCK]))
+    found = server.look()
+    slots = client.add(*columns([OTHER]))
+    assert slots is not None
+    client.remove(slots)
+    assert server.news
+    assert server.look() is found
+
+
+@pytest.mark.parametrize("arena", [0, 1, 2, 65535])
+@pytest.mark.parametrize("offset", [0, 1, 2**48 - 1])
+def test_arena_and_offset_are_seen_apart(arena: int, offset: int) -> None:
+    memory = own_table()
+    HazardTable(memory).add(*columns([(pack_offset(arena, offset), 5, 6)]))
+    assert Hazards(memory).look() == [(arena, offset, 5, 6, 1)]
+
+
+def test_a_client_that_claims_more_slots_than_there_are_is_seen_in_those() -> None:
+    memory = own_table()
+    client, server = HazardTable(memory), Hazards(memory)
+    client.add(*columns([BLOCK]))
+    memory.cast("Q")[USED] = 2**64 - 1
+    assert server.news == 1 + HAZARD_SLOTS
+    assert seen(server) == {1: [BLOCK]}
+
+
+def test_a_client_that_counts_no_epochs_is_looked_at_each_time() -> None:
+    """As none did before there were epochs."""
+    memory = own_table()
+    client, server = HazardTable(memory), Hazards(memory)
+    for _ in range(2):
+        slots = client.add(*columns([BLOCK]))
+        memory.cast("Q")[EPOCH] = 0
+        assert slots is not None
+        assert list(seen(server).values()) == [[BLOCK]]
+        client.remove(slots)
+        memory.cast("Q")[EPOCH] = 0
+        assert seen(server) == {}
+        assert server.news == 0
 
 
 def test_a_client_sees_that_its_table_was_closed() -> None:
@@ -229,15 +360,17 @@ class Recorded:
         self.writes.append((index, value))
 
 
-BLOCK = (place_of(0, 3 * GRANULE_BYTES), 100, 7)
-OTHER = (place_of(0, 9 * GRANULE_BYTES), 200, 8)
+BLOCK = (pack_offset(0, 3 * GRANULE_BYTES), 100, 7)
+OTHER = (pack_offset(0, 9 * GRANULE_BYTES), 200, 8)
 
 
 class Race:
-    """A client that reads a block which it knows, while the server takes the block's key away and uses its room again.
+    """A client that reads a block which it knows, while the server takes the block's
+    key away and uses its room again.
 
-    The client goes one step with each `next`; the server's steps are its accesses to the tables, and the last one, by
-    which it uses the room. Every access is taken to be seen by the other side at once: what the fences are for.
+    The client goes one step with each `next`; the server's steps are its accesses to
+    the tables, and the last one, by which it uses the room. Every access is taken to be
+    seen by the other side at once: what the fences are for.
     """
 
     def __init__(self, *, closes: bool, history: str, client_is_hasty: bool = False, server_is_hasty: bool = False):
@@ -254,23 +387,30 @@ class Race:
             if history == "slots were used before":
                 self._hazards.remove(slots)
         self._known_at = self._table.count
-        # The server's end, each access of which is a step; and what the client writes, each number a step.
+        # The server's end, each access of which is a step; and what the client writes,
+        # each number a step, but for what comes before the number of the read, by which
+        # alone the server knows that a row is there.
         self._server = Hazards(memory)
-        self._server._numbers = Watched(self._server._numbers, self._step)
+        self._server.look()
+        self._server.numbers = Watched(self._server.numbers, self._step)
         self._removals = RemovalTable(removal_memory, GRANULE_BYTES)
-        self._removals._numbers = Watched(self._removals._numbers, self._step)
-        self._own_numbers, self._hazards._numbers = self._hazards._numbers, (recorded := Recorded())
+        self._removals.numbers = Watched(self._removals.numbers, self._step)
+        self._own_numbers, self._hazards.numbers = self._hazards.numbers, (recorded := Recorded())
         assert self._hazards.add(*columns([BLOCK])) is not None
-        self._hazards._numbers = self._own_numbers
-        pins = [lambda write=write: self._own_numbers.__setitem__(*write) for write in recorded.writes]
-        checks = [self._check_closed, self._check_removal]
+        self._hazards.numbers = self._own_numbers
+        writes = [recorded.writes[:3], *([write] for write in recorded.writes[3:])]
+        pins: list[Callable[[], object]] = [partial(self._write, some) for some in writes]
+        checks: list[Callable[[], object]] = [self._check_closed, self._check_removal]
         self._goes_on = True
-        self.client_steps = [*checks, *pins, self._read] if client_is_hasty else [*pins, *checks, self._read]
+        order = [*checks, *pins] if client_is_hasty else [*pins, *checks]
+        self.client_steps: list[Callable[[], object]] = [*order, self._read]
         self._client = iter(self.client_steps)
         self._schedule: Iterator[int] = iter(())
 
     def run(self, schedule: Sequence[int]) -> bool:
-        """Go so many of the client's steps before each step of the server; return whether it went wrong."""
+        """Go so many of the client's steps before each step of the server; return
+        whether it went wrong.
+        """
         self._schedule = iter(schedule)
         if self._server_is_hasty:
             gone = self._is_free()
@@ -296,7 +436,11 @@ class Race:
             self._removals.note([BLOCK[0]])
 
     def _is_free(self) -> bool:
-        return BLOCK not in [(place_of(arena, offset), *rest) for arena, offset, *rest, _ in self._server.look()]
+        return BLOCK not in [(pack_offset(arena, offset), *rest) for arena, offset, *rest, _ in self._server.look()]
+
+    def _write(self, writes: Sequence[tuple[Any, Any]]) -> None:
+        for index, value in writes:
+            self._own_numbers[index] = value
 
     def _check_closed(self) -> None:
         self._goes_on = self._goes_on and not self._hazards.closed
@@ -309,8 +453,10 @@ class Race:
 
 
 def went_wrong(**how: Any) -> list[tuple[int, ...]]:
-    """Every order of the client's and the server's steps in which the client reads in room that is used again."""
-    client_steps, server_steps = len(Race(**how).client_steps), 8 if how["closes"] else 10
+    """Every order of the client's and the server's steps in which the client reads in
+    room that is used again.
+    """
+    client_steps, server_steps = len(Race(**how).client_steps), 9 if how["closes"] else 11
     bad = []
     taken = 0
     for chosen in combinations(range(client_steps + server_steps), server_steps):
@@ -324,28 +470,30 @@ def went_wrong(**how: Any) -> list[tuple[int, ...]]:
 
 
 def look_while_reads_change(one: list[Row], other: list[Row], schedule: Sequence[int]) -> dict[int, list[Row]]:
-    """Have the client end a read and begin another in the same slots, so many steps before each step of the server."""
+    """Have the client end a read and begin another in the same slots, so many steps
+    before each step of the server.
+    """
     memory = own_table()
     client, server = HazardTable(memory), Hazards(memory)
     slots = client.add(*columns(one))
     assert slots is not None
-    own_numbers, client._numbers = client._numbers, (recorded := Recorded())
+    own_numbers, client.numbers = client.numbers, (recorded := Recorded())
     client.remove(slots)
     assert client.add(*columns(other)) == slots
-    assert len(recorded.writes) == 7
+    assert len(recorded.writes) == 9
     advances, writes = iter(schedule), iter(recorded.writes)
 
     def change() -> None:
         for _ in range(next(advances)):
             own_numbers.__setitem__(*next(writes))
 
-    server._numbers = Watched(server._numbers, change)
+    server.numbers = Watched(server.numbers, change)
     return seen(server)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (1, 2)], ids=str)
 def test_in_no_order_of_steps_does_a_server_see_a_mixture_of_two_reads(lengths: tuple[int, int]) -> None:
-    looks, changes = 6, 7
+    looks, changes = 7, 9
     for chosen in combinations(range(looks + changes), looks):
         schedule = [after - before - 1 for before, after in pairwise((-1, *chosen))]
         found = look_while_reads_change([BLOCK] * lengths[0], [OTHER] * lengths[1], schedule)
@@ -413,6 +561,26 @@ def test_a_log_that_is_full_takes_more_when_the_server_has_taken_what_was_there(
     assert server.take() == b"d" * LOG_BYTES
 
 
+@pytest.mark.parametrize("before", [1, 10, LOG_BYTES - 1])
+@pytest.mark.parametrize("length", [2, LOG_BYTES - 1, LOG_BYTES])
+def test_what_goes_over_the_end_of_a_log_comes_back_in_one_piece(before: int, length: int) -> None:
+    memory = own_table()
+    client, server = TouchLog(memory), TouchLog(memory)
+    assert client.append(b"-" * before)
+    assert server.take() == b"-" * before
+    data = bytes(range(1, 252)) * (LOG_BYTES // 251 + 1)
+    assert client.append(data[:length])
+    assert server.take() == data[:length]
+
+
+def test_a_log_asks_to_be_taken_when_it_is_more_than_half_full() -> None:
+    client = TouchLog(own_table())
+    assert client.append(b"a" * (LOG_BYTES // 2))
+    assert client.append(b"b")
+    assert not client.append(b"c")
+    assert client.append(b"c")
+
+
 liars_counts = counts | st.integers(0, 2 * LOG_BYTES + 200)
 
 
@@ -440,7 +608,7 @@ def test_a_count_that_goes_back_or_too_far_is_a_protocol_error(appended: int) ->
     assert server.take() == b"0123456789"
     memory.cast("Q")[APPENDED] = appended
     for _ in range(2):
-        with pytest.raises(ProtocolError, match="more than there is room for"):
+        with pytest.raises(ProtocolError, match=r"^the client says that it logged more than there is room for$"):
             server.take()
 
 

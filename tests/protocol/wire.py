@@ -20,15 +20,19 @@ _T = TypeVar("_T")
 def frame(
     message: Message, payload: bytes = b"", *, request_id: int = 1, announced: int | None = None, deadline_us: int = 0
 ) -> bytes:
-    """One whole frame. `announced`: what the header says of the payload's length, if that is not the truth."""
+    """One whole frame. `announced`: what the header says of the payload's length, if
+    that is not the truth.
+    """
     payload_bytes = len(payload) if announced is None else announced
     return encode_head(message, request_id=request_id, payload_bytes=payload_bytes, deadline_us=deadline_us) + payload
 
 
 class Wire:
-    """What one end sees: `incoming` arrives in `pieces` (byte counts, over and over), `sent` is what it has sent.
+    """What one end sees: `incoming` arrives in `pieces` (byte counts, over and over),
+    `sent` is what it has sent.
 
-    `sends_until_broken`: how many sends succeed before the connection breaks. What has arrived can still be read.
+    `sends_until_broken`: how many sends succeed before the connection breaks. What has
+    arrived can still be read.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Wire:
     def run(self, exchange: Exchange[_T]) -> _T:
         """Run an exchange to its end, and return what it returns."""
         try:
-            effect = next(exchange)
+            effect = exchange.send(None)
             while True:
                 try:
                     count = 0
@@ -59,9 +63,11 @@ class Wire:
             return result
 
     def give_up(self, exchange: Exchange[object], receives: int) -> None:
-        """Run an exchange that only receives for so many receives, and drop it there, as a cancelled driver does."""
+        """Run an exchange that only receives for so many receives, and drop it there,
+        as a cancelled driver does.
+        """
         with suppress(StopIteration):
-            effect = next(exchange)
+            effect = exchange.send(None)
             for _ in range(receives):
                 assert isinstance(effect, Receive)
                 effect = exchange.send(self._receive(effect.views))

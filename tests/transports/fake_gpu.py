@@ -1,8 +1,9 @@
 """A GPU and its driver's library, made of this process's memory.
 
-Tensors "on" it say that they are on `cuda:0` and refuse to show their bytes; their addresses are good for whoever moves
-bytes by address, as RDMA does. The library demands what CUDA does: a context, whole pages, memory that is one
-allocation's. What streams were told is done when somebody waits.
+Tensors "on" it say that they are on `cuda:0` and refuse to show their bytes; their
+addresses are good for whoever moves bytes by address, as RDMA does. The library demands
+what CUDA does: a context, whole pages, memory that is one allocation's. What streams
+were told is done when somebody waits.
 """
 
 # ruff: noqa: N802 - the names are those of CUDA
@@ -17,9 +18,9 @@ from unittest import mock
 
 import torch
 
-from infinistore.transports import cuda_driver
-from infinistore.transports.cuda_driver import CudaDriver
-from infinistore.transports.rdma_memory import address_of
+from infinistore.transports.cuda import driver as cuda_driver
+from infinistore.transports.cuda.driver import CudaDriver
+from infinistore.transports.rdma.memory import address_of
 from tests.transports.fake_rdma import Fabric
 
 __all__ = ["CudaTensor", "FakeGpu", "FakeLibrary", "gpu_in_use"]
@@ -31,7 +32,9 @@ CONTEXT = 0x77
 
 
 class FakeLibrary:
-    """libcuda. `allocations` are address and length; `exported` is called with the range that a new dmabuf is of."""
+    """libcuda. `allocations` are address and length; `exported` is called with the
+    range that a new dmabuf is of.
+    """
 
     def __init__(self, exported: Callable[[int, int, int], None] = lambda fd, start, length: None) -> None:
         self.allocations: list[tuple[int, int]] = []
@@ -125,7 +128,9 @@ class FakeLibrary:
 
 
 class FakeGpu(CudaDriver):
-    """A GPU whose one allocation tensors are cut from, never at the beginning of a page."""
+    """A GPU whose one allocation tensors are cut from, never at the beginning of a
+    page.
+    """
 
     def __init__(self, fabric: Fabric, size: int = 1 << 20) -> None:
         def exported(fd: int, start: int, length: int) -> None:
@@ -193,7 +198,9 @@ class CudaTensor(torch.Tensor):
 
 @contextmanager
 def gpu_in_use(fabric: Fabric) -> Iterator[FakeGpu]:
-    """A GPU that stores of this process find; at the end, no dmabuf and no context may be left."""
+    """A GPU that stores of this process find; at the end, no dmabuf and no context may
+    be left.
+    """
     gpu = FakeGpu(fabric)
     with mock.patch.object(cuda_driver, "load_cuda", return_value=gpu):
         yield gpu

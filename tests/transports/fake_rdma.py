@@ -1,11 +1,14 @@
-"""RDMA devices made of memory copies, in this process: with the checks that a device makes, and faults on demand.
+"""RDMA devices made of memory copies, in this process: with the checks that a device
+makes, and faults on demand.
 
-A `Fabric` connects the devices that are opened on it. Each transfer is checked against what both ends registered and
-connected, byte by byte: a wrong key, a span that ends too late, a write where only reads are allowed, a peer that is
-gone. Work can be held back, to look at what happens meanwhile.
+A `Fabric` connects the devices that are opened on it. Each transfer is checked against
+what both ends registered and connected, byte by byte: a wrong key, a span that ends too
+late, a write where only reads are allowed, a peer that is gone. Work can be held back,
+to look at what happens meanwhile.
 
-Memory of other devices is known by a dmabuf, whose descriptor says which memory it is (`Fabric.dmabufs`). What is
-written there arrives late: with the next read of the same memory.
+Memory of other devices is known by a dmabuf, whose descriptor says which memory it is
+(`Fabric.dmabufs`). What is written there arrives late: with the next read of the same
+memory.
 """
 
 import ctypes
@@ -21,10 +24,10 @@ from unittest import mock
 import attrs
 
 from infinistore.errors import TransferFailed
-from infinistore.transports import rdma_verbs
-from infinistore.transports.rdma_devices import Address
-from infinistore.transports.rdma_plan import Piece
-from infinistore.transports.rdma_verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
+from infinistore.transports.rdma import opening
+from infinistore.transports.rdma.devices import Address
+from infinistore.transports.rdma.plan import Piece
+from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
 
 __all__ = ["Fabric", "FakeDevice", "FakeQueue", "FakeRegion", "fabric_in_use"]
 
@@ -66,7 +69,9 @@ class _Work:
 
 
 class FakeQueue:
-    """A queue pair. It makes the same demands as a real one: connected before work, events acknowledged, one close."""
+    """A queue pair. It makes the same demands as a real one: connected before work,
+    events acknowledged, one close.
+    """
 
     def __init__(self, device: "FakeDevice", *, serves: bool) -> None:
         fabric = device.fabric
@@ -132,7 +137,9 @@ class FakeQueue:
 
 
 class FakeDevice:
-    """A port. `limits` are small, so that whatever is long is split and whatever is many waits."""
+    """A port. `limits` are small, so that whatever is long is split and whatever is
+    many waits.
+    """
 
     link = "Ethernet"
 
@@ -221,7 +228,9 @@ class Fabric:
         self.asked_near: list[Address | None] = []
         """Near which address each device was to be."""
         self.dmabufs: dict[int, tuple[int, int]] = {}
-        """The memory behind a descriptor, address and length, by the descriptor's inode."""
+        """The memory behind a descriptor, address and length, by the descriptor's
+        inode.
+        """
         self.statuses: deque[int] = deque()
         """With which status the next requests end, 0 for as usual."""
         self.batches = self.requests = self.registrations = self.registered_bytes = self.moved_bytes = 0
@@ -299,11 +308,13 @@ class Fabric:
 
 @contextmanager
 def fabric_in_use(limits: DeviceLimits | None = None, **settings: Any) -> Iterator[Fabric]:
-    """A fabric that servers and clients of this process open their devices on; at the end all must be closed."""
+    """A fabric that servers and clients of this process open their devices on; at the
+    end all must be closed.
+    """
     fabric = Fabric(limits)
     for name, value in settings.items():
         setattr(fabric, name, value)
-    with mock.patch.object(rdma_verbs, "open_device", fabric.open):
+    with mock.patch.object(opening, "open_device", fabric.open):
         yield fabric
     assert fabric.queues == {}
     assert fabric.devices == []

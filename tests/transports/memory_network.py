@@ -1,8 +1,11 @@
-"""A network inside one Trio run: streams and a listener without sockets, and without luck.
+"""A network inside one Trio run: streams and a listener without sockets, and without
+luck.
 
-What is sent arrives, in order, but in pieces whose sizes somebody else chooses: Hypothesis, or a seeded generator. So
-a header, a key or a payload is split anywhere, and each split can be replayed. A stream that nobody reads from fills
-up, as a socket does. Time passes only where a test lets it pass: with `autojump_clock` a slow peer costs nothing.
+What is sent arrives, in order, but in pieces whose sizes somebody else chooses:
+Hypothesis, or a seeded generator. So a header, a key or a payload is split anywhere,
+and each split can be replayed. A stream that nobody reads from fills up, as a socket
+does. Time passes only where a test lets it pass: with `autojump_clock` a slow peer
+costs nothing.
 """
 
 import math
@@ -70,9 +73,11 @@ def _until(deadline: float) -> Iterator[None]:
 
 
 class MemoryStream:
-    """One end of a connection; keeps the promises of `infinistore.transports.base.Stream`.
+    """One end of a connection; keeps the promises of
+    `infinistore.transports.base.Stream`.
 
-    Each call is a checkpoint before it moves anything, so a cancelled receive loses no bytes. `calls` counts them.
+    Each call is a checkpoint before it moves anything, so a cancelled receive loses no
+    bytes. `calls` counts them.
     """
 
     passes_descriptors = False
@@ -132,7 +137,9 @@ class MemoryStream:
         await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """Close this end: the peer reads what is on its way, then the end; what it sends breaks."""
+        """Close this end: the peer reads what is on its way, then the end; what it
+        sends breaks.
+        """
         if not self.closed:
             self.closed = True
             self._outgoing.end()
@@ -167,7 +174,9 @@ def stream_pair(chunks: Chunks = whole, *, capacity_bytes: int = CAPACITY_BYTES)
 
 
 class MemoryListener(socket.socket):
-    """What a server listens on: a socket only by type, because a server closes its listeners as sockets."""
+    """What a server listens on: a socket only by type, because a server closes its
+    listeners as sockets.
+    """
 
     def __init__(self, chunks: Chunks = whole, *, capacity_bytes: int = CAPACITY_BYTES) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -190,7 +199,9 @@ class MemoryListener(socket.socket):
         return mine
 
     async def accept_stream(self) -> MemoryStream:
-        """Wait for the next connection, as `infinistore.transports.sockets.accept` does."""
+        """Wait for the next connection, as
+        `infinistore.transports.sockets.trio_streams.accept` does.
+        """
         await trio.lowlevel.checkpoint()
         while not self._waiting:
             if self.fileno() == -1:

@@ -1,7 +1,8 @@
-"""pyverbs as releases 44 and 59 look from outside: modules, classes, what they are called with and what they raise.
+"""pyverbs as releases 44 and 59 look from outside: modules, classes, what they are
+called with and what they raise.
 
-Recorded from their sources. Every object notes what was done with it, so that a test can look at the order of things.
-Nothing here talks to a device.
+Recorded from their sources. Every object notes what was done with it, so that a test
+can look at the order of things. Nothing here talks to a device.
 """
 
 import errno
@@ -10,11 +11,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["PyverbsRDMAError", "pyverbs_44", "pyverbs_59", "recorded"]
+__all__ = ["PyverbsRDMAError", "made", "pyverbs_44", "pyverbs_59", "recorded"]
 
 Loader = Callable[[str], Any]
 recorded: list[str] = []
 """What was closed, in order."""
+made: list[Any] = []
+"""Queue pairs, completion queues and registered memory, in the order in which they were
+made.
+"""
 
 ENUMS = {
     "IBV_WR_RDMA_WRITE": 0,
@@ -66,12 +71,15 @@ class MR(_Closes):
     ) -> None:
         if length > 1 << 40:
             raise PyverbsRDMAError("Failed to register a MR", errno.ENOMEM)
+        made.append(self)
         self.access = access
         self.lkey, self.rkey = 7, 8
 
 
 class DmaBufMR(MR):
-    """In 44 to 65 alike: `dmabuf` may be a descriptor, and the memory's addresses begin at `offset`."""
+    """In 44 to 65 alike: `dmabuf` may be a descriptor, and the memory's addresses begin
+    at `offset`.
+    """
 
     def __init__(  # noqa: PLR0917 - as it is there
         self, pd: PD, length: int, access: int, dmabuf: int | None = None, offset: int = 0, gpu: int = 0, gtt: int = 0
@@ -107,6 +115,7 @@ class CompChannel59(CompChannel44):
 
 class CQ(_Closes):
     def __init__(self, creator: Context, cqe: int, cq_context: Any, channel: Any, comp_vector: int) -> None:
+        made.append(self)
         self.cqe = cqe
         self.acknowledged = 0
         self.armed = 0
@@ -154,6 +163,7 @@ class QP(_Closes):
     refuses = 0
 
     def __init__(self, creator: PD, init_attr: QPInitAttr, qp_attr: QPAttr | None = None) -> None:
+        made.append(self)
         self.wanted = init_attr
         self.qp_num = 17
         self.attributes: Any = None

@@ -1,10 +1,12 @@
-"""Hypothesis strategies for RDMA systems: anything the kernel may show, most of it of little use."""
+"""Hypothesis strategies for RDMA systems: anything the kernel may show, most of it of
+little use.
+"""
 
 from ipaddress import IPv4Address, IPv6Address
 
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma_devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
+from infinistore.transports.rdma.devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
 
 INTERFACES = ["eth0", "eth1", "eth0.7"]
 DEVICES = ["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"]

@@ -1,10 +1,12 @@
-"""Files of the kernel about RDMA, written below a folder: what `read_system` reads, described or recorded."""
+"""Files of the kernel about RDMA, written below a folder: what `read_system` reads,
+described or recorded.
+"""
 
 from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-from infinistore.transports.rdma_devices import GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
+from infinistore.transports.rdma.devices import GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
 
 STATES = {"DOWN": 1, "INIT": 2, "ARMED": 3, "ACTIVE": 4, "ACTIVE_DEFER": 5}
 PHYSICAL_STATES = {"Sleep": 1, "Polling": 2, "Disabled": 3, "LinkUp": 5}

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from infinistore.errors import StoreUnavailable
-from infinistore.transports.asyncio_sockets import AsyncioSocketStream, connect_tcp, connect_unix
-from infinistore.transports.sockets import listen_tcp, listen_unix
-from infinistore.transports.spin import Spinner
+from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, connect_tcp, connect_unix
+from infinistore.transports.sockets.spin import Spinner
+from infinistore.transports.sockets.trio_streams import listen_tcp
+from infinistore.transports.sockets.unix_listener import listen_unix
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -74,7 +75,9 @@ def test_a_cancelled_receive_loses_no_bytes() -> None:
 
 
 def test_cancelling_a_connect_leaves_no_socket_open(tmp_path: Path) -> None:
-    """An open socket that is forgotten is a ResourceWarning, which fails a test here."""
+    """An open socket that is forgotten is a ResourceWarning, which fails a test
+    here.
+    """
     listeners = [listen_unix(tmp_path / "socket"), *listen_tcp("127.0.0.1", 0)]
     port = listeners[1].getsockname()[1]
 

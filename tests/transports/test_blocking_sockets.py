@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.errors import StoreUnavailable
-from infinistore.transports.blocking_sockets import BlockingSocketStream, connect_tcp, connect_unix
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
 FAR = 1e6
 """Seconds: a deadline that no test reaches."""
@@ -120,7 +120,9 @@ def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
 
 
 def test_a_listener_that_accepts_nobody_does_not_keep_a_client_for_ever(tmp_path: Path) -> None:
-    """A Unix socket whose backlog is full makes connect wait: not beyond the deadline."""
+    """A Unix socket whose backlog is full makes connect wait: not beyond the
+    deadline.
+    """
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

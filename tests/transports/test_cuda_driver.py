@@ -1,4 +1,6 @@
-"""What is said to CUDA's driver, to a library made of Python; with cuda-bindings installed, the numbers are theirs."""
+"""What is said to CUDA's driver, to a library made of Python; with cuda-bindings
+installed, the numbers are theirs.
+"""
 
 import mmap
 import os
@@ -6,10 +8,10 @@ import sys
 
 import pytest
 
-from infinistore.transports import cuda_driver
-from infinistore.transports.cuda_driver import CudaDriver, load_cuda
-from infinistore.transports.device_memory import DeviceMemory
-from infinistore.transports.rdma_verbs import NoRdma
+from infinistore.transports.cuda import driver as cuda_driver
+from infinistore.transports.cuda.driver import CudaDriver, load_cuda
+from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.rdma.verbs import NoRdma
 from tests.transports.fake_gpu import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING, FakeLibrary
 
 PAGE = mmap.PAGESIZE
@@ -106,10 +108,9 @@ def test_without_pytorch_all_that_a_gpu_does_is_waited_for(
     CudaDriver(None).wait(event)
 
 
-def test_a_machine_without_cuda_has_a_driver_that_can_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", "libcuda.so.absent")
+def test_a_machine_without_cuda_has_a_driver_that_can_nothing() -> None:
     with pytest.raises(NoRdma):
-        load_cuda().export(MEMORY)
+        load_cuda("libcuda.so.absent").export(MEMORY)
 
 
 def test_the_numbers_are_those_of_cuda() -> None:

@@ -1,34 +1,39 @@
-"""Devices and queue pairs by pyverbs, as its releases 44 and 59 look (`pyverbs_shapes`); no device is needed."""
+"""Devices and queue pairs by pyverbs, as its releases 44 and 59 look
+(`pyverbs_shapes`); no device is needed.
+"""
 
 import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from ipaddress import IPv4Address
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import pytest
 
 from infinistore.errors import TransferFailed
-from infinistore.transports import ibverbs
-from infinistore.transports.ibverbs import VerbsDevice, load_pyverbs
-from infinistore.transports.rdma_choice import ChosenPort
-from infinistore.transports.rdma_queue import CHAIN, WorkRequests, timeout_exponent
-from infinistore.transports.rdma_verbs import Completion, Endpoint, NoRdma, Operation
+from infinistore.transports.rdma.choice import ChosenPort
+from infinistore.transports.rdma.ibverbs import device as ibverbs
+from infinistore.transports.rdma.ibverbs.bindings import Pyverbs, load_pyverbs
+from infinistore.transports.rdma.ibverbs.device import VerbsDevice, event_descriptors
+from infinistore.transports.rdma.ibverbs.queue import CHAIN, WorkRequests, timeout_exponent
+from infinistore.transports.rdma.verbs import Completion, Endpoint, NoRdma, Operation
 from tests.transports import pyverbs_shapes
-from tests.transports.pyverbs_shapes import QP, pyverbs_44, pyverbs_59, recorded
+from tests.transports.pyverbs_shapes import CQ, MR, QP, DmaBufMR, made, pyverbs_44, pyverbs_59, recorded
 
+_T = TypeVar("_T")
 GID = "00000000000000000000ffff0a4d0001"
 PORT = ChosenPort("rxe0", 1, "Ethernet", 0, GID, 1, "because")
 PEER = Endpoint(33, 44, GID, 0, 1024, 4)
 
 
 @pytest.fixture(params=[pyverbs_44, pyverbs_59], ids=["44", "59"])
-def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    monkeypatch.setattr(ibverbs, "_EVENT_DESCRIPTOR", "anon_inode:[eventfd]")
+def load(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
     recorded.clear()
+    made.clear()
     yield request.param
     QP.refuses = 0
 
@@ -37,11 +42,29 @@ def closed() -> list[str]:
     return [name.removesuffix("44").removesuffix("59") for name in recorded]
 
 
+def last(kind: type[_T]) -> _T:
+    """What was made last of this class of pyverbs."""
+    return next(one for one in reversed(made) if isinstance(one, kind))
+
+
+def open_port(
+    pyverbs: Pyverbs, port: ChosenPort = PORT, descriptors: Callable[[], set[int]] | None = None
+) -> VerbsDevice:
+    """A device whose completion channels are the faked ones."""
+    faked = partial(event_descriptors, "anon_inode:[eventfd]")
+    return VerbsDevice(pyverbs, port, lambda: attrs.evolve(port, gid_index=5), descriptors or faked)
+
+
 @pytest.fixture
-def device(load: Callable[[str], Any]) -> Iterator[VerbsDevice]:
-    made = VerbsDevice(load_pyverbs(load), PORT, lambda: attrs.evolve(PORT, gid_index=5))
-    yield made
-    made.close()
+def pyverbs(load: Callable[[str], Any]) -> Pyverbs:
+    return load_pyverbs(load)
+
+
+@pytest.fixture
+def device(pyverbs: Pyverbs) -> Iterator[VerbsDevice]:
+    opened = open_port(pyverbs)
+    yield opened
+    opened.close()
 
 
 def test_the_parts_are_found_where_a_release_has_them(load: Callable[[str], Any]) -> None:
@@ -76,20 +99,21 @@ def test_a_channels_descriptor_is_found_and_does_not_block(device: VerbsDevice) 
     queue.take_events()  # nothing there
     os.eventfd_write(queue.fd, 1)
     queue.take_events()
-    assert queue._completions.acknowledged == 1
+    assert last(CQ).acknowledged == 1
 
 
 def test_a_descriptor_that_cannot_be_told_from_anothers_is_not_taken(
-    device: VerbsDevice, monkeypatch: pytest.MonkeyPatch
+    pyverbs: Pyverbs,
 ) -> None:
-    seen = iter([set(), {100, 101}])
-    monkeypatch.setattr(ibverbs, "_event_descriptors", lambda: next(seen))
-    if hasattr(device._pyverbs.cq.CompChannel, "fd"):
+    seen: Iterator[set[int]] = iter([set(), {100, 101}])
+    device = open_port(pyverbs, descriptors=lambda: next(seen))
+    if hasattr(pyverbs.cq.CompChannel, "fd"):
         device.create_queue(serves=True)
     else:
         with pytest.raises(NoRdma, match="at the same moment"):
             device.create_queue(serves=True)
         assert closed() == ["CompChannel"]
+    device.close()
 
 
 def test_everything_is_closed_in_order_and_once(device: VerbsDevice) -> None:
@@ -158,13 +182,13 @@ def test_memory_is_registered_for_no_more_than_it_is_for(
     device: VerbsDevice, options: dict[str, bool], access: int
 ) -> None:
     region = device.register(4096, 100, **options)
-    assert region._memory.access == access
+    assert last(MR).access == access
     assert (region.local_key, region.remote_key) == (7, 8)
 
 
 def test_a_dmabuf_is_registered_from_an_offset_and_its_addresses_begin_there(device: VerbsDevice) -> None:
     region = device.register_dmabuf(33, 700, 4096)
-    memory = region._memory
+    memory = last(DmaBufMR)
     assert (type(memory).__name__, memory.dmabuf, memory.offset, memory.access) == ("DmaBufMR", 33, 700, 1 | 2 | 4)
     assert (region.remote_key, region.remote_address) == (8, 700)
     assert device.register(8192, 100, remote=True).remote_address == 8192
@@ -172,20 +196,22 @@ def test_a_dmabuf_is_registered_from_an_offset_and_its_addresses_begin_there(dev
     assert closed().count("DmaBufMR") == 1
 
 
-def test_a_device_that_takes_no_dmabufs_says_so(device: VerbsDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_takes_no_dmabufs_says_so(
+    device: VerbsDevice, pyverbs: Pyverbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(NoRdma, match="rxe0 does not register a dmabuf: Failed"):
         device.register_dmabuf(33, 0, 1 << 41)
-    monkeypatch.delattr(device._pyverbs.mr, "DmaBufMR")
+    monkeypatch.delattr(pyverbs.mr, "DmaBufMR")
     with pytest.raises(NoRdma, match="pyverbs knows no dmabuf; 44 or newer does"):
         device.register_dmabuf(33, 0, 4096)
 
 
 def test_a_queue_pair_is_connected_within_what_both_ends_can_do(device: VerbsDevice) -> None:
     queue = device.create_queue(serves=True)
-    assert queue._pair.wanted.cap.max_send_wr == device.limits.depth == 4 * CHAIN
-    assert queue._completions.cqe > device.limits.depth, "room for a flush of everything"
+    assert last(QP).wanted.cap.max_send_wr == device.limits.depth == 4 * CHAIN
+    assert last(CQ).cqe > device.limits.depth, "room for a flush of everything"
     queue.connect(PEER, dead_after_s=0.25)
-    found = queue._pair.attributes
+    found = last(QP).attributes
     assert (found.dest_qp_num, found.rq_psn, found.sq_psn) == (33, 44, queue.endpoint.packet)
     assert found.path_mtu == 3, "1024 bytes, the peer's"
     assert found.max_rd_atomic == 4, "the peer's"
@@ -195,17 +221,17 @@ def test_a_queue_pair_is_connected_within_what_both_ends_can_do(device: VerbsDev
     assert (route.is_global, route.gr.dgid, route.gr.sgid_index) == (1, "0000:0000:0000:0000:0000:ffff:0a4d:0001", 1)
     client = device.create_queue(serves=False)
     client.connect(PEER, dead_after_s=0.25)
-    assert client._pair.attributes.qp_access_flags == 1 | 2 | 4
-    assert client._pair.wanted.cap.max_send_wr == 1
+    assert last(QP).attributes.qp_access_flags == 1 | 2 | 4
+    assert last(QP).wanted.cap.max_send_wr == 1
 
 
 def test_infiniband_ports_are_addressed_by_lid(load: Callable[[str], Any]) -> None:
     port = attrs.evolve(PORT, link="InfiniBand", lid=9)
-    device = VerbsDevice(load_pyverbs(load), port, lambda: port)
+    device = open_port(load_pyverbs(load), port)
     queue = device.create_queue(serves=True)
     assert queue.endpoint.lid == 9
     queue.connect(attrs.evolve(PEER, lid=12), dead_after_s=0.25)
-    route = queue._pair.attributes.ah_attr
+    route = last(QP).attributes.ah_attr
     assert (route.dlid, route.is_global) == (12, 0)
     device.close()
 
@@ -224,7 +250,7 @@ def test_a_batch_is_the_end_of_a_chain_and_asks_for_one_completion(device: Verbs
     for count in (1, 3, CHAIN, 2):
         pieces = [(100 + i, 7, 900 + i, 8, 10 + i) for i in range(count)]
         queue.post(Operation.READ, pieces, 41 + count)
-        chain = queue._pair.posted[-1].chain()
+        chain = last(QP).posted[-1].chain()
         assert [(wr.sg_list.addr, wr.sg_list.lkey, *wr.remote[::-1], wr.sg_list.length) for wr in chain] == pieces
         assert {wr.opcode for wr in chain} == {4}
         assert [wr.send_flags for wr in chain] == [0] * (count - 1) + [2]
@@ -240,14 +266,14 @@ def test_a_device_that_takes_no_work_fails_the_transfer(device: VerbsDevice) -> 
 
 def test_completions_are_numbers_and_statuses(device: VerbsDevice) -> None:
     queue = device.create_queue(serves=True)
-    queue._completions.found = [SimpleNamespace(wr_id=3, status=0), SimpleNamespace(wr_id=4, status=12)]
+    last(CQ).found = [SimpleNamespace(wr_id=3, status=0), SimpleNamespace(wr_id=4, status=12)]
     assert queue.poll() == [Completion(3, 0), Completion(4, 12)]
     queue.arm()
-    assert queue._completions.armed == 1
+    assert last(CQ).armed == 1
 
 
 def test_a_forked_child_closes_nothing(load: Callable[[str], Any]) -> None:
-    device = VerbsDevice(load_pyverbs(load), PORT, lambda: PORT)
+    device = open_port(load_pyverbs(load))
     queue = device.create_queue(serves=True)
     region = device.register(4096, 100, remote=False)
     device.abandon()
@@ -272,7 +298,7 @@ def test_real_work_requests_take_what_is_set() -> None:
     work = WorkRequests(pyverbs, pyverbs.enums.IBV_WR_RDMA_READ)
     first = work.fill([(4096, 7, 8192, 9, 100), (5000, 7, 9000, 9, 50)], 12)
     assert (first.opcode, first.num_sge, first.send_flags) == (pyverbs.enums.IBV_WR_RDMA_READ, 1, 0)
-    assert first is work._requests[-2]
-    assert work._requests[-1].wr_id == 12
-    assert work._requests[-1].send_flags == pyverbs.enums.IBV_SEND_SIGNALED
-    assert (work._spans[-1].addr, work._spans[-1].length, work._spans[-1].lkey) == (5000, 50, 7)
+    assert first is work.requests[-2]
+    assert work.requests[-1].wr_id == 12
+    assert work.requests[-1].send_flags == pyverbs.enums.IBV_SEND_SIGNALED
+    assert (work.spans[-1].addr, work.spans[-1].length, work.spans[-1].lkey) == (5000, 50, 7)

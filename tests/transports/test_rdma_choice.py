@@ -1,4 +1,6 @@
-"""Which RDMA port and GID are chosen, on systems as people have them and on any that can be described."""
+"""Which RDMA port and GID are chosen, on systems as people have them and on any that
+can be described.
+"""
 
 import random
 from ipaddress import IPv4Address, IPv6Address
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma_choice import (
+from infinistore.transports.rdma.choice import (
     ChosenPort,
     NoDevice,
     NoGid,
@@ -24,7 +26,7 @@ from infinistore.transports.rdma_choice import (
     judge_gids,
     near_address,
 )
-from infinistore.transports.rdma_devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
+from infinistore.transports.rdma.devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
 
 from . import rdma_trees
 from .rdma_strategies import ADDRESSES, DEVICES, as_gid, systems
@@ -38,7 +40,9 @@ def gids(*entries: tuple[Address, GidKind, str | None]) -> tuple[Gid, ...]:
 
 
 ROCE_TABLE = gids((LINK_LOCAL, V1, "eth0"), (LINK_LOCAL, V2, "eth0"), (IPV4, V1, "eth0"), (IPV4, V2, "eth0"))
-"""As a ConnectX shows it: each address in both versions, the link-local one of the card first."""
+"""As a ConnectX shows it: each address in both versions, the link-local one of the card
+first.
+"""
 
 
 def roce(table: tuple[Gid, ...] = ROCE_TABLE, name: str = "mlx5_0", state: str = "ACTIVE") -> RdmaDevice:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.transports.device_memory import DeviceMemory
-from infinistore.transports.rdma_device_memory import DeviceSpan, RegisteredDeviceMemory
-from infinistore.transports.rdma_verbs import NoRdma
+from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda.registration import DeviceSpan, RegisteredDeviceMemory
+from infinistore.transports.rdma.verbs import NoRdma
 from tests.transports.fake_gpu import FakeGpu
 from tests.transports.fake_rdma import Fabric
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma_devices import (
+from infinistore.transports.rdma.devices import (
     Gid,
     GidKind,
     Interface,

@@ -6,7 +6,7 @@ import mmap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma_memory import RegisteredMemory, RegisteredSpan, address_of
+from infinistore.transports.rdma.memory import RegisteredMemory, RegisteredSpan, address_of
 from tests.transports.fake_rdma import Fabric
 
 BUFFER = memoryview(bytearray(1000))

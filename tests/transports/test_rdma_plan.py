@@ -1,4 +1,6 @@
-"""How a transfer becomes work requests: every byte once, to where it belongs, within the device's limits."""
+"""How a transfer becomes work requests: every byte once, to where it belongs, within
+the device's limits.
+"""
 
 import itertools
 
@@ -6,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma_plan import Piece, Placement, Window, plan_transfer
+from infinistore.transports.rdma.plan import Piece, Placement, Window, plan_transfer
 
 BASE = 1 << 40
 
 
 @st.composite
 def transfers(draw: st.DrawFn) -> tuple[Placement, Placement, list[int]]:
-    """Blocks on both sides, some of which touch, in one or two memories on each side."""
+    """Blocks on both sides, some of which touch, in one or two memories on each
+    side.
+    """
     lengths = draw(st.lists(st.integers(1, 50), max_size=30))
 
     def side() -> Placement:

@@ -1,12 +1,14 @@
-"""Waiting awake: it is short, it is for a stream that is alone, and others have their turn meanwhile."""
+"""Waiting awake: it is short, it is for a stream that is alone, and others have their
+turn meanwhile.
+"""
 
 import socket
 
 import trio
 import trio.testing
 
-from infinistore.transports.sockets import SocketStream
-from infinistore.transports.spin import Spinner
+from infinistore.transports.sockets.spin import Spinner
+from infinistore.transports.sockets.trio_streams import SocketStream
 
 STEP_S = 50e-6
 
@@ -23,7 +25,9 @@ class SteppingClock:
 
 
 def spinning_pair() -> tuple[SocketStream, SocketStream, Spinner]:
-    """A stream that has been alone for long, its peer, and what decides when the stream waits awake."""
+    """A stream that has been alone for long, its peer, and what decides when the stream
+    waits awake.
+    """
     clock = SteppingClock()
     spinner = Spinner(400e-6, clock)
     left, right = socket.socketpair()

@@ -8,8 +8,11 @@ import pytest
 import trio
 import trio.testing
 
-from infinistore.errors import StoreUnavailable
-from infinistore.transports.sockets import SocketStream, accept, connect_tcp, connect_unix, listen_tcp, listen_unix
+from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.protocol.effects import SendDescriptors
+from infinistore.transports.base import drive
+from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp, connect_unix, listen_tcp
+from infinistore.transports.sockets.unix_listener import listen_unix
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -102,7 +105,9 @@ async def test_closing_wakes_who_waits_on_either_side() -> None:
 
 
 async def test_a_cancelled_receive_loses_no_bytes() -> None:
-    """Cancelled at any time, what it has not returned is still there for the next one."""
+    """Cancelled at any time, what it has not returned is still there for the
+    next one.
+    """
     left, right = pair()
     data = pattern(16 * MIB)
     received = bytearray()
@@ -117,7 +122,8 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
         buffer = bytearray(64 * KIB)
         ended = False
         while not ended:
-            # Cancelled from the start: the first checkpoint raises, and until then bytes may move.
+            # Cancelled from the start: the first checkpoint raises, and until then
+            # bytes may move.
             with trio.CancelScope() as scope:
                 scope.cancel()
                 while True:
@@ -171,7 +177,9 @@ async def test_an_idle_stream_is_stale_when_the_peer_spoke_or_left() -> None:
 
 
 async def test_cancelling_a_connect_leaves_no_socket_open(tmp_path: Path) -> None:
-    """An open socket that is forgotten is a ResourceWarning, which fails a test here."""
+    """An open socket that is forgotten is a ResourceWarning, which fails a test
+    here.
+    """
     listeners = [listen_unix(tmp_path / "socket"), *listen_tcp("127.0.0.1", 0)]
     port = listeners[1].getsockname()[1]
     for checkpoints in range(20):
@@ -203,6 +211,30 @@ async def test_cancelling_an_accept_leaves_no_socket_open(tmp_path: Path) -> Non
             assert await client.receive_into([memoryview(bytearray(1))]) == 0
     listener.close()
     client.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_a_peer_that_vanishes_is_given_up_after_a_minute(host: str) -> None:
+    try:
+        (listener,) = listen_tcp(host, 0)
+    except ConfigError:
+        pytest.skip(f"this machine has no {host}")
+    client = await connect_tcp(host, listener.getsockname()[1])
+    served = await accept(listener)
+
+    def option(stream: SocketStream, name: int) -> int:
+        return int(stream.socket.getsockopt(socket.IPPROTO_TCP, name))
+
+    for stream in (client, served):
+        assert stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        probes_s = option(stream, socket.TCP_KEEPCNT) * option(stream, socket.TCP_KEEPINTVL)
+        assert option(stream, socket.TCP_KEEPIDLE) + probes_s == 60
+    # Bytes that nobody acknowledges. A client has its deadlines, and may wait longer
+    # for a server that was stopped.
+    assert option(served, socket.TCP_USER_TIMEOUT) == 60_000
+    assert option(client, socket.TCP_USER_TIMEOUT) == 0
+    for closed in (client, served, listener):
+        closed.close()
 
 
 async def test_a_closed_listener_ends_its_accept() -> None:
@@ -254,3 +286,24 @@ async def test_a_wait_is_given_up_at_its_deadline_and_the_stream_goes_on(
     left.close()
     assert await right.receive_into([memoryview(bytearray(1))], start + 9) == 1
     right.close()
+
+
+async def test_descriptors_that_are_not_taken_in_time_are_given_up_like_bytes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    left, right = pair()
+    with pytest.raises(TimeoutError):
+        await left.send_all([memoryview(bytes(64 * MIB))], 5)
+    with pytest.raises(TimeoutError):
+        await left.send_descriptors([memoryview(b"x")], [right.socket.fileno()], 5)
+    with pytest.raises(TimeoutError):
+        await drive(descriptors_beside(b"x", right.socket.fileno()), left, within_s=5)
+    with pytest.raises(TimeoutError):
+        await left.receive_descriptors([memoryview(bytearray(1))], [], trio.current_time() + 5)
+    assert trio.current_time() == 20
+    left.close()
+    right.close()
+
+
+async def descriptors_beside(data: bytes, descriptor: int) -> None:
+    await SendDescriptors([memoryview(data)], [descriptor])

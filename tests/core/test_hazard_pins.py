@@ -1,4 +1,6 @@
-"""Clients that pin blocks by themselves: what `let_read`, `note_use` and `on_removal` promise, one promise a test."""
+"""Clients that set hazards: what `accept_hazards`, `note_use` and `on_removal` promise,
+one promise a test.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +8,9 @@ import attrs
 import pytest
 
 from infinistore.core import Client, CoreLimits, StoreCore, Watermarks, create_arena
-from infinistore.core.clients import OwnRead
-from infinistore.core.index import Entry
+from infinistore.core.clients import Hazard
+from infinistore.core.entry import Entry
+from infinistore.core.growth import Growth
 from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.core.conftest import UNIT_BYTES
 from tests.core.test_store import MakeCore, blocks, get, put, recency
@@ -21,15 +24,15 @@ class Reader:
 
     core: StoreCore
     client: Client = attrs.field(init=False)
-    rows: list[OwnRead] = attrs.field(factory=list)
+    rows: list[Hazard] = attrs.field(factory=list)
     asked: int = 0
     tells: Callable[[], object] = list
 
     def __attrs_post_init__(self) -> None:
         self.client = self.core.open_client("reader")
-        self.core.let_read(self.client, self.look)
+        self.core.accept_hazards(self.client, self.look)
 
-    def look(self) -> list[OwnRead]:
+    def look(self) -> list[Hazard]:
         self.asked += 1
         self.tells()
         return list(self.rows)
@@ -39,7 +42,7 @@ class Reader:
 
 
 def entry_of(core: StoreCore, key: str) -> Entry:
-    entry = core._index.get(key)
+    entry = core.index.get(key)
     assert entry is not None
     return entry
 
@@ -93,7 +96,7 @@ def test_room_that_a_reader_has_done_with_is_there_for_the_next_reservation(make
     reader, writer = Reader(core), core.open_client("writer")
     put(core, writer, blocks(*map(str, range(64))))
     reader.read(*map(str, range(64)))
-    with pytest.raises(OutOfMemory, match="4096 are pinned by readers"):
+    with pytest.raises(OutOfMemory, match="4 KiB are pinned by readers"):
         core.reserve(writer, [64])
     core.purge()
     with pytest.raises(OutOfMemory):
@@ -142,9 +145,9 @@ def test_what_a_client_reads_by_itself_counts_as_leased(make_core: MakeCore) -> 
     assert (core.statistics().leases, reader.client.pinned_bytes) == (3, 4 * 64)
     core.release(lease)
     reader.read(*(str(i) for i in range(2, 15)))
-    with pytest.raises(LimitExceeded, match="'reader' holds 1024 bytes"):
+    with pytest.raises(LimitExceeded, match="'reader' holds 1 KiB"):
         core.lease(reader.client, ["19"])
-    with pytest.raises(LimitExceeded, match="'reader' holds 1024 bytes"):
+    with pytest.raises(LimitExceeded, match="'reader' holds 1 KiB"):
         core.reserve(reader.client, [64])
     reader.rows.clear()
     core.lease(reader.client, ["19"])
@@ -161,6 +164,32 @@ def test_a_read_that_takes_the_place_of_another_is_seen(make_core: MakeCore) -> 
         assert (core.statistics().pinned_bytes, core.statistics().leases) == (64 * len(keys), 1)
     core.delete(["a", "b"])
     assert core.statistics().condemned_bytes == 64
+
+
+def test_of_two_blocks_read_one_after_the_other_the_second_is_pinned(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_pinned_ratio=1.0))
+    reader, writer = Reader(core), core.open_client("writer")
+    put(core, writer, {"a": b"first", "b": b"second"})
+    first, second = entry_of(core, "a"), entry_of(core, "b")
+    reader.read("a")
+    core.catch_up()
+    reader.rows = [(*second, 1)]
+    core.delete(["a", "b"])
+    assert core.pool.used_bytes == 64
+    for view in core.reserve(writer, [64] * 63).views:
+        view[:] = b"!" * 64
+    assert bytes(core.pool.view(first[:3])) == b"!!!!!"
+    assert bytes(core.pool.view(second[:3])) == b"second"
+
+
+def test_a_client_that_is_closed_is_not_asked_again(make_core: MakeCore) -> None:
+    core = make_core()
+    reader = Reader(core)
+    core.close_client(reader.client)
+    asked = reader.asked
+    core.scan_hazards(reader.client)
+    core.catch_up()
+    assert reader.asked == asked
 
 
 @pytest.mark.parametrize(
@@ -191,7 +220,9 @@ def test_what_cannot_be_there_is_not_pinned(make_core: MakeCore, wrong: Entry) -
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_what_could_be_there_and_is_not_harms_nobody_else(make_core: MakeCore, removed: bool) -> None:
-    """A client that has just begun may name a block that is gone, with another one in its place."""
+    """A client that has just begun may name a block that is gone, with another one in
+    its place.
+    """
     core = make_core()
     reader, other = Reader(core), core.open_client("other")
     full_but_for_one(core)
@@ -204,7 +235,7 @@ def test_what_could_be_there_and_is_not_harms_nobody_else(make_core: MakeCore, r
     put(core, other, {"new": b"new"})
     assert entry_of(core, "new")[:2] == place[:2]
     reader.rows = rows
-    assert core.statistics().pinned_bytes > 3000
+    assert core.statistics().pinned_bytes == reader.client.leased_bytes == 0
     assert get(core, other, "new") == [b"new"]
     if removed:
         core.delete(["new"])
@@ -233,8 +264,68 @@ def test_the_same_bytes_at_the_same_place_are_pinned_by_who_read_them_before(mak
     assert core.statistics().used_bytes == 63 * 64
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+def test_what_is_pinned_stays_whatever_else_is_told(make_core: MakeCore, first: bool) -> None:
+    """Rows of blocks that are gone may stand beside those that are read: together they
+    may be more than the pool.
+    """
+    core = make_core()
+    reader, other = Reader(core), core.open_client("other")
+    put(core, other, blocks("read", *map(str, range(60))))
+    place = entry_of(core, "read")
+    reader.read("read")
+    core.delete(["read"])
+    rows = [(0, 64 * i, 64 * (64 - i), 5, 2) for i in range(64)] + [(0, 0, 4096, 0, 3)]
+    reader.rows = rows + reader.rows if first else reader.rows + rows
+    assert core.statistics().condemned_bytes == core.statistics().pinned_bytes == 64
+    core.purge()
+    put(core, other, blocks(*map(str, range(63)), size=64))
+    with pytest.raises(OutOfMemory):
+        core.reserve(other, [4096])
+    assert bytes(core.pool.view(place[:3])) == b"read" * 16
+    reader.rows = rows
+    assert core.statistics().condemned_bytes == core.statistics().pinned_bytes == 0
+
+
+def test_a_row_that_claims_an_arena_keeps_no_room_from_anybody(make_core: MakeCore) -> None:
+    core = make_core()
+    reader, other = Reader(core), core.open_client("other")
+    reader.rows = [(0, 0, 4096, 0, 1)]
+    put(core, other, blocks(*map(str, range(64))))
+    put(core, other, blocks(*map(str, range(64, 128))))
+    assert core.statistics().pinned_bytes == 0
+
+
+def test_rows_over_room_that_is_free_by_now_do_not_count(make_core: MakeCore) -> None:
+    """A client that was stopped before it saw that its blocks are gone leaves them."""
+    core = make_core()
+    reader, other = Reader(core), core.open_client("other")
+    put(core, other, blocks(*map(str, range(64))))
+    reader.read(*map(str, range(64)))
+    rows, reader.rows = reader.rows, []
+    core.purge()
+    reader.rows = rows
+    assert core.statistics().pinned_bytes == reader.client.leased_bytes == 0
+    core.reserve(other, [4096])
+
+
+def test_a_block_that_its_writer_reads_before_its_commit_was_seen_is_pinned(make_core: MakeCore) -> None:
+    core = make_core()
+    reader, writer = Reader(core), core.open_client("writer")
+    reservation = core.reserve(writer, [64])
+    written: list[list[int]] = []
+    core.prepare(reservation, ["k"], lambda: written[0] if written else None)
+    reader.rows = [(*reservation.extents[0], 7, 1)]
+    core.scan_hazards(reader.client)  # as when another commit of the same moment replaces something
+    written.append([7])
+    core.delete(["k"])
+    assert core.statistics().condemned_bytes == 64
+    reader.rows = []
+    assert core.statistics().used_bytes == 0
+
+
 def test_a_reader_may_read_in_an_arena_that_was_added_later(make_core: MakeCore) -> None:
-    core = make_core(4096, growable_bytes=8192)
+    core = make_core(4096, growth=Growth(8192))
     reader = Reader(core)
     core.add_arena(create_arena(1, 4096))
     put(core, core.open_client("a"), blocks(*map(str, range(128))))
@@ -274,7 +365,7 @@ def test_a_quarantined_client_keeps_what_it_reads_until_it_says_no_more(make_cor
     reader.rows.clear()
     assert core.statistics().quarantined_bytes == core.statistics().used_bytes == 0
     with pytest.raises(ValueError, match="quarantined"):
-        core.let_read(reader.client, reader.look)
+        core.accept_hazards(reader.client, reader.look)
 
 
 def test_nobody_is_asked_where_nobody_reads_by_itself(make_core: MakeCore) -> None:
@@ -323,14 +414,15 @@ def test_what_was_used_counts_before_anything_is_evicted(make_core: MakeCore, by
     assert core.statistics().hits == 2
 
 
-def test_a_use_that_is_told_of_while_its_key_goes_is_no_use(make_core: MakeCore) -> None:
+def test_a_use_that_is_told_of_while_its_key_goes_counts_as_one_and_the_key_goes(make_core: MakeCore) -> None:
     core = make_core()
     client = core.open_client("a")
     put(core, client, blocks("k"))
     reader = Reader(core)
     reader.tells = lambda: core.note_use(["k"], read=True)
-    core.delete(["k"])
-    assert core.statistics().hits == 0
+    assert core.delete(["k"]) == 1
+    assert core.statistics().hits == 1
+    assert core.exists(["k"]) == b"\0"
     put(core, client, blocks("k"))
     core.purge()
     assert core.pool.used_bytes == 0
@@ -351,7 +443,7 @@ def replace(core: StoreCore, client: Client) -> None:
 def replace_and_free_later(core: StoreCore, client: Client) -> None:
     reservation = core.reserve(client, [3])
     core.commit(reservation, ["00"], None, free=False)
-    core.free_replaced(reservation)
+    core.free_replaced()
 
 
 def evict_on_demand(core: StoreCore, client: Client) -> None:
@@ -412,7 +504,7 @@ def test_every_removal_is_told_before_readers_are_asked_and_room_is_free(make_co
     core.on_removal = tell
     core.pool.free = watched_free  # type: ignore[method-assign]
     REMOVALS[how](core, client)
-    gone = {entry for key, entry in entries.items() if core._index.get(key) != entry}
+    gone = {entry for key, entry in entries.items() if core.index.get(key) != entry}
     assert gone
     assert gone == set(told)
     assert len(told) == len(gone)
