@@ -1,0 +1,212 @@
+"""A small store over small simulated disks, driven by hand."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import xxhash
+
+from infinistore.allocators import create_allocator
+from infinistore.core import CoreLimits, Journal, Pool, StoreCore, Watermarks, create_arena
+from infinistore.disk.jobs import Job, Result, Write
+from infinistore.disk.settings import TierSettings
+from infinistore.disk.snapshots import most_snapshot_bytes
+from infinistore.disk.tier import DiskTier
+from infinistore.disk.volume import Volume
+from infinistore.disk.waits import Wait
+from tests.core.conftest import FakeClock
+from tests.simulation.disk import SUPERBLOCK, SimulatedDisk
+
+UNIT_BYTES = 4096
+SEGMENT_BYTES = 256 * 1024
+FOREVER = 1e9
+
+
+def content(name: str, length: int = UNIT_BYTES) -> bytes:
+    return random.Random(name).randbytes(length)
+
+
+class Machine:
+    """A store, its tier, and its disks, which survive it: `restart` opens them anew."""
+
+    def __init__(
+        self,
+        *,
+        disks: int = 1,
+        segments: int = 8,
+        pool_bytes: int = 64 * UNIT_BYTES,
+        unit_bytes: int = UNIT_BYTES,
+        settings: TierSettings | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.clock = FakeClock()
+        self.random = random.Random(seed)
+        self.settings = settings or TierSettings(admission="eager", group_s=0.001)
+        self.pool_bytes, self.unit_bytes = pool_bytes, unit_bytes
+        self.capacity_bytes = segments * SEGMENT_BYTES + most_snapshot_bytes(segments, SEGMENT_BYTES) + 2 * UNIT_BYTES
+        self.disks = [SimulatedDisk(random.Random(seed + number), number) for number in range(disks)]
+        self.stuck: Callable[[Job], bool] = lambda job: False
+        """Jobs that hang."""
+        self.pools: list[Pool] = []
+        self.start()
+
+    def start(self) -> None:
+        """Open the store, with what the disks have."""
+        pool = Pool(create_allocator("bitmap", self.unit_bytes))
+        self.pools.append(pool)
+        self.core = StoreCore(
+            pool,
+            clock=self.clock,
+            random=random.Random(1),
+            limits=CoreLimits(max_batch_keys=1024),
+            watermarks=Watermarks(1.0, 1.0),
+            journal=Journal(reads=True),
+        )
+        self.core.add_arena(create_arena(0, self.pool_bytes))
+        self.client = self.core.open_client("a client")
+        self.tier = DiskTier(self.core, clock=self.clock, settings=self.settings, random=random.Random(2))
+        for disk in self.disks:
+            self.tier.add(self.open_volume(disk))
+
+    def open_volume(self, disk: SimulatedDisk) -> Volume:
+        superblock = disk.contents(SUPERBLOCK)
+        if superblock:
+            return Volume.open(
+                disk.number, superblock=superblock, files=disk.files(), capacity_bytes=self.capacity_bytes
+            )
+        return Volume.create(
+            disk.number,
+            capacity_bytes=self.capacity_bytes,
+            uuid=self.random.randbytes(16),
+            seed=self.random.getrandbits(64),
+            segment_bytes=SEGMENT_BYTES,
+        )
+
+    def restart(self) -> None:
+        """Lose power, and start again; all volumes recover."""
+        for disk in self.disks:
+            disk.crash()
+        self.start()
+        self.settle()
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+    # Driving
+
+    def start_jobs(self) -> None:
+        for job in self.tier.jobs():
+            self.disks[job.volume].start([job])
+
+    def finish(self, disk: SimulatedDisk, job: Job) -> None:
+        self.tier.done([disk.finish(job)])
+
+    def step(self) -> bool:
+        """Start what is to start, and finish all that does not hang; return whether
+        there was anything."""
+        self.start_jobs()
+        jobs = [(disk, job) for disk in self.disks for job in disk.under_way if not self.stuck(job)]
+        self.random.shuffle(jobs)
+        results: list[Result] = [disk.finish(job) for disk, job in jobs]
+        self.tier.done(results)
+        deadline = self.tier.next_deadline()
+        return bool(results) or (deadline is not None and deadline <= self.clock.now)
+
+    def begin_writing(self) -> None:
+        """Let what waits be written, but nothing end."""
+        self.start_jobs()
+        self.clock.now += self.settings.group_s
+        self.start_jobs()
+        assert any(isinstance(job, Write) for disk in self.disks for job in disk.under_way)
+
+    def settle(self, most_s: float = 5.0) -> None:
+        """Go on until nothing happens any more for so long."""
+        end = self.clock.now + most_s
+        for _ in range(10_000):
+            while self.step():
+                pass
+            deadline = self.tier.next_deadline()
+            if deadline is None or deadline > end:
+                return
+            self.clock.now = max(deadline, self.clock.now)
+        raise AssertionError("it does not come to rest")
+
+    def until(self, wait: Wait | None) -> Wait:
+        """Go on until a wait is settled."""
+        assert wait is not None
+        for _ in range(10_000):
+            if wait.settled:
+                return wait
+            if not self.step() and not wait.settled:
+                deadline = self.tier.next_deadline()
+                assert deadline is not None
+                self.clock.now = max(deadline, self.clock.now)
+        raise AssertionError("it is never settled")
+
+    # What clients do
+
+    def put(self, values: dict[str, bytes], *, checksums: bool = True, replace: bool = True) -> None:
+        reservation = self.core.reserve(self.client, [len(value) for value in values.values()])
+        for view, value in zip(reservation.views, values.values(), strict=True):
+            view[:] = value
+        hashes = [xxhash.xxh3_64_intdigest(value) for value in values.values()] if checksums else None
+        self.core.commit(reservation, list(values), hashes, replace=replace)
+
+    def put_names(self, *names: str, **options: Any) -> None:
+        self.put({name: content(name) for name in names}, **options)
+
+    def get(self, *keys: str) -> list[bytes | None]:
+        """Read as a server does: want, wait, lease."""
+        wait = self.tier.want(keys, self.clock.now + 100)
+        if wait is not None:
+            self.until(wait)
+        return self.peek(*keys)
+
+    def peek(self, *keys: str) -> list[bytes | None]:
+        """Read what is in memory."""
+        lease = self.core.lease(self.client, keys)
+        values = [None if view is None else bytes(view) for view in lease.views]
+        self.core.release(lease)
+        return values
+
+    def flush(self, *keys: str) -> int:
+        """Make keys durable; return how many are not."""
+        return self.until(self.tier.flush(keys or None, self.clock.now + 100)).unmet
+
+    def delete(self, *keys: str) -> int:
+        deletion = self.tier.delete(keys, self.clock.now + 100)
+        assert self.until(deletion.wait).unmet == 0
+        return deletion.deleted
+
+    def forget_memory(self) -> None:
+        """Evict everything from memory."""
+        self.core.evict(0.0, 0.0)
+        assert len(self.core) == 0
+
+    def on_disk(self, *keys: str) -> bool:
+        """Put keys out of memory, and onto disk."""
+        unmet = self.flush(*keys)
+        self.forget_memory()
+        return unmet == 0 and self.tier.exists(keys) == b"\2" * len(keys)
+
+
+@pytest.fixture
+def make_machine() -> Iterator[Callable[..., Machine]]:
+    machines: list[Machine] = []
+
+    def make(**options: Any) -> Machine:
+        machine = Machine(**options)
+        machines.append(machine)
+        machine.settle()
+        return machine
+
+    yield make
+    for machine in machines:
+        machine.close()
+
+
+@pytest.fixture
+def machine(make_machine: Callable[..., Machine]) -> Machine:
+    return make_machine()

@@ -1,0 +1,209 @@
+"""Errors that nobody expects, inside of the tier: they end a disk, or all, and nothing
+else. Nobody waits for ever, and nobody is told that something is durable which is not.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from infinistore.disk.demotion import Demotion
+from infinistore.disk.guarded_tier import GuardedTier
+from infinistore.disk.jobs import Flush, ReadInto, Write
+from infinistore.disk.promotion import Promotion
+from infinistore.disk.volume import Volume
+from infinistore.disk.waits import Wait
+from infinistore.errors import DeadlineExceeded, DiskFailed, LimitExceeded
+from tests.disk.conftest import FOREVER, Machine, content
+
+MakeMachine = Callable[..., Machine]
+NAMES = [f"block {number}" for number in range(8)]
+
+
+class Planted(Exception):
+    """An error that nobody expects."""
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, of: type, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
+    """Let a method raise."""
+    real = getattr(of, name)
+
+    def planted(self: Any, *arguments: Any, **options: Any) -> Any:
+        if when(self, *arguments):
+            raise Planted("as told")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(of, name, planted)
+
+
+def guarded(machine: Machine) -> Machine:
+    """Let a machine use its tier as a server does."""
+    machine.tier = GuardedTier(machine.tier)  # type: ignore[assignment]
+    return machine
+
+
+def check_memory_only(machine: Machine, *in_memory: str) -> None:
+    """Check that the store serves on, and that its disks are off."""
+    assert machine.get(*in_memory, "missing") == [*map(content, in_memory), None]
+    assert machine.tier.exists([*in_memory, "missing"]) == b"\1" * len(in_memory) + b"\0"
+    assert machine.tier.match_prefix([*in_memory, "missing"]).matched == len(in_memory)
+    held = machine.tier.prefetch(in_memory, 9.0)
+    assert machine.tier.release_hold(held.hold_id)
+    assert machine.tier.hold_prefix(machine.client, in_memory, 9.0).matched == len(in_memory)
+    for disk in machine.tier.statistics().disks:
+        assert disk.state == "off"
+        assert "Planted: as told" in disk.alarm
+        assert "start the store again" in disk.alarm
+    for number in range(100):  # and nothing grows
+        machine.put_names(f"more {number % 8}")
+    assert machine.core.journal is not None
+    assert len(machine.core.journal) == 0
+    assert machine.tier.jobs() == []
+    assert machine.tier.next_deadline() is None
+    assert machine.until(machine.tier.close(FOREVER)).unmet
+    assert machine.core.statistics().reserved_bytes == 0
+    machine.core.expire_holds()
+    machine.clock.now += 10
+    machine.forget_memory()  # nothing is pinned
+
+
+def raises_failure(wait: Wait) -> bool:
+    assert wait.settled
+    with pytest.raises(DiskFailed, match=r"Planted: as told.*[Ss]tart the store again"):
+        wait.check()
+    return True
+
+
+@pytest.mark.parametrize("part", [(Demotion, "work"), (Demotion, "durable"), (Promotion, "work")])
+def test_an_error_in_a_decision_turns_the_disks_off(
+    machine: Machine, part: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    guarded(machine)
+    machine.put_names("old")
+    assert machine.on_disk("old")
+    machine.put_names("a", "b")
+    plant(monkeypatch, *part)
+    flush = machine.tier.flush(["a"], FOREVER)
+    read = machine.tier.want(["old"], FOREVER)
+    deletion = machine.tier.delete(["old", "b"], FOREVER)
+    purge = machine.tier.purge(FOREVER) if part[0] is Promotion else flush
+    with caplog.at_level(logging.ERROR):
+        machine.settle()
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert all(map(raises_failure, (flush, deletion.wait, purge)))
+    assert read is not None
+    assert read.settled
+    assert raises_failure(machine.tier.flush(["a"], FOREVER))
+    late = machine.tier.delete(["missing"], FOREVER)
+    assert (late.deleted, raises_failure(late.wait)) == (0, True)
+    assert raises_failure(machine.tier.purge(FOREVER))
+    check_memory_only(machine, "a")
+
+
+def test_an_error_while_somebody_asks_finds_what_is_in_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded(machine)
+    machine.put_names("a")
+    machine.settle()
+    plant(monkeypatch, Volume, "find")
+    plant(monkeypatch, Volume, "contains")
+    assert machine.tier.exists(["a", "b"]) == b"\1\0"
+    assert machine.tier.want(["b"], FOREVER) is None
+    check_memory_only(machine, "a")
+
+
+def test_a_request_that_is_refused_turns_nothing_off(machine: Machine) -> None:
+    guarded(machine)
+    machine.put_names("a")
+    with pytest.raises(LimitExceeded):
+        machine.tier.prefetch(["a"], 1e9)
+    assert machine.tier.statistics().disks[0].state == "healthy"
+
+
+def test_what_a_disk_still_reads_and_writes_stays_pinned(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded(machine)
+    machine.put_names("old")
+    assert machine.on_disk("old")
+    machine.stuck = lambda job: isinstance(job, ReadInto | Write)
+    machine.put_names("a")
+    machine.begin_writing()
+    machine.tier.want(["old"], FOREVER)
+    machine.start_jobs()
+    plant(monkeypatch, Demotion, "work")
+    machine.settle()
+    machine.core.evict(0.0, 0.0)
+    assert machine.peek("a") == [content("a")]
+    assert machine.core.statistics().reserved_bytes > 0
+    machine.stuck = lambda job: False
+    machine.settle()
+    check_memory_only(machine, "a")
+
+
+@pytest.mark.parametrize("method", ["done", "step", "events", "jobs"])
+def test_an_error_in_one_volume_turns_that_disk_off_and_no_other(
+    make_machine: MakeMachine, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = guarded(make_machine(disks=2))
+    for name in NAMES:
+        machine.put_names(name)
+    machine.settle()
+    plant(monkeypatch, Volume, method, lambda volume, *_: volume.number == 0)
+    names = [f"new {number}" for number in range(8)]
+    for name in names:
+        machine.put_names(name)
+    assert machine.flush(*names) == 0  # on the other disk
+    assert [disk.state for disk in machine.tier.statistics().disks] == ["off", "healthy"]
+    machine.forget_memory()
+    assert machine.get(*names) == list(map(content, names))
+    assert 0 < sum(block is not None for block in machine.get(*NAMES)) < len(NAMES)
+    assert machine.delete(*names[:2]) == 2
+    assert machine.until(machine.tier.purge(machine.clock.now + 9)).unmet == 0
+    assert machine.until(machine.tier.close(FOREVER)).unmet == 0
+
+
+def test_an_error_in_the_result_of_a_job_settles_who_waits_for_that_disk(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded(machine)
+    machine.put_names("old")
+    assert machine.on_disk("old")
+    plant(monkeypatch, Volume, "done", lambda _, result: isinstance(result.job, Flush))
+    machine.put_names("a")
+    flush = machine.tier.flush(["a"], machine.clock.now + 9)
+    deletion = machine.tier.delete(["old"], machine.clock.now + 9)
+    machine.settle(most_s=1.0)
+    assert (flush.settled, flush.unmet, deletion.wait.settled, deletion.wait.unmet) == (True, 1, True, 1)
+    assert machine.get("a") == [content("a")]
+    assert machine.tier.statistics().disks[0].state == "off"
+    machine.forget_memory()  # nothing is pinned
+
+
+def test_an_error_while_a_disk_recovers_ends_what_waits_for_its_index(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = make_machine()
+    machine.put_names("old")
+    assert machine.on_disk("old")
+    plant(monkeypatch, Volume, "done")
+    for disk in machine.disks:
+        disk.crash()
+    machine.start()
+    guarded(machine)
+    purge = machine.tier.purge(machine.clock.now + 9)
+    machine.put_names("a")
+    machine.settle(most_s=1.0)
+    assert (purge.settled, purge.unmet) == (True, 1)
+    assert machine.get("a", "old") == [content("a"), None]
+    assert machine.tier.statistics().disks[0].state == "off"
+
+
+def test_a_deletion_that_a_disk_did_not_make_durable_in_time_is_told_so(machine: Machine) -> None:
+    machine.put_names("a")
+    assert machine.on_disk("a")
+    machine.stuck = lambda job: isinstance(job, Flush)
+    deletion = machine.tier.delete(["a"], machine.clock.now + 1)
+    machine.until(deletion.wait)
+    with pytest.raises(DeadlineExceeded, match="may be back"):
+        deletion.wait.check(in_time=True)
