@@ -1,0 +1,234 @@
+"""Who owns which key: the same everywhere, balanced, and little moves."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import attrs
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinistore.cluster.placement import PLACEMENT_VERSION, SLOTS, Placement, hash_tag, slot_of
+from infinistore.cluster.view import Node, NodeState, View
+from infinistore.errors import StoreUnavailable
+
+KEYS = [f"key {number}" for number in range(400)]
+
+
+def view_of(*weights: int) -> View:
+    return View(
+        0,
+        tuple(
+            Node(f"node-{number:03}", f"infinistore://10.0.0.{number}:22345", weight=weight)
+            for number, weight in enumerate(weights)
+        ),
+    )
+
+
+def without(view: View, index: int) -> View:
+    return attrs.evolve(view, nodes=view.nodes[:index] + view.nodes[index + 1 :])
+
+
+def owners_by_id(placement: Placement, keys: list[str] = KEYS, *, reading: bool = False) -> list[str]:
+    return [placement.view.nodes[owner].id for owner in placement.owners(keys, reading=reading)]
+
+
+weights = st.lists(st.sampled_from([1, 10, 50, 100, 100, 100, 300]), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize(
+    ("key", "tag"),
+    [
+        ("plain", "plain"),
+        ("{a}", "a"),
+        ("model/{group}/17", "group"),
+        ("{a}{b}", "a"),
+        ("{}{b}", "{}{b}"),
+        ("{a", "{a"),
+        ("a}b", "a}b"),
+        ("}{a}", "a"),
+        ("{{a}}", "{a"),
+        ("{é}", "é"),
+    ],
+)
+def test_a_hash_tag_is_what_the_first_braces_hold_as_in_redis(key: str, tag: str) -> None:
+    assert hash_tag(key) == tag
+    assert slot_of(key) == xxhash.xxh3_64_intdigest(tag.encode()) % SLOTS
+
+
+@settings(max_examples=25)
+@given(st.lists(st.text(alphabet="{}ab/é", min_size=1, max_size=8), max_size=40), weights)
+def test_a_key_has_the_owner_of_its_slot_whatever_comes_before_it(keys: list[str], shares: list[int]) -> None:
+    placement = Placement(view_of(*shares))
+
+    assert placement.owners(keys) == [Placement(view_of(*shares), with_numpy=False).owners([key])[0] for key in keys]
+    assert placement.owners(keys) == [placement.ranked(key, 1)[0] for key in keys]
+    assert placement.owners(keys) == placement.owners([hash_tag(key) or key for key in keys])
+
+
+PROGRAM = """
+import sys, zlib
+from infinistore.cluster.placement import Placement
+from infinistore.cluster.view import Node, View
+for weights in ([100] * 7, [1, 50, 100, 300]):
+    view = View(0, tuple(Node(str(number), "", weight=weight) for number, weight in enumerate(weights)))
+    owners = Placement(view, with_numpy=sys.argv[1] == "numpy").owners([f"key {number}" for number in range(3000)])
+    print(zlib.crc32(bytes(owners)))
+"""
+
+
+def test_owners_do_not_depend_on_the_process_and_are_those_of_this_version() -> None:
+    found = set()
+    for arrays, seed in (("numpy", "1"), ("plain", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", PROGRAM, arrays]
+        found.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert (PLACEMENT_VERSION, found) == (1, {"1306756824\n2958414093\n"})
+
+
+@settings(max_examples=25)
+@given(weights, st.integers(1, 4))
+def test_numpy_changes_no_rank(shares: list[int], count: int) -> None:
+    view = view_of(*shares)
+    plain = Placement(view, with_numpy=False)
+
+    assert Placement(view).owners(KEYS) == plain.owners(KEYS)
+    assert Placement(view).ranks(KEYS, count) == plain.ranks(KEYS, count)
+
+
+@settings(max_examples=25)
+@given(weights, st.integers(1, 12))
+def test_the_first_rank_owns_and_the_next_inherits(shares: list[int], count: int) -> None:
+    placement = Placement(view_of(*shares))
+    ranks = placement.ranks(KEYS[:50], count)
+
+    assert [rank[0] for rank in ranks] == placement.owners(KEYS[:50])
+    assert {len(set(rank)) for rank in ranks} == {min(count, len(shares))}
+    if count > 1 and len(shares) > 1:
+        for key, rank in zip(KEYS[:20], ranks, strict=False):
+            left = Placement(without(placement.view, rank[0]))
+            assert left.view.nodes[left.owners([key])[0]] == placement.view.nodes[rank[1]]
+
+
+@settings(max_examples=25)
+@given(weights, st.sampled_from([1, 10, 100, 300]), st.data())
+def test_a_node_that_comes_or_grows_takes_keys_and_nothing_else_moves(
+    shares: list[int], more: int, data: st.DataObject
+) -> None:
+    index = data.draw(st.integers(0, len(shares) - 1))
+    before = Placement(view_of(*shares))
+    grown = Placement(view_of(*shares[:index], shares[index] + more, *shares[index + 1 :]))
+    nodes = [attrs.evolve(node, id=node.id + "a") for node in before.view.nodes[index : index + 1]]
+    joined = Placement(
+        View(1, (*before.view.nodes[: index + 1], *nodes, *before.view.nodes[index + 1 :])),
+    )
+    old = owners_by_id(before)
+
+    for after, winner in ((grown, before.view.nodes[index].id), (joined, nodes[0].id)):
+        moved = {new for was, new in zip(old, owners_by_id(after), strict=True) if was != new}
+        assert moved <= {winner}
+
+
+@settings(max_examples=25)
+@given(weights, st.data())
+def test_only_the_keys_of_a_node_that_goes_move(shares: list[int], data: st.DataObject) -> None:
+    before = Placement(view_of(*shares, 100))
+    index = data.draw(st.integers(0, len(shares)))
+    gone = before.view.nodes[index].id
+
+    after = Placement(without(before.view, index))
+
+    moved = {was for was, new in zip(owners_by_id(before), owners_by_id(after), strict=True) if was != new}
+    assert moved <= {gone}
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(st.sampled_from([0, 10, 100, 200]), min_size=6, max_size=6), min_size=2, max_size=5), st.data()
+)
+def test_what_an_older_placement_knew_changes_no_owner(histories: list[list[int]], data: st.DataObject) -> None:
+    placement = None
+    for shares in histories:
+        nodes = tuple(
+            Node(
+                f"node-{number}",
+                "",
+                weight=share,
+                state=data.draw(st.sampled_from([NodeState.SERVING, NodeState.SERVING, NodeState.DRAINING])),
+            )
+            for number, share in enumerate(shares)
+            if data.draw(st.integers(0, 3))
+        )
+        view = View(0, nodes)
+        placement = Placement(view, placement)
+        for reading in (False, True):
+            if any(node.weight and (reading or node.state is not NodeState.DRAINING) for node in nodes):
+                keys = data.draw(st.sampled_from([KEYS[:300], KEYS[200:600], KEYS[:1]]))
+                assert placement.owners(keys, reading=reading) == Placement(view).owners(keys, reading=reading)
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 20])
+def test_a_newcomer_gets_at_most_a_tenth_more_than_its_share(nodes: int) -> None:
+    keys = [f"{number:x}" for number in range(50_000)]
+    before, after = Placement(view_of(*[100] * nodes)), Placement(view_of(*[100] * (nodes + 1)))
+    moved = sum(a != b for a, b in zip(before.owners(keys), after.owners(keys), strict=True))
+    assert moved <= 1.1 / (nodes + 1) * len(keys)
+
+
+@pytest.mark.parametrize(("group", "most"), [(1, 1.05), (64, 1.15)])
+def test_200_000_keys_are_balanced_over_eight_nodes(group: int, most: float) -> None:
+    keys = [f"model/{{{number // group:032x}}}/{number:032x}" for number in range(200_000)]
+    counts = Counter(Placement(view_of(*[100] * 8)).owners(keys))
+    assert len(counts) == 8
+    assert max(counts.values()) / (len(keys) / 8) <= most
+
+
+def test_a_node_gets_the_share_of_its_weight() -> None:
+    shares = (10, 100, 100, 200, 0)
+    counts = Counter(Placement(view_of(*shares)).owners([f"{number:x}" for number in range(100_000)]))
+    for node, share in enumerate(shares):
+        assert counts[node] / 100_000 == pytest.approx(share / sum(shares), rel=0.1)
+
+
+def test_a_batch_is_split_by_owner_in_the_order_of_the_keys() -> None:
+    placement = Placement(view_of(100, 100, 100))
+    owners = placement.owners(KEYS)
+
+    parts = placement.split(KEYS)
+
+    assert sorted(itertools.chain(*(positions for _, positions in parts))) == list(range(len(KEYS)))
+    assert all(owners[position] == node for node, positions in parts for position in positions)
+    assert all(list(positions) == sorted(positions) for _, positions in parts)
+    assert [positions[0] for _, positions in parts] == sorted(positions[0] for _, positions in parts)
+    assert placement.split([]) == []
+    assert placement.split(["{a}1", "{a}2"]) == [(placement.owners(["{a}"])[0], range(2))]
+
+
+def test_a_draining_node_is_read_and_not_written() -> None:
+    view = view_of(100, 100, 100)
+    draining = attrs.evolve(
+        view, nodes=(view.nodes[0], attrs.evolve(view.nodes[1], state=NodeState.DRAINING), view.nodes[2])
+    )
+    placement, before = Placement(draining), Placement(view)
+
+    assert placement.owners(KEYS, reading=True) == before.owners(KEYS)
+    assert 1 not in placement.owners(KEYS)
+    assert 1 not in itertools.chain(*placement.ranks(KEYS, 3))
+    assert placement.ranks(KEYS, 3, reading=True) == before.ranks(KEYS, 3)
+
+
+@pytest.mark.parametrize("view", [View(0), view_of(0, 0)])
+def test_a_view_in_which_nobody_owns_anything_says_so(view: View) -> None:
+    with pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):
+        Placement(view).split(["key"])
+    assert Placement(view).ranked("key", 2) == ()
+
+
+@pytest.mark.parametrize("ids", [("b", "a"), ("a", "a")])
+def test_a_view_has_its_nodes_in_order_and_each_once(ids: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="order of their ids"):
+        View(0, tuple(Node(one, "infinistore://h:1") for one in ids))

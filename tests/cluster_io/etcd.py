@@ -1,0 +1,107 @@
+"""Runs etcd on loopback, with fresh folders and free ports, by its process id."""
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(
+    ETCD is None or shutil.which("etcdctl") is None,
+    reason="etcd is not installed; on Debian: apt-get install etcd-server etcd-client",
+)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class Etcd:
+    """Members of one etcd. `kill`, `freeze` and `start` take the index of one. With
+    `tls`, each makes itself a certificate.
+    """
+
+    def __init__(self, folder: Path, members: int = 1, *, tls: bool = False) -> None:
+        self._tls = tls
+        ports = free_ports(2 * members)
+        self.folder = folder
+        self.ports = ports[:members]
+        self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
+        for member in range(members):
+            self.start(member, wait=False)
+        for member in range(members):
+            self.wait_healthy(member)
+
+    @property
+    def url(self) -> str:
+        return "infinistore+etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + "/test"
+
+    def start(self, member: int = 0, *, wait: bool = True) -> None:
+        assert ETCD is not None
+        address = f"{'https' if self._tls else 'http'}://127.0.0.1:{self.ports[member]}"
+        cluster = ",".join(f"m{number}={peer}" for number, peer in enumerate(self._peers))
+        command = [ETCD, "--name", f"m{member}", "--data-dir", str(self.folder / f"m{member}")]
+        command += ["--listen-client-urls", address, "--advertise-client-urls", address]
+        command += ["--listen-peer-urls", self._peers[member], "--initial-advertise-peer-urls", self._peers[member]]
+        command += ["--initial-cluster", cluster, "--log-level", "error", "--unsafe-no-fsync"]
+        command += ["--auto-tls"] if self._tls else []
+        with (self.folder / f"m{member}.log").open("ab") as log:
+            self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log)
+        if wait:
+            self.wait_healthy(member)
+
+    def wait_healthy(self, member: int) -> None:
+        until = time.monotonic() + 30
+        while True:
+            try:
+                url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self.ports[member]}/health"
+                context = ssl.create_default_context(cafile=self.certificate(member)) if self._tls else None
+                with urllib.request.urlopen(url, timeout=1, context=context) as answer:
+                    if b'"true"' in answer.read():
+                        return
+            except OSError:
+                pass
+            assert time.monotonic() < until, (self.folder / f"m{member}.log").read_text()
+            time.sleep(0.02)
+
+    def certificate(self, member: int = 0) -> str:
+        return str(self.folder / f"m{member}" / "fixtures" / "client" / "cert.pem")
+
+    def kill(self, member: int = 0) -> None:
+        process, self._processes[member] = self._processes[member], None
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def forget(self, member: int = 0) -> None:
+        """Lose what a member that was killed had on disk."""
+        shutil.rmtree(self.folder / f"m{member}")
+
+    def freeze(self, member: int) -> None:
+        process = self._processes[member]
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+
+    def control(self, *words: str) -> bytes:
+        """Run etcdctl, and return what it prints."""
+        command = ["etcdctl", *words]
+        if "--endpoints" not in words:
+            command += ["--endpoints", f"127.0.0.1:{self.ports[0]}"]
+        environment = {**os.environ, "ETCDCTL_API": "3"}
+        return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30).stdout
+
+    def close(self) -> None:
+        for member in range(len(self._processes)):
+            self.kill(member)

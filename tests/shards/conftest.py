@@ -1,0 +1,91 @@
+"""Servers with shards, as people start them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+
+INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
+POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
+
+
+@attrs.define
+class RunningShards:
+    """A server with shards that has said that it listens."""
+
+    process: "subprocess.Popen[str]"
+    port: int
+    management: str
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, bytes]:
+        """The status and the body that the management API answers."""
+        request = urllib.request.Request(self.management + path, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def told(self, path: str, method: str = "GET") -> Any:
+        """What it answers, which must be a success."""
+        status, body = self.ask(path, method)
+        assert status == 200, body
+        return json.loads(body)
+
+    def shards(self) -> list[dict[str, Any]]:
+        """Its shards."""
+        found: list[dict[str, Any]] = self.told("/shards")["shards"]
+        return found
+
+    def wait_for_restart(self, index: int, restarts: int) -> None:
+        """Wait until a shard serves again. The test's own timeout is the limit."""
+        while (shard := self.shards()[index])["state"] != "serving" or shard["restarts"] < restarts:
+            pass
+
+
+@contextmanager
+def running_shards(environment: Mapping[str, str], *flags: str, cores: Sequence[int] = ()) -> Iterator[RunningShards]:
+    """Start a server with two shards on free ports, which may use these cores, or
+    all.
+    """
+    arguments = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", "--json", *POOL, *flags]
+    pipe = subprocess.PIPE
+    if cores:
+        arguments = ["taskset", "--cpu-list", ",".join(map(str, cores)), *arguments]
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, env=environment, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                pytest.fail(f"the server did not start: {process.communicate()[1]}")
+            said = json.loads(line)
+            assert said["shards"] == 2
+            yield RunningShards(process, int(said["listening"][0].rpartition(":")[2]), said["management"][0])
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate()
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of servers: without settings of the person who runs the tests."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
+    return inherited | {"XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("run"))}
+
+
+@pytest.fixture(scope="module")
+def two_shards(environment: dict[str, str]) -> Iterator[RunningShards]:
+    """One server with two shards for the tests of a module."""
+    with running_shards(environment) as started:
+        yield started
