@@ -1,0 +1,111 @@
+"""Change the product in small ways, one at a time, and see whether a test notices
+(mutation testing, with mutmut).
+
+    python -m tests.mutants FILE [--children 2]
+
+A mutant that no test notices has survived. It is listed in tests/mutants/survivors,
+with the reason why it may, or the program ends with an error and prints the entry,
+without a reason. The mutants are in build/mutants, in a folder for each file, where
+mutmut runs.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .files import EQUIVALENT, Mutant, known_survivors, list_of_survivors, mutants_in, mutated_files
+
+PROJECT = Path(__file__).parents[2]
+MOST_MEMORY_BYTES = 4 << 30  # a mutant may be a loop that allocates without end
+SURVIVED = {0: "survived", 5: "no test reaches it", 33: "no test reaches it"}
+KILLED = {1, 3, -24, 24, 36, 152, 255, -11, -9}  # a test failed, or the time or the memory was used up
+
+MUTMUT = """
+[tool.mutmut]
+source_paths = {source_paths}
+also_copy = ["infinistore", "examples"]
+pytest_add_cli_args = ["-p", "no:cacheprovider"]
+pytest_add_cli_args_test_selection = {tests}
+timeout_multiplier = 8
+track_dependencies = false
+use_git_change_detection = false
+use_setproctitle = false
+"""
+
+
+def prepare(folder: Path, file: str, tests: list[str]) -> None:
+    """Make the folder in which mutmut runs: links to the product, and its settings."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("infinistore", "tests", "examples"):  # the links within are followed, too
+        (folder / name).symlink_to(PROJECT / name)
+    settings = MUTMUT.format(source_paths=json.dumps([file]), tests=json.dumps(tests))
+    (folder / "pyproject.toml").write_text((PROJECT / "pyproject.toml").read_text() + settings)
+
+
+def run_mutmut(folder: Path, children: int) -> None:
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "quick"}
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", str(children)]
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=False)
+    if done.returncode != 0:
+        sys.exit(f"mutmut failed:\n{(folder / 'log').read_text()[-4000:]}")
+
+
+def main() -> None:
+    files = mutated_files()
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Mutate one file.")
+    parser.add_argument(
+        "file",
+        type=lambda name: name if name in files else f"infinistore/{name}",
+        choices=files,
+        metavar="FILE",
+        help="one that tests/mutants/files.toml names, with or without infinistore/",
+    )
+    parser.add_argument("--children", type=int, default=2, help="how many mutants are tested at a time")
+    given = parser.parse_args()
+    file: str = given.file
+
+    folder = PROJECT / "build" / "mutants" / list_of_survivors(file).stem
+    prepare(folder, file, files[file])
+    start = time.monotonic()
+    run_mutmut(folder, given.children)
+    minutes = (time.monotonic() - start) / 60
+
+    mutated = folder / "mutants" / file
+    mutants = mutants_in(mutated.read_text())
+    codes: dict[str, int] = json.loads(Path(f"{mutated}.meta").read_text())["exit_code_by_key"]
+    code_of: dict[Mutant, int] = {mutants[name.rpartition(".")[2]]: code for name, code in codes.items()}
+    assert len(code_of) == len(mutants)
+    undecided = [mutant for mutant, code in code_of.items() if code not in KILLED and code not in SURVIVED]
+    survivors = [mutant for mutant, code in code_of.items() if code in SURVIVED]
+    known = known_survivors(file)
+    for mutant in known.keys() - code_of.keys():
+        print(f"listed, but no longer there:\n{mutant.entry()}")
+    for mutant in known.keys() & code_of.keys() - set(survivors):
+        print(f"listed, but killed:\n{mutant.entry()}")
+    for mutant in undecided:
+        print(f"neither killed nor survived, but exit code {code_of[mutant]}:\n{mutant.entry()}")
+    unknown = [mutant for mutant in survivors if mutant not in known and not mutant.only_asserts_less]
+    for mutant in unknown:
+        print(f"# {SURVIVED[code_of[mutant]]}\n{mutant.entry()}")
+
+    killed = len(code_of) - len(survivors) - len(undecided)
+    equivalent = sum(mutant.only_asserts_less or known.get(mutant, "").startswith(EQUIVALENT) for mutant in survivors)
+    print(
+        f"{file}: {len(code_of)} mutants, {killed} killed ({killed / len(code_of):.1%}; of those that are not"
+        f" equivalent, {killed / (len(code_of) - equivalent):.1%}), {equivalent} equivalent,"
+        f" {len(survivors) - equivalent} others survived, {len(unknown)} of them not listed; {minutes:.1f} minutes"
+    )
+    if unknown or undecided:
+        sys.exit(1)
+
+
+main()

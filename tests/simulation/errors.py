@@ -1,0 +1,54 @@
+"""Which errors calls may raise: those that docs/promises.md lists, and those about
+corrupted bytes only where bytes were corrupted.
+"""
+
+from collections.abc import Iterator
+
+from infinistore.errors import ChecksumMismatch, ProtocolError
+from tests.simulation.history import Call, End, History
+from tests.simulation.promises import allowed_errors
+
+__all__ = ["wrong_errors"]
+
+
+def wrong_errors(history: History) -> Iterator[str]:
+    """Yield which calls raised what they must not raise."""
+    for call in history.calls:
+        error = call.error
+        if error is None:
+            continue
+        if isinstance(error, ProtocolError):
+            right = _was_corrupted_for(call, history.corrupted_heads)
+        elif isinstance(error, ChecksumMismatch):
+            right = _was_corrupted_for(call, history.corrupted_replies) or _may_see_corrupted_block(call, history)
+        else:
+            right = type(error).__name__ in allowed_errors(call.method)
+        if not right:
+            yield f"call {call.number}: {call.method} of {call.client} raised {type(error).__name__}: {error}"
+
+
+def _was_corrupted_for(call: Call, events: list[tuple[float, str]]) -> bool:
+    return any(client == call.client and call.begun <= time <= call.ended for time, client in events)
+
+
+def _may_see_corrupted_block(call: Call, history: History) -> bool:
+    """Whether a block of a call may have come to the server corrupted, and be there
+    still: the first read that sees it has it dropped.
+    """
+    return any(
+        key in call.keys
+        and put.begun <= call.ended
+        and not any(_reads_all_of(read, key, put.latest_s, call.begun) for read in history.calls)
+        for key, put in history.corrupted_puts
+    )
+
+
+def _reads_all_of(read: Call, key: str, since_s: float, until_s: float) -> bool:
+    """Whether a call has seen a key in this time, and would have had it dropped."""
+    return (
+        since_s < read.begun
+        and read.ended < until_s
+        and key in read.keys
+        and read.is_whole
+        and (isinstance(read.error, ChecksumMismatch) or (read.end is End.RETURNED and bool(read.seen)))
+    )

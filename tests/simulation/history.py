@@ -1,0 +1,143 @@
+"""What clients called, when, how it ended, and what it says about the store."""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import trio
+
+from tests.simulation.streams import Connection
+
+__all__ = ["Call", "End", "History", "Hold", "Life"]
+
+
+class End(enum.Enum):
+    """How a call ended."""
+
+    RUNNING = enum.auto()
+    RETURNED = enum.auto()
+    REFUSED = enum.auto()
+    """It raised, and has no effect."""
+    PARTLY = enum.auto()
+    """It raised, and some parts of its batch have had their effect."""
+    UNKNOWN = enum.auto()
+    """It raised or was cancelled, and may have had an effect, or may have it later."""
+
+
+@attrs.define(eq=False)
+class Call:
+    """One call of one client. Times are virtual, in seconds."""
+
+    number: int
+    client: str
+    method: str
+    keys: Sequence[str]
+    begun: float
+    puts: Mapping[str, bytes] = attrs.field(factory=dict)
+    """The value that it puts under each key."""
+    removes: Sequence[str] = ()
+    """The keys that it removes."""
+    is_whole: bool = True
+    """Whether its keys are one part, so that it happens in one moment."""
+    verified: bool = True
+    """Whether it has checked what it has read against checksums."""
+    ended: float = math.inf
+    end: End = End.RUNNING
+    error: BaseException | None = None
+    seen: list[tuple[str, bytes | None]] = attrs.field(factory=list)
+    """The values that it has read; None for a key that was not there."""
+    present: list[tuple[str, bool]] = attrs.field(factory=list)
+    """Whether keys were there."""
+    may_skip: bool = False
+    """Whether it puts only what is not there."""
+    skipped: Sequence[str] = ()
+    """The keys that it did not put, because they were there."""
+    durable: Sequence[str] = ()
+    """The keys whose blocks it knows to be durable."""
+    connections: dict[int, Connection] = attrs.field(factory=dict)
+    """Those over which it sent requests."""
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    """What cancels it."""
+
+    def sent(self, connection: Connection, kind: str) -> None:
+        """Note that it sends a message over a connection."""
+        if kind != "Hello":
+            self.connections[connection.number] = connection
+
+    @property
+    def may_have_effect(self) -> bool:
+        """Whether it has had an effect, or could have had one."""
+        if self.end in (End.UNKNOWN, End.RUNNING):
+            return bool(self.connections)
+        return self.end is not End.REFUSED
+
+    @property
+    def latest_s(self) -> float:
+        """When it can have had an effect at the latest.
+
+        If its outcome is unknown, what it sent may still be on its way: until the
+        server has closed the connections that it used.
+        """
+        if self.end in (End.UNKNOWN, End.RUNNING):
+            return max((one.server_closed_s for one in self.connections.values()), default=self.ended)
+        return self.ended
+
+
+@attrs.define(eq=False)
+class Hold:
+    """A hold that a client got. It lasts from `since_s` until `until_s` at least."""
+
+    match: Call
+    keys: Sequence[str]
+    since_s: float
+    until_s: float
+
+
+@attrs.define(eq=False)
+class Life:
+    """One server, from its start to its end, after which its memory is lost."""
+
+    begun: float
+    ended: float = math.inf
+    evicted: bool = False
+    """Whether it ever evicted a block."""
+    dropped: bool = False
+    """Whether it ever dropped a block for its checksum."""
+    crashed: bool = False
+    """Whether it did not end in an orderly way."""
+    recovers: bool = False
+    """Whether it has the disks of the server before."""
+    recycled: bool = False
+    """Whether its disks were full, so that they lost their oldest blocks."""
+    damaged_blocks: int = 0
+    """Blocks on disk that did not have their checksums."""
+
+
+@attrs.define
+class History:
+    """All calls of a run, in the order in which they began."""
+
+    calls: list[Call] = attrs.field(factory=list)
+    holds: list[Hold] = attrs.field(factory=list)
+    lives: list[Life] = attrs.field(factory=list)
+    has_disks: bool = False
+    disks_failed: bool = False
+    """Whether anything else went wrong with a disk than that the power failed."""
+    calm_since_s: float = math.inf
+    """From when on nothing goes wrong any more, and nothing is late."""
+    corrupted_puts: list[tuple[str, Call]] = attrs.field(factory=list)
+    """Keys with blocks that were corrupted on their way to the server, and the calls
+    that put them.
+    """
+    corrupted_replies: list[tuple[float, str]] = attrs.field(factory=list)
+    """Clients for which blocks were corrupted on the way from the server, and when."""
+    corrupted_heads: list[tuple[float, str]] = attrs.field(factory=list)
+    """Clients whose conversation with a server was corrupted, and when."""
+
+    def begin(self, client: str, method: str, keys: Sequence[str], begun: float, **facts: Any) -> Call:
+        """Note that a client calls a method."""
+        call = Call(len(self.calls), client, method, list(keys), begun, **facts)
+        self.calls.append(call)
+        return call

@@ -1,0 +1,318 @@
+"""The nodes of a world: servers that start, crash and start again, and clients.
+
+Both are the product as it is: `infinistore.server` composed with a simulated network,
+and `infinistore.open_store` with streams of it. Each server has a clock of its own,
+which is wrong by a rate and an offset. A client keeps the time of its loop, so that a
+client with a clock that is too fast is one with shorter deadlines.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import attrs
+import trio
+
+import infinistore
+from infinistore.allocators import create_allocator
+from infinistore.buggify import Buggify
+from infinistore.client.api.store import AsyncStore
+from infinistore.client.extension import Environment as ClientEnvironment
+from infinistore.config import ServerConfig
+from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena
+from infinistore.core.limits import CoreLimits, Watermarks
+from infinistore.server import Server, ServerAddresses
+from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from infinistore.server.buggified.machine import buggified
+from infinistore.server.composition import compose_server, open_disks, share_descriptors
+from infinistore.server.environment import Environment
+from infinistore.server.movers.inline import InlineMover
+from tests.simulation.history import History, Life
+from tests.simulation.network import Listener, Network, as_socket
+from tests.simulation.streams import SimulatedStream
+from tests.simulation.world import World
+
+__all__ = ["ClientNode", "ServerNode", "ServerSettings", "Sharing"]
+
+_KIB = 1024
+
+Sharing: TypeAlias = Callable[[ClientEnvironment], tuple[str, ClientEnvironment, dict[str, Any]]]
+"""Returns the URL, the environment and the options of a client that shares memory with
+its server, given its environment without that."""
+
+
+@attrs.frozen
+class ServerSettings:
+    """How a server is set up. Sizes in bytes."""
+
+    pool_bytes: int = 256 * _KIB
+    unit_bytes: int = _KIB
+    allocator: str = "bitmap"
+    low: float = 0.8
+    high: float = 0.95
+    max_pinned_ratio: float = 0.5
+    max_held_ratio: float = 0.25
+    max_batch_keys: int = 8192
+    max_batch_bytes: int = 1024 * _KIB
+    max_value_bytes: int = 64 * _KIB
+    max_connections: int = 1024
+    body_budget_bytes: int = BODY_BUDGET_BYTES
+    read_ahead_bytes: int = 64 * _KIB
+    expects_hazards: bool = False
+    """Whether blocks without a key wait, as where clients read by themselves."""
+    drain_timeout_s: float = 10.0
+    periodic_evict: bool = False
+    grows_to_bytes: int | None = None
+    """How large its pool may get."""
+    clock_rate: float = 1.0
+    """How many seconds pass on its clock in one second."""
+    clock_offset_s: float = 0.0
+    shm_writes: bool = True
+    unix_socket: str = "off"
+
+    def config(self) -> ServerConfig:
+        """Return the configuration of the server."""
+        return ServerConfig(
+            manage_port=None,
+            unix_socket=self.unix_socket,
+            shm_writes="on" if self.shm_writes else "off",
+            prealloc_bytes=self.pool_bytes,
+            minimal_allocate_bytes=self.unit_bytes,
+            allocator=self.allocator,
+            auto_increase=self.grows_to_bytes is not None,
+            max_pool_bytes=self.grows_to_bytes,
+            max_batch_keys=self.max_batch_keys,
+            max_batch_bytes=self.max_batch_bytes,
+            max_value_bytes=self.max_value_bytes,
+            max_connections=self.max_connections,
+            drain_timeout_s=self.drain_timeout_s,
+            enable_periodic_evict=self.periodic_evict,
+            evict_interval_s=0.5,
+        )
+
+
+class ServerNode:
+    """A place where servers run, one after the other, each with empty memory."""
+
+    def __init__(self, world: World, network: Network, history: History, name: str, settings: ServerSettings) -> None:
+        self.world = world
+        self.network = network
+        self.history = history
+        self.name = name
+        self.settings = settings
+        self.server: Server | None = None
+        """The server that runs now."""
+        self.buggify: Buggify | None = None
+        """What has its servers do what they seldom do."""
+        self._starts = 0
+        self._restart_after_s: float | None = 0.0
+        self._scope = trio.CancelScope()
+        self._keeps_disk: bool | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a server runs, and is not about to end."""
+        return self.server is not None and not self.server.draining and not self._scope.cancel_called
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run servers until `stop`."""
+        self._restart_after_s = 0.0
+        while self._restart_after_s is not None:
+            await trio.sleep(self._restart_after_s)
+            self._restart_after_s = None
+            self._keeps_disk = None
+            self._scope = trio.CancelScope()
+            await self._run_one(task_status.started if not self._starts else lambda: None)
+            self.world.trace.add(self.name, "ended", self._starts)
+            if self._keeps_disk is not None:
+                for plug in self.world.plugs:
+                    plug.crash(self, keeps_disk=self._keeps_disk)
+            self._reset_forgotten()
+
+    def crash(self, restart_after_s: float, *, silently: bool = False, keeps_disk: bool = True) -> None:
+        """End the server in the middle of whatever it does.
+
+        If `silently`, its machine is gone: clients learn nothing before it is there
+        again.
+        """
+        self.world.fault("CRASH_SILENTLY" if silently else "CRASH", self.name, self._starts)
+        for plug in self.world.plugs:
+            plug.kill(self)
+        for connection in self.network.of_node(self.name):
+            if silently:
+                self.network.silence(connection)
+            else:
+                connection.cut("the server has crashed")
+        self._end_life()
+        self.history.lives[-1].crashed = True
+        self._keeps_disk = keeps_disk
+        self._restart_after_s = restart_after_s
+        self._scope.cancel()
+
+    def drain(self, restart_after_s: float) -> None:
+        """Let the server end in an orderly way, and another one start."""
+        assert self.server is not None
+        self.world.fault("DRAIN", self.name, self._starts)
+        self._restart_after_s = restart_after_s
+        self.server.drain()
+
+    def stop(self) -> None:
+        """Let the server end in an orderly way, once and for all."""
+        assert self.server is not None
+        self._restart_after_s = None
+        self.server.drain()
+
+    def _reset_forgotten(self) -> None:
+        """Let the ends of connections that this machine knows nothing of learn that,
+        as soon as they send something.
+        """
+        for connection in self.network.of_node(self.name):
+            if connection.is_silent:
+                self.world.clock.after(1.0, partial(connection.cut, "the other end knows nothing of it"))
+
+    async def _run_one(self, on_listening: Callable[[], None]) -> None:
+        config = self.settings.config()
+        self._starts += 1
+        self.world.trace.add(self.name, "start", self._starts)
+        self.history.lives.append(Life(self.world.clock.now))
+        settings, clock = self.settings, self.world.clock
+        environment = Environment(
+            accept=_accept,
+            random=self.world.generator(f"{self.name}/{self._starts}"),
+            clock=lambda: settings.clock_offset_s + settings.clock_rate * clock.now,
+            stopwatch=clock.current_time,
+            body_budget_bytes=settings.body_budget_bytes,
+            read_ahead_bytes=settings.read_ahead_bytes,
+            run_in_thread=self._run_in_thread,
+            create_arena=_create_arena,
+            buggify=self.buggify,
+        )
+        plugs = self.world.plugs
+        for plug in plugs:
+            config = plug.config(self, config)
+            environment = plug.environment(self, environment)
+        environment = buggified(environment)
+        with ExitStack() as resources:
+            pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
+            resources.callback(pool.close)
+            pool.add_arena(environment.create_arena(0, config.prealloc_bytes))
+            core = self._make_core(config, pool, environment)
+            if settings.expects_hazards:
+                core.expect_hazards()
+            disk = await open_disks(config, core, environment, resources)
+            listeners = [self.network.listen(self.name, self.name)]
+            for plug in plugs:
+                listeners += plug.listeners(self)
+            for listener in listeners:
+                resources.callback(listener.close)
+            server = compose_server(
+                config,
+                core,
+                ServerAddresses(((self.name, 0),), None if config.unix_socket == "off" else config.socket_path(0)),
+                token="",
+                environment=environment,
+                movers=[
+                    *(mover for plug in plugs for mover in plug.movers(self, core, environment, resources)),
+                    InlineMover(),
+                ],
+                descriptors=share_descriptors(config),
+                disk=disk,
+            )
+            self.server = server
+            try:
+                with self._scope:
+                    await server.run([as_socket(listener) for listener in listeners], on_listening=on_listening)
+            finally:
+                self._end_life()
+                self.server = None
+
+    def _end_life(self) -> None:
+        """Note that the memory of the server is lost."""
+        life = self.history.lives[-1]
+        if self.server is not None and life.ended > self.world.clock.now:
+            life.ended = self.world.clock.now
+            self.note_losses()
+
+    def note_losses(self) -> None:
+        """Note whether the server has evicted or dropped anything."""
+        assert self.server is not None
+        statistics = self.server.core.statistics()
+        life = self.history.lives[-1]
+        life.evicted = any(attrs.astuple(statistics.evicted))
+        life.dropped = statistics.checksum_drops > 0
+        if self.server.context.disk is not None:
+            disks = self.server.context.disk.tier.statistics().disks
+            life.recycled = any(one.volume.recycled_segments for one in disks)
+            life.damaged_blocks = sum(one.damaged_blocks for one in disks)
+
+    def _make_core(self, config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
+        limits = CoreLimits(
+            max_key_bytes=config.max_key_bytes,
+            max_value_bytes=config.max_value_bytes,
+            max_batch_keys=config.max_batch_keys,
+            max_pinned_ratio=self.settings.max_pinned_ratio,
+            max_held_ratio=self.settings.max_held_ratio,
+        )
+        return StoreCore(
+            pool,
+            clock=environment.clock,
+            limits=limits,
+            journal=Journal(reads=config.disk_admission == "second-use") if config.disks else None,
+            watermarks=Watermarks(self.settings.low, self.settings.high),
+            random=environment.random,
+            buggify=environment.buggify,
+        )
+
+    async def _run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do what a server would do in a thread: others go on meanwhile."""
+        await trio.sleep(self.network.delay())
+        return work(*args)
+
+
+class ClientNode:
+    """One life of a client of one server, over the network."""
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        server: str,
+        life: int,
+        options: dict[str, Any],
+        *,
+        share: Sharing | None = None,
+    ) -> None:
+        self.network = network
+        self.name = name
+        self.server = server
+        self.life = life
+        self.options = options
+        self._share = share
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[AsyncStore, None]:
+        """Open its store. It connects with the first call."""
+
+        async def connect(*_: object) -> SimulatedStream:
+            return await self.network.connect(self.name, self.server)
+
+        random = self.network.world.generator(f"{self.name}/{self.life}")
+        environment = ClientEnvironment(connect=connect, random=random)
+        options: dict[str, Any] = {"name": self.name, "lazy": True, **self.options}
+        url = f"tcp://{self.server}"
+        if self._share is not None:
+            url, environment, shared = self._share(environment)
+            options |= shared
+        async with infinistore.open_store(url, environment=environment, **options) as store:
+            yield store
+
+
+def _create_arena(index: int, length: int, **_: object) -> Arena:
+    """Make an arena without the threads that touch its pages."""
+    return create_arena(index, length)
+
+
+async def _accept(listener: Any, *_: object) -> SimulatedStream:
+    assert isinstance(listener, Listener)
+    return await listener.accept()

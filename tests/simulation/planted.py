@@ -1,0 +1,209 @@
+"""Bugs that are planted to see that the simulation finds them: each is a small change
+of one module of the product, of the kind that people make.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import attrs
+
+__all__ = ["PLANTED", "Planted"]
+
+
+@attrs.frozen
+class Planted:
+    """A bug: in one module, `new` instead of `old`; and `beside` it another, where one
+    alone does no harm.
+    """
+
+    name: str
+    module: str
+    old: str
+    """What is there; it is there once."""
+    new: str
+    beside: "Planted | None" = None
+
+    def sources(self) -> dict[str, str]:
+        """Return the source of each module with the bug, by name; errors as of
+        `source`.
+        """
+        return {self.module: self.source()} | ({} if self.beside is None else self.beside.sources())
+
+    def source(self) -> str:
+        """Return the source of the module with the bug.
+
+        Raises:
+            ValueError: the product has changed, and this bug has to change with it.
+        """
+        spec = find_spec(self.module)
+        assert spec is not None and spec.origin is not None
+        source = Path(spec.origin).read_text()
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.module} has {source.count(self.old)} places for the bug {self.name!r}, not one")
+        return source.replace(self.old, self.new)
+
+
+_INLINE = "infinistore.server.movers.inline"
+_CALLS = "infinistore.client.connection.calls"
+
+PLANTED = [
+    Planted(
+        "commit before payload",
+        _INLINE,
+        "            try:\n                await conversation.drive(exchange, within_s)\n",
+        "            self._core.commit(reservation, put.keys, None, replace=put.replace, free=False)\n"
+        "            try:\n                await conversation.drive(exchange, within_s)\n",
+    ),
+    Planted(
+        "a put retried as idempotent",
+        _CALLS,
+        "                if connection is not None and not attempt.idempotent:\n",
+        "                if connection is not None and not attempt.idempotent and not request.moves_blocks:\n",
+    ),
+    Planted(
+        "a lease released before sending",
+        _INLINE,
+        "            await self._conversation.send_blocks(\n",
+        "            self._core.release(lease)\n            await self._conversation.send_blocks(\n",
+    ),
+    Planted(
+        "one delete in fifty lost",
+        "infinistore.core.removals",
+        "        deleted = self.remove(index, keys, entries)\n",
+        "        deleted = len(entries) if self.deleted % 50 == 49 else self.remove(index, keys, entries)\n",
+    ),
+    Planted(
+        "a lost wake-up",
+        "infinistore.server.budgets.body_budget",
+        "            self.taken_bytes -= grant.body.length\n            self._grant()\n",
+        "            self.taken_bytes -= grant.body.length\n",
+    ),
+    Planted(
+        "a stale view served",
+        "infinistore.core.reads",
+        "        entries = index.get_many(keys)\n        found, pinned = _present(keys, entries)\n",
+        "        seen = self.__dict__.setdefault('seen', {})\n"
+        "        entries = index.get_many(keys)\n"
+        "        for i, key in enumerate(keys):\n"
+        "            if seen.get(key, (0, None))[0] % 20 == 19:\n"
+        "                entries[i] = seen[key][1] and entries[i] and seen[key][1]\n"
+        "            seen[key] = (seen.get(key, (0, None))[0] + 1, entries[i])\n"
+        "        found, pinned = _present(keys, entries)\n",
+    ),
+    Planted(
+        "a pinned block evicted",
+        "infinistore.core.space",
+        "        if pinned and not pinned.keys().isdisjoint(entries):\n",
+        "        if not pinned and not pinned.keys().isdisjoint(entries):\n",
+    ),
+    Planted(
+        "a replaced block freed while leased",
+        "infinistore.core.retired",
+        "            self.condemned.update(entry for entry in entries if entry in pinned)\n"
+        "            entries = [entry for entry in entries if entry not in pinned]\n",
+        "            pass\n",
+    ),
+    Planted(
+        "an abort that leaks",
+        "infinistore.core.writes",
+        '            self._close(reservation, "aborted")\n            self._pool.free(reservation.extents)\n',
+        '            self._close(reservation, "aborted")\n            self._pool.free(reservation.extents[:1])\n',
+    ),
+    Planted(
+        "a prefix match that counts past a gap",
+        "infinistore.core.index",
+        "        return list(takewhile(self._entries.__contains__, keys))\n",
+        "        return list(filter(self._entries.__contains__, keys))\n",
+    ),
+    Planted(
+        "a hold that ends early",
+        "infinistore.core.holds",
+        "(self._clock() + hold_s, hold_id)",
+        "(self._clock() + 0.5 * hold_s, hold_id)",
+    ),
+    Planted(
+        "a batch committed in two steps",
+        "infinistore.client.operations.remote",
+        "        if len(keys) > hello.max_batch_keys or total > hello.max_batch_bytes or not keys:\n"
+        "            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device)\n",
+        "        if len(keys) > 1:\n"
+        "            await self.put(requests.Put(batch.where([True]), replace))\n"
+        "            return await self.put(requests.Put(batch.where([False] + [True] * (len(keys) - 1)), replace))\n",
+    ),
+    Planted(
+        "a checksum not verified",
+        "infinistore.client.movers.inline",
+        "        bad = checker.bad\n",
+        "        bad = []\n",
+    ),
+    Planted(
+        "a put again after its answer",
+        _CALLS,
+        "            else:\n                if breaker.failures:\n",
+        "            else:\n"
+        "                if type(request).__name__ == 'Put':\n"
+        "                    await RemoteOperations.handlers[type(request)](operations, request)\n"
+        "                if breaker.failures:\n",
+    ),
+    Planted(
+        "a connection used again in the middle of a reply",
+        "infinistore.client.connection.connection",
+        "            self.protocol.state is State.READY\n            and self.operations is not None\n",
+        "            self.operations is not None\n",
+        beside=Planted(
+            "the second look",
+            _CALLS,
+            "                found.protocol.state is State.READY  # else its pins were given back in the middle of"
+            " something\n                and (channel.late",
+            "                (channel.late",
+        ),
+    ),
+    Planted(
+        "a batch that is whole only without its last block",
+        "infinistore.core.index",
+        "        _run(map(self._entries.__setitem__, reversed(keys), reversed(entries)))\n",
+        "        _run(map(self._entries.__setitem__, reversed(keys[:9]), reversed(entries[:9])))\n",
+    ),
+    Planted(
+        "durable before the disk has flushed",
+        "infinistore.disk.batches",
+        "            batch.state = _State.WRITTEN\n            self._flush(batch.segment)\n",
+        "            batch.state = _State.DURABLE\n",
+    ),
+    Planted(
+        "a tombstone lost",
+        "infinistore.disk.deletions",
+        "                self._bury(disk, {key: [] for key in lingering})\n",
+        "                pass\n",
+    ),
+    Planted(
+        "a delete that does not wait for its tombstone",
+        "infinistore.server.disk.service",
+        "        await self._settled(deletion.wait)\n",
+        "",
+    ),
+    Planted(
+        "a record kept after its bytes were overwritten",
+        "infinistore.disk.upkeep",
+        "        log.records.end_segment(segment.number)\n        log.counters.recycled_segments += 1\n",
+        "        log.counters.recycled_segments += 1\n",
+    ),
+    Planted(
+        "a read from disk not verified",
+        "infinistore.disk.promotion",
+        "            if checksum == location.checksum:\n",
+        "            if checksum:\n",
+    ),
+    Planted(
+        "a replaced block found on disk",
+        "infinistore.disk.following",
+        "            self._disks.forget(outdated)\n",
+        "            pass\n",
+    ),
+    Planted(
+        "a block that comes up after it was deleted",
+        "infinistore.disk.promotion",
+        "            if i in group.good and now_at is not None and now_at.has_same_block(place)\n",
+        "            if i in group.good\n",
+    ),
+]

@@ -1,0 +1,182 @@
+"""A scenario: everything that is chosen before a run, from one seed."""
+
+import random
+
+import attrs
+
+from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from tests.simulation.disks import DiskSettings
+from tests.simulation.faults import BuggifySettings, FaultSettings
+from tests.simulation.host import SOCKET, SharingSettings
+from tests.simulation.network import NetworkSettings
+from tests.simulation.nodes import ServerSettings
+from tests.simulation.workload import DISK_METHODS, METHODS, WorkloadSettings
+
+__all__ = ["Scenario"]
+
+_KIB = 1024
+_KINDS = ("plain", "crowded", "plain", "disks", "crowded", "plain", "crowded", "disks")
+"""What kinds of scenarios seeds have, in turn."""
+_MANY_KEYS = 24
+"""More than fit into the smallest pools and disks."""
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """What a run consists of. `attrs.evolve` makes smaller ones of it."""
+
+    seed: int
+    clients: int
+    workload: WorkloadSettings
+    network: NetworkSettings
+    server: ServerSettings
+    faults: FaultSettings
+    buggify: BuggifySettings
+    deadline_s: float
+    """How long a call of a client may take."""
+    max_connections: int = 8
+    """How many connections a client has for blocks."""
+    sharing: SharingSettings = attrs.field(factory=SharingSettings)
+    disks: DiskSettings = attrs.field(factory=DiskSettings)
+    readers: int = 0
+    """How many of the clients, the first ones, write nothing."""
+    client_restart_chance: float = 0.0
+    """That a client ends in the middle of a call and starts again, for each of its
+    lives.
+    """
+
+    @classmethod
+    def from_seed(cls, seed: int) -> "Scenario":
+        """Choose a scenario."""
+        kind = _KINDS[seed % len(_KINDS)]
+        if kind == "crowded":
+            return cls.crowded(seed)
+        chance = random.Random(f"{seed}/scenario")
+        sharing = SharingSettings.choose(random.Random(f"{seed}/sharing"))
+        scenario = cls(
+            seed=seed,
+            clients=chance.choice([1, 2, 2, 3, 4]),
+            workload=_workload(chance),
+            network=_network(chance),
+            server=attrs.evolve(_server(chance), unix_socket=SOCKET if sharing.clients else "off"),
+            sharing=sharing,
+            faults=FaultSettings.choose(chance),
+            deadline_s=chance.choice([0.05, 0.3, 1.0, 5.0, 30.0]),
+            max_connections=chance.choice([1, 2, 8]),
+            client_restart_chance=chance.choice([0.0, 0.0, 0.5]),
+            buggify=BuggifySettings.choose(chance),
+        )
+        return scenario.with_disks() if kind == "disks" else scenario
+
+    def shortened(self, operations: int) -> "Scenario":
+        """Return the same with so many calls of each task at most."""
+        operations = min(operations, self.workload.operations)
+        return attrs.evolve(self, workload=attrs.evolve(self.workload, operations=operations))
+
+    def with_disks(self) -> "Scenario":
+        """Return the same with disks below the server, and calls that use them."""
+        chance = random.Random(f"{self.seed}/disks")
+        methods = [method for method in DISK_METHODS if chance.random() < 0.8]
+        keys = chance.choice([self.workload.keys, _MANY_KEYS])
+        return attrs.evolve(
+            self,
+            disks=DiskSettings.choose(chance),
+            workload=attrs.evolve(self.workload, keys=keys, methods=(*self.workload.methods, *methods)),
+        )
+
+    @classmethod
+    def crowded(cls, seed: int) -> "Scenario":
+        """Choose a scenario in which processes meet in shared memory all the time, and
+        nothing else goes wrong. Most pools have space for one block or two, and there
+        are about as many keys: so every put has a block evicted and uses its space at
+        once, while others read what they know of it, without a request. In the others,
+        what is replaced may wait.
+        """
+        chance = random.Random(f"{seed}/crowded")
+        clients = chance.choice([2, 2, 3])
+        unit_kib, keys = chance.choice([(64, 1), (64, 1), (64, 2), (32, 2), (16, 1), (16, 2)])
+        methods = ["put"] + ["delete"] * chance.choice([0, 0, 0, 1])
+        methods += ["lease"] * chance.choice([0, 0, 1]) + ["get"] * chance.choice([1, 3, 6])
+        return cls(
+            seed=seed,
+            clients=clients,
+            readers=chance.choice([0, 0, 0, 1]),
+            workload=WorkloadSettings(
+                operations=120,
+                tasks=chance.choice([1, 2]),
+                keys=keys,
+                value_bytes=(40, 400),
+                methods=tuple(methods),
+                most_pause_s=chance.choice([0.0, 0.002, 0.002, 0.005]),
+                most_lease_s=0.002,
+            ),
+            network=NetworkSettings(),
+            server=ServerSettings(
+                pool_bytes=64 * _KIB,
+                unit_bytes=unit_kib * _KIB,
+                low=1.0,
+                high=1.0,
+                max_pinned_ratio=1.0,
+                unix_socket=SOCKET,
+            ),
+            sharing=SharingSettings(
+                clients=clients,
+                stop_chances=chance.choice([(0.1,), (0.1,), (0.2,)]),
+                server_steps=chance.choice([1, 1, 5]),
+                copy_steps=chance.choice([3, 10, 10]),
+            ),
+            faults=FaultSettings(),
+            deadline_s=30.0,
+            buggify=BuggifySettings(),
+        )
+
+
+def _workload(chance: random.Random) -> WorkloadSettings:
+    methods = [method for method in METHODS if chance.random() < 0.75]
+    if not {"put", "put_many", "reserve"} & set(methods):
+        methods.append("put")
+    if not {"get", "get_many", "lease"} & set(methods):
+        methods.append("get_many")
+    sizes = chance.choice([(40,), (40, 700, 3000), (1000, 5000, 12_000), (40, 2000, 30_000)])
+    return WorkloadSettings(
+        operations=chance.choice([40, 80, 120]),
+        tasks=chance.choice([1, 1, 2, 3]),
+        keys=chance.choice([1, 2, 3, 5, 12]),
+        value_bytes=sizes,
+        methods=tuple(methods),
+        most_pause_s=chance.choice([0.0, 0.002, 0.05]),
+        cancel_chance=chance.choice([0.0, 0.0, 0.05, 0.2]),
+        most_hold_s=chance.choice([0.3, 2.0, 30.0]),
+    )
+
+
+def _network(chance: random.Random) -> NetworkSettings:
+    return NetworkSettings(
+        most_delay_s=chance.choice([0.0002, 0.002, 0.02]),
+        buffers=chance.choice([(700,), (700, 2000, 8192, 65536), (8192,), (65536,)]),
+        checkpoint_chance=chance.choice([0.0, 0.1, 0.5]),
+    )
+
+
+def _server(chance: random.Random) -> ServerSettings:
+    pool_bytes = chance.choice([64, 64, 96, 256, 1024]) * _KIB
+    low, high = chance.choice([(0.8, 0.95), (0.3, 0.6), (1.0, 1.0)])
+    return ServerSettings(
+        pool_bytes=pool_bytes,
+        unit_bytes=chance.choice([64, 1024, 4096]),
+        allocator=chance.choice(["bitmap", "slab"]),
+        low=low,
+        high=high,
+        max_pinned_ratio=chance.choice([0.5, 0.5, 1.0]),
+        max_held_ratio=chance.choice([0.25, 0.6, 1.0]),
+        max_batch_keys=chance.choice([2, 8192, 8192]),
+        max_batch_bytes=chance.choice([64 * _KIB, 1024 * _KIB]),
+        drain_timeout_s=chance.choice([0.1, 2.0, 10.0]),
+        body_budget_bytes=chance.choice([100, BODY_BUDGET_BYTES]),
+        read_ahead_bytes=chance.choice([64, 64 * _KIB]),
+        expects_hazards=chance.random() < 0.5,
+        periodic_evict=chance.random() < 0.2,
+        grows_to_bytes=chance.choice([None, pool_bytes + 64 * _KIB, pool_bytes + 64 * _KIB, 4 * pool_bytes]),
+        clock_rate=chance.choice([1.0, 1.0, 0.9, 1.5]),
+        clock_offset_s=chance.choice([0.0, 1e6]),
+    )
