@@ -1,4 +1,6 @@
-"""Every kind of client behind one interface, so that a bad day is written once and lived through by all of them."""
+"""Every kind of client behind one interface, so that a bad day is written once and
+lived through by all of them.
+"""
 
 import asyncio
 from collections import abc
@@ -22,10 +24,10 @@ class Awaitable:
     """A blocking store whose methods can be awaited; they block, all the same."""
 
     def __init__(self, store: blocking.BlockingStore) -> None:
-        self._store = store
+        self.wrapped = store
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
+        method = getattr(self.wrapped, name)
         if name in ("lease", "reserve"):
             return lambda *arguments, **named: _as_async(method(*arguments, **named))
 
@@ -42,7 +44,9 @@ async def _as_async(block: AbstractContextManager[_T]) -> abc.AsyncGenerator[_T,
 
 
 def run_with_store(kind: str, url: str | None, body: Callable[[AsyncStore], abc.Awaitable[_T]], **options: Any) -> _T:
-    """Open a store of this kind, run `body` with it in the loop that belongs to it, and return what it returns."""
+    """Open a store of this kind, run `body` with it in the loop that belongs to it, and
+    return what it returns.
+    """
     if kind == "blocking":
         with blocking.open_store(url, **options) as store:
             return run_at_once(body(cast(AsyncStore, Awaitable(store))))

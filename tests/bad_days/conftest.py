@@ -1,4 +1,6 @@
-"""What bad days need: a server, a proxy that does harm, every kind of client, and a breaker that is in a hurry."""
+"""What bad days need: a server, a proxy that does harm, every kind of client, and a
+breaker that is in a hurry.
+"""
 
 from collections.abc import Iterator
 
@@ -6,23 +8,25 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client import health
+from infinistore.client.connection import circuit_breaker as health
 from tests.bad_days.faults import Proxy, running_proxy
 from tests.bad_days.servers import ServerProcess, running_server_process
 
 
 @pytest.fixture(params=["trio", "blocking", "asyncio"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of client. Tests that are about waiting ask for `KINDS`, which has uvloop as well."""
+    """The kind of client. Tests that are about waiting ask for `KINDS`, which has
+    uvloop as well.
+    """
     return str(request.param)
 
 
 @pytest.fixture
 def quick_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without much waiting, and a circuit that is open for a moment only."""
-    monkeypatch.setattr(health, "_FIRST_DELAY_S", 0.0005)
-    monkeypatch.setattr(health, "_FIRST_PAUSE_S", 0.002)
-    monkeypatch.setattr(health, "_LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(health, "FIRST_DELAY_S", 0.0005)
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 0.002)
 
 
 @pytest.fixture(scope="module")

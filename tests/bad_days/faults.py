@@ -1,7 +1,9 @@
-"""A proxy between a client and a server that does harm at a chosen byte of their conversation.
+"""A proxy between a client and a server that does harm at a chosen byte of their
+conversation.
 
-It runs in a thread of its own, so that a client of any kind can be tested against it, and it knows nothing of the
-protocol: a fault strikes when so many bytes have passed in one direction since it was armed, on whatever connection.
+It runs in a thread of its own, so that a client of any kind can be tested against it,
+and it knows nothing of the protocol: a fault strikes when so many bytes have passed in
+one direction since it was armed, on whatever connection.
 """
 
 import enum
@@ -49,7 +51,9 @@ class Action(enum.Enum):
 
 @attrs.frozen
 class Fault:
-    """What happens to byte number `offset` of the conversation in one direction. Once, unless `forever`."""
+    """What happens to byte number `offset` of the conversation in one direction. Once,
+    unless `forever`.
+    """
 
     action: Action
     direction: Direction
@@ -118,7 +122,9 @@ class Proxy:
             self._passed = dict.fromkeys(Direction, 0)
 
     def disarm(self) -> dict[Direction, int]:
-        """Do no harm from now on, and reset connections that are stalled. Returns the bytes passed since `arm`."""
+        """Do no harm from now on, and reset connections that are stalled. Returns the
+        bytes passed since `arm`.
+        """
         with self._lock:
             self._fault = None
             passed = dict(self._passed)
@@ -130,7 +136,9 @@ class Proxy:
         self._order(self._release_stalled)
 
     def refuse(self) -> None:
-        """Close the listener and every connection: who connects from now on is refused."""
+        """Close the listener and every connection: who connects from now on is
+        refused.
+        """
         self._order(self._close_listener)
 
     def accept_again(self) -> None:
@@ -271,7 +279,9 @@ class Proxy:
             self._strike(*fault, pipe, data)
 
     def _fault_within(self, direction: Direction, count: int) -> tuple[Fault, int] | None:
-        """Count bytes that have come; return the fault that strikes among them, if one does, and at which."""
+        """Count bytes that have come; return the fault that strikes among them, if one
+        does, and at which.
+        """
         with self._lock:
             before = self._passed[direction]
             self._passed[direction] += count

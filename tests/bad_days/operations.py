@@ -1,11 +1,13 @@
-"""Every public operation as one case: what is there before, the call, and what it may return."""
+"""Every public operation as one case: what is there before, the call, and what it may
+return.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
 
-from infinistore.aio import AsyncStore, PrefixMatch
+from infinistore.aio import AsyncStore, Prefetched, PrefixMatch
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 
@@ -18,9 +20,11 @@ ADDED = {"k3": b"\x07" * 700, "new": NEW["new"]}
 
 @attrs.frozen
 class Operation:
-    """`call` does it, given what `prepare` returned; `expected` is what it returns on a good day.
+    """`call` does it, given what `prepare` returned; `expected` is what it returns on a
+    good day.
 
-    `retried`: a connection that breaks in the middle of it is not noticed by the caller.
+    `retried`: a connection that breaks in the middle of it is not noticed by the
+    caller.
     """
 
     name: str
@@ -87,6 +91,8 @@ OPERATIONS = [
     Operation(
         "match_prefix with a hold", lambda store, _: store.match_prefix(["k0", "missing"], hold_s=1), PrefixMatch(1)
     ),
+    Operation("prefetch", lambda store, _: store.prefetch(["k0", "missing"]), Prefetched(0)),
+    Operation("flush", lambda store, _: store.flush(["k0", "missing"]), 0),
     Operation(
         "release_hold",
         lambda store, hold: store.release_hold(hold),
@@ -103,15 +109,17 @@ OPERATIONS = [
 
 
 def prepare(operation: Operation, direct: BlockingStore) -> Any:
-    """Bring the store to where the operation begins, past every fault; return what its call wants."""
+    """Bring the store to where the operation begins, past every fault; return what its
+    call wants.
+    """
     direct.purge()
     direct.put_many(OLD)
     return operation.prepare(direct)
 
 
 def check_contents(direct: BlockingStore) -> None:
-    """Each key has one complete value that was put there, or is missing. Bytes that rotted on their way are found out,
-    and the next reader misses them."""
+    """Each key has one complete value that was put there, or is missing. Bytes that
+    rotted on their way are found out, and the next reader misses them."""
     for key in OLD | NEW | ADDED:
         possible = [values[key] for values in (OLD, NEW, ADDED) if key in values]
         try:

@@ -1,4 +1,6 @@
-"""A server in a process of its own that can be killed, stopped and started again where it was."""
+"""A server in a process of its own that can be killed, stopped and started again where
+it was.
+"""
 
 import os
 import re

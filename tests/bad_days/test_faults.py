@@ -1,7 +1,7 @@
 """A fault in the middle of every operation, at many places, for every client.
 
-Whatever happens, a call returns what is right or raises one typed error, in time; no block is ever half a value; and
-the same store works again as soon as the fault is gone.
+Whatever happens, a call returns what is right or raises one typed error, in time; no
+block is ever half a value; and the same store works again as soon as the fault is gone.
 """
 
 import time
@@ -20,7 +20,8 @@ from tests.bad_days.operations import OLD, OPERATIONS, Operation, check_contents
 pytestmark = pytest.mark.usefixtures("quick_breaker")
 UNKNOWN = "it is not known whether the request was carried out"
 NOT_STORED = "had not come in time"
-"""What a server says that gave up waiting for the payload of a put: then it is known."""
+"""What a server says that gave up waiting for the payload of a put: then it is known.
+"""
 HASTY_S = 0.12
 GENEROUS_S = 2.0
 
@@ -42,7 +43,9 @@ async def measure(store: AsyncStore, operation: Operation, proxy: Proxy, direct:
 async def strike(
     store: AsyncStore, operation: Operation, fault: Fault, proxy: Proxy, direct: BlockingStore
 ) -> tuple[object, InfiniStoreException | None]:
-    """Live through one fault; return the outcome. Then the store works again, and nothing is half stored."""
+    """Live through one fault; return the outcome. Then the store works again, and
+    nothing is half stored.
+    """
     argument = prepare(operation, direct)
     await works_again(store)
     proxy.arm(fault)
@@ -70,7 +73,9 @@ def broken(lengths: dict[Direction, int], action: Action) -> Iterable[Fault]:
 def test_a_connection_that_breaks_is_made_up_for_or_told(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
-    """What may be done twice is: the caller notices nothing. What may not says that its outcome is not known."""
+    """What may be done twice is: the caller notices nothing. What may not says that its
+    outcome is not known.
+    """
 
     async def body(store: AsyncStore) -> None:
         lengths = await measure(store, operation, proxy, direct)
@@ -144,8 +149,9 @@ def test_a_reply_with_one_wrong_or_missing_byte_is_no_untyped_error_and_no_wrong
             fault = Fault(Action.CORRUPT, Direction.REPLY, place)
             result, error = await strike(store, operation, fault, proxy, direct)
             if error is None:
-                # Replies without blocks have no checksum of their own: TCP's has to do for them.
-                assert result == operation.expected if operation.reads else type(result) is type(operation.expected)
+                # Replies without blocks have no checksum of their own: TCP's has to do
+                # for them.
+                assert result == operation.expected if operation.reads else isinstance(result, type(operation.expected))
         fault = Fault(Action.DROP, Direction.REPLY, length // 2)
         result, error = await strike(store, operation, fault, proxy, direct)
         assert error is not None
@@ -168,7 +174,8 @@ def test_a_request_with_one_wrong_byte_is_no_untyped_error_and_no_wrong_block(
     run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
 
 
-# uvloop runs the code of asyncio: it goes through what has to do with waiting, here and in the other modules.
+# uvloop runs the code of asyncio: it goes through what has to do with waiting, here and
+# in the other modules.
 READS = [operation for operation in OPERATIONS if operation.reads]
 
 

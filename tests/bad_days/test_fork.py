@@ -1,4 +1,6 @@
-"""A forked child leaves the parent's stores alone, of every kind, and opens stores of its own."""
+"""A forked child leaves the parent's stores alone, of every kind, and opens stores of
+its own.
+"""
 
 import multiprocessing
 import os
@@ -27,7 +29,9 @@ SMALL_POOL: dict[str, Any] = {"pool_bytes": 1 << 20}
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Python 3.12 and later warn of forks while there are threads; here there are, on purpose."""
+    """Python 3.12 and later warn of forks while there are threads; here there are, on
+    purpose.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore",
@@ -70,7 +74,9 @@ def sockets() -> set[str]:
 
 
 def at_once(call: Any) -> Any:
-    """Begin to await something; fail if it waits for a loop, which a child may not touch."""
+    """Begin to await something; fail if it waits for a loop, which a child may not
+    touch.
+    """
     try:
         call.__await__().send(None)
     except StopIteration as stop:
@@ -79,7 +85,9 @@ def at_once(call: Any) -> Any:
 
 
 def refuse_everything(store: AsyncStore) -> None:
-    """Every operation of a store from before the fork refuses at once, and can be told what to do about it."""
+    """Every operation of a store from before the fork refuses at once, and can be told
+    what to do about it.
+    """
     for operation in OPERATIONS:
         with pytest.raises(StoreUnavailable, match=r"opened before a fork .* open another one in the child"):
             at_once(operation.call(store, "1f"))
@@ -109,8 +117,9 @@ def test_the_child_closes_its_copies_of_the_connections(kind: str, server: Serve
     async def body(store: AsyncStore) -> None:
         await store.put("k0", b"x")
         await store.exists("k0")
-        inner: Any = getattr(store, "_store", store)
-        ours = {f"socket:[{os.fstat(stream.socket.fileno()).st_ino}]" for stream in inner._calls._streams}
+        inner: Any = getattr(store, "wrapped", store)
+        streams = [link.stream for link in inner.calls.pool.connections]
+        ours = {f"socket:[{os.fstat(stream.socket.fileno()).st_ino}]" for stream in streams}
         assert ours and ours <= sockets() - others
 
         def check() -> None:
@@ -218,9 +227,9 @@ def test_locks_that_another_thread_held_at_the_fork_keep_no_child_waiting(server
                 with pytest.raises(StoreUnavailable, match="opened before a fork"):
                     inherited.put("k0", b"x")
                 calls.close()
-                inner._store.close()
+                inner.embedded.close()
 
-        with calls._calls._health._lock, inner._store.lock:
+        with calls.calls.breaker._lock, inner.embedded.lock:
             in_child(check)
         store.put("k0", b"x")
         embedded.put("k0", b"x")

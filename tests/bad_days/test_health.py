@@ -1,4 +1,6 @@
-"""The circuit breaker, with a clock that the test turns: when a server is tried, and when it is left alone."""
+"""The circuit breaker, with a clock that the test turns: when a server is tried, and
+when it is left alone.
+"""
 
 import random
 import threading
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client.health import Health
+from infinistore.client.connection.circuit_breaker import CircuitBreaker
 from infinistore.errors import StoreUnavailable
 
 FAILURES_TO_OPEN = 5
@@ -39,12 +41,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def health(clock: Clock) -> Health:
-    return Health(clock, NoSpread())
+def health(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(clock, NoSpread())
 
 
-def is_open(health: Health) -> bool:
-    """Whether calls are kept away. Only for a circuit whose pause is not over: this would be the probe."""
+def is_open(health: CircuitBreaker) -> bool:
+    """Whether calls are kept away. Only for a circuit whose pause is not over: this
+    would be the probe.
+    """
     try:
         health.check()
     except StoreUnavailable:
@@ -52,13 +56,15 @@ def is_open(health: Health) -> bool:
     return False
 
 
-def open_circuit(health: Health) -> None:
+def open_circuit(health: CircuitBreaker) -> None:
     for _ in range(FAILURES_TO_OPEN):
         health.failed(BROKEN)
 
 
-def wait_for_probe(health: Health, clock: Clock) -> tuple[float, int]:
-    """Wait, in steps of 1/8 s, until a probe is let through; return how long that took, and the probe."""
+def wait_for_probe(health: CircuitBreaker, clock: Clock) -> tuple[float, int]:
+    """Wait, in steps of 1/8 s, until a probe is let through; return how long that took,
+    and the probe.
+    """
     start = clock.now
     while clock.now - start < 100:
         try:
@@ -68,14 +74,14 @@ def wait_for_probe(health: Health, clock: Clock) -> tuple[float, int]:
     raise AssertionError("no probe was let through")
 
 
-def test_waits_grow_until_five_failures_in_a_row_open_the_circuit(health: Health) -> None:
+def test_waits_grow_until_five_failures_in_a_row_open_the_circuit(health: CircuitBreaker) -> None:
     delays = [health.failed(BROKEN) for _ in range(FAILURES_TO_OPEN)]
     assert delays == [0.02, 0.04, 0.08, 0.16, None]
     with pytest.raises(StoreUnavailable, match=r"the connection broke \(not tried again for another 1\.0 s\)"):
         health.check()
 
 
-def test_an_answer_between_failures_keeps_the_circuit_closed(health: Health) -> None:
+def test_an_answer_between_failures_keeps_the_circuit_closed(health: CircuitBreaker) -> None:
     for _ in range(10):
         for _ in range(FAILURES_TO_OPEN - 1):
             assert health.failed(BROKEN) is not None
@@ -83,7 +89,7 @@ def test_an_answer_between_failures_keeps_the_circuit_closed(health: Health) -> 
     assert not is_open(health)
 
 
-def test_one_probe_is_let_through_when_the_pause_is_over(health: Health, clock: Clock) -> None:
+def test_one_probe_is_let_through_when_the_pause_is_over(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 0.99
     assert is_open(health)
@@ -94,7 +100,7 @@ def test_one_probe_is_let_through_when_the_pause_is_over(health: Health, clock: 
     assert is_open(health)
 
 
-def test_a_probe_that_is_never_heard_of_again_is_followed_by_another(health: Health, clock: Clock) -> None:
+def test_a_probe_that_is_never_heard_of_again_is_followed_by_another(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 1
     health.check()
@@ -102,7 +108,7 @@ def test_a_probe_that_is_never_heard_of_again_is_followed_by_another(health: Hea
     assert not is_open(health)
 
 
-def test_a_cancelled_probe_lets_the_next_call_be_the_probe(health: Health, clock: Clock) -> None:
+def test_a_cancelled_probe_lets_the_next_call_be_the_probe(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     for _ in range(6):  # the longest pause
         clock.now += 20
@@ -115,7 +121,7 @@ def test_a_cancelled_probe_lets_the_next_call_be_the_probe(health: Health, clock
     assert is_open(health)
 
 
-def test_a_probe_that_ended_is_not_dropped_afterwards(health: Health, clock: Clock) -> None:
+def test_a_probe_that_ended_is_not_dropped_afterwards(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 1
     probe = health.check()
@@ -124,7 +130,7 @@ def test_a_probe_that_ended_is_not_dropped_afterwards(health: Health, clock: Clo
     assert is_open(health)
 
 
-def test_a_deadline_that_drops_the_probe_first_still_counts(health: Health, clock: Clock) -> None:
+def test_a_deadline_that_drops_the_probe_first_still_counts(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 1
     probe = health.check()
@@ -133,14 +139,14 @@ def test_a_deadline_that_drops_the_probe_first_still_counts(health: Health, cloc
     assert wait_for_probe(health, clock)[0] == 2
 
 
-def test_dropping_a_call_that_was_no_probe_changes_nothing(health: Health) -> None:
+def test_dropping_a_call_that_was_no_probe_changes_nothing(health: CircuitBreaker) -> None:
     call = health.check()
     open_circuit(health)
     health.dropped(call)
     assert is_open(health)
 
 
-def test_failed_probes_double_the_pause_up_to_fifteen_seconds(health: Health, clock: Clock) -> None:
+def test_failed_probes_double_the_pause_up_to_fifteen_seconds(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     pauses = []
     for _ in range(7):
@@ -150,14 +156,16 @@ def test_failed_probes_double_the_pause_up_to_fifteen_seconds(health: Health, cl
     assert pauses == [1, 2, 4, 8, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
-def test_calls_that_were_under_way_when_the_server_died_do_not_lengthen_the_pause(health: Health, clock: Clock) -> None:
+def test_calls_that_were_under_way_when_the_server_died_do_not_lengthen_the_pause(
+    health: CircuitBreaker, clock: Clock
+) -> None:
     calls = [health.check() for _ in range(10)]
     for call in calls:
         health.failed(BROKEN, call)
     assert wait_for_probe(health, clock)[0] == 1
 
 
-def test_success_closes_the_circuit_and_forgets_the_pauses(health: Health, clock: Clock) -> None:
+def test_success_closes_the_circuit_and_forgets_the_pauses(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     for _ in range(3):
         clock.now += 20
@@ -172,7 +180,7 @@ def test_success_closes_the_circuit_and_forgets_the_pauses(health: Health, clock
     assert wait_for_probe(health, clock)[0] == 1
 
 
-def test_an_answer_to_a_call_from_before_closes_the_circuit_too(health: Health) -> None:
+def test_an_answer_to_a_call_from_before_closes_the_circuit_too(health: CircuitBreaker) -> None:
     health.check()
     open_circuit(health)
     health.succeeded()
@@ -182,7 +190,7 @@ def test_an_answer_to_a_call_from_before_closes_the_circuit_too(health: Health) 
 def test_pauses_are_spread_but_never_longer_than_said(clock: Clock) -> None:
     pauses = set()
     for seed in range(50):
-        health = Health(clock, random.Random(seed))
+        health = CircuitBreaker(clock, random.Random(seed))
         open_circuit(health)
         pauses.add(wait_for_probe(health, clock)[0])
     assert min(pauses) >= 0.75 and max(pauses) <= 1
@@ -195,7 +203,7 @@ EVENTS = st.lists(st.sampled_from(["check", "fail", "drop", "succeed", "wait"]),
 @given(EVENTS)
 def test_whatever_happens_nobody_is_locked_out_for_longer_than_the_longest_pause(events: list[str]) -> None:
     clock = Clock()
-    health = Health(clock, random.Random(1))
+    health = CircuitBreaker(clock, random.Random(1))
     calls: list[int] = []
     for event in events:
         if event == "check":
@@ -214,7 +222,7 @@ def test_whatever_happens_nobody_is_locked_out_for_longer_than_the_longest_pause
     assert not is_open(health)
 
 
-def test_of_many_threads_one_is_the_probe(health: Health, clock: Clock) -> None:
+def test_of_many_threads_one_is_the_probe(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 1
     start = threading.Barrier(8)
@@ -237,7 +245,7 @@ def test_of_many_threads_one_is_the_probe(health: Health, clock: Clock) -> None:
 
 
 def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
-    health = Health(clock, NoSpread())
+    health = CircuitBreaker(clock, NoSpread())
     delays: list[float | None] = []
     start = threading.Barrier(FAILURES_TO_OPEN)
 

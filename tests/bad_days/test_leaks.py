@@ -1,4 +1,6 @@
-"""A thousand bad days in a row leave nothing behind: no descriptor, no thread, no task, no memory, no connection."""
+"""A thousand bad days in a row leave nothing behind: no descriptor, no thread, no task,
+no memory, no connection.
+"""
 
 import asyncio
 import gc
@@ -22,7 +24,9 @@ from tests.bad_days.test_faults import measure
 pytestmark = pytest.mark.usefixtures("quick_breaker")
 DAYS = 1000
 FIRST_DAYS = 250
-"""Until then caches fill and pools grow; what is left behind is counted over the days that follow."""
+"""Until then caches fill and pools grow; what is left behind is counted over the days
+that follow.
+"""
 GET, PUT = (next(operation for operation in OPERATIONS if operation.name == name) for name in ("get", "put"))
 
 
@@ -43,7 +47,9 @@ def tasks(kind: str) -> int:
 
 
 def bad_days(lengths: dict[Direction, int]) -> Iterator[Fault]:
-    """Without end: each byte of a reply as the last one that comes, garbage, other versions, other replies."""
+    """Without end: each byte of a reply as the last one that comes, garbage, other
+    versions, other replies.
+    """
     length = lengths[Direction.REPLY]
     while True:
         for place in range(length + 1):

@@ -1,13 +1,17 @@
-"""A server whose numbers cannot be: the client neither loops on them nor takes memory for them."""
+"""A server whose numbers cannot be: the client neither loops on them nor takes memory
+for them.
+"""
 
 from typing import Any
 
 import pytest
 
-from infinistore.client.link import Link
-from infinistore.client.options import Options
+from infinistore.client.connection.connection import Connection
+from infinistore.client.operations.remote import RemoteOperations
+from infinistore.client.options.options import Options
+from infinistore.client.requests import Exists, Get
 from infinistore.errors import ProtocolError
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import MISSING, ExistsReply, GetReply, HelloReply, Message
 from tests.protocol.wire import Wire, frame
 
@@ -21,13 +25,19 @@ HELLO: dict[str, Any] = {
 }
 
 
-def greet(wire: Wire) -> Link[object]:
-    link: Link[object] = Link(object(), Options(), lambda: 0.0)
-    link.open(wire.run(link.greet()), ("tcp", ""), None)
+def greet(wire: Wire) -> Connection[object]:
+    link: Connection[object] = Connection(object(), Options(), lambda: 0.0)
+    wire.run(link.greet())
+    link.open([], ("tcp", ""))
     return link
 
 
-def after_hello(reply: Message, *, announced: int | None = None) -> tuple[Wire, Link[object]]:
+def operations_of(link: Connection[object]) -> RemoteOperations:
+    assert link.operations is not None
+    return link.operations
+
+
+def after_hello(reply: Message, *, announced: int | None = None) -> tuple[Wire, Connection[object]]:
     wire = Wire(frame(HelloReply(**HELLO)) + frame(reply, request_id=2, announced=announced))
     return wire, greet(wire)
 
@@ -40,10 +50,10 @@ def test_a_server_that_takes_nothing_at_all_is_a_protocol_error(name: str) -> No
 
 @pytest.mark.parametrize("sizes", [[2**50], [MISSING, 2**62], [2**20 - 1, 2**20 - 1, 2**20]])
 def test_no_memory_is_taken_for_more_than_the_server_said_that_it_sends(sizes: list[int]) -> None:
-    reply = GetReply(numbers(sizes), numbers([1] * len(sizes)))
+    reply = GetReply(pack_u64(sizes), pack_u64([1] * len(sizes)))
     wire, link = after_hello(reply, announced=sum(size for size in sizes if size != MISSING))
     with pytest.raises(ProtocolError, match="more than"):
-        wire.run(link.operations.get_many(["a", "b", "c"][: len(sizes)]))
+        wire.run(operations_of(link).get(Get(["a", "b", "c"][: len(sizes)])))
     assert not link.usable
 
 
@@ -51,4 +61,4 @@ def test_no_memory_is_taken_for_more_than_the_server_said_that_it_sends(sizes: l
 def test_neither_there_nor_missing_is_a_protocol_error(present: bytes) -> None:
     wire, link = after_hello(ExistsReply(present))
     with pytest.raises(ProtocolError, match="neither"):
-        wire.run(link.operations.exists_many(["a", "b"]))
+        wire.run(operations_of(link).exists(Exists(["a", "b"])))

@@ -1,4 +1,6 @@
-"""The page of promises is about every public method, and its table says what the clients do."""
+"""The page of promises is about every public method, and its table says what the
+clients do.
+"""
 
 import re
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 from infinistore import blocking, errors
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
-from infinistore.client import remote
-from infinistore.client.in_place import Kept, private_room
+from infinistore.client.connection import calls as remote
+from infinistore.client.memory.views import private_room
+from infinistore.client.requests import Request, Reserve
 from tests.bad_days.clients import Awaitable, run_at_once
 from tests.bad_days.operations import NEW, OPERATIONS, prepare
 
@@ -38,18 +41,10 @@ class Recorded(AsyncStore):
     def __init__(self) -> None:
         self.idempotent: bool | None = None
 
-    async def _call(
-        self,
-        operation: Any,
-        *,
-        idempotent: bool = True,
-        payload: bool = False,
-        pinning: bool = False,
-        kept: Kept | None = None,
-    ) -> Any:
-        if kept is not None and idempotent:  # a reservation is made; how it is committed is what counts
+    async def _call(self, request: Request[Any]) -> Any:
+        if isinstance(request, Reserve):  # how it is committed is what counts
             return private_room(list(NEW), list(map(len, NEW.values())))
-        self.idempotent = idempotent
+        self.idempotent = request.idempotent
         raise errors.StoreUnavailable("recorded")
 
 
@@ -66,7 +61,7 @@ def test_what_is_retried_is_what_the_table_says(operation: Any) -> None:
 def test_every_error_that_is_named_exists_and_every_error_of_a_store_is_named() -> None:
     named = set(
         re.findall(
-            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Unreachable|Memory|Large|Small|NotFound))`",
+            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Unreachable|Memory|Large|Small|NotFound|Put))`",
             PAGE,
         )
     )
@@ -99,8 +94,8 @@ def test_what_touches_recency_is_what_the_table_says(operation: Any) -> None:
         argument = prepare(operation, store)
         store.put("hot", b"h")
         inner: Any = store
-        before = list(inner._store.core._index)
+        before = list(inner.embedded.core.index)
         run_at_once(operation.call(cast(AsyncStore, Awaitable(store)), argument))
-        after = list(inner._store.core._index)
+        after = list(inner.embedded.core.index)
     touches = rows()[operation.name.split()[0]][3]
     assert (before != after) == (touches == "yes")

@@ -1,4 +1,6 @@
-"""Real servers that are killed, stopped and started again, while every kind of client goes on with one store."""
+"""Real servers that are killed, stopped and started again, while every kind of client
+goes on with one store.
+"""
 
 import signal
 import threading
@@ -9,7 +11,10 @@ import pytest
 
 from infinistore import blocking
 from infinistore.aio import AsyncStore
+from infinistore.client.extension import Environment
+from infinistore.client.options.url import StoreUrl
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.operations import OLD, OPERATIONS, outcome, works_again
 from tests.bad_days.servers import ServerProcess, running_server_process
@@ -43,7 +48,8 @@ def test_a_killed_server_is_unavailable_and_found_again_when_it_is_back(kind: st
         assert await store.get_many(list(OLD)) == [None] * len(OLD)  # another server, at the same place
         await store.put_many(OLD)
         assert await store.get("k1") == OLD["k1"]
-        # Nothing was asked of the idle connection in the meantime: it is found to be dead before it is used.
+        # Nothing was asked of the idle connection in the meantime: it is found to be
+        # dead before it is used.
         mortal.restart()
         await store.put("k0", b"new")
         assert await store.get("k0") == b"new"
@@ -54,17 +60,16 @@ def test_a_killed_server_is_unavailable_and_found_again_when_it_is_back(kind: st
 def test_a_dead_server_is_left_alone_until_a_probe_is_due(
     mortal: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 1000.0)
-    with blocking.open_store(mortal.url) as store:
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 1000.0)
+    connects = 0
+
+    def counted(address: StoreUrl, deadline: float) -> BlockingSocketStream:
+        nonlocal connects
+        connects += 1
+        return connect_tcp(address.host, address.port, deadline)
+
+    with blocking.open_store(mortal.url, environment=Environment(connect=counted)) as store:
         connects = 0
-        connect = store._connect  # type: ignore[attr-defined]
-
-        def counted(*arguments: object) -> object:
-            nonlocal connects
-            connects += 1
-            return connect(*arguments)
-
-        monkeypatch.setattr(store, "_connect", counted)
         mortal.kill()
         for _ in range(100):
             with pytest.raises(StoreUnavailable):
@@ -118,7 +123,9 @@ def test_a_put_into_a_stopped_server_ends_with_the_deadline_when_the_buffers_are
 
 
 def test_threads_that_share_a_store_all_live_through_a_restart(mortal: ServerProcess) -> None:
-    """Each call returns a value that was put, says that it is missing, or raises one typed error; all go on after."""
+    """Each call returns a value that was put, says that it is missing, or raises one
+    typed error; all go on after.
+    """
     values = {f"key {number}": bytes([number]) * 10_000 for number in range(4)}
     wrong: list[object] = []
     back = threading.Event()

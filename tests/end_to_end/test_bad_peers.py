@@ -1,4 +1,6 @@
-"""A server process, and clients that are killed in the middle of what they do: real processes, sockets, signals."""
+"""A server process, and clients that are killed in the middle of what they do: real
+processes, sockets, signals.
+"""
 
 import re
 import signal
@@ -21,7 +23,7 @@ MIB = 1024 * 1024
 # Sends the head of a put and half of its payload, says so, and waits to be killed.
 _HALF_A_PUT = """
 import socket, sys
-from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import Hello, Keys, Put
 
 host, port = sys.argv[1].removeprefix("tcp://").split(":")
@@ -29,7 +31,7 @@ sock = socket.create_connection((host, int(port)))
 sock.sendall(encode_head(Hello("victim"), request_id=1))
 assert sock.recv(65536)
 size = 8 << 20
-sock.sendall(encode_head(Put(Keys(["half"]), numbers([size]), checksums=False), request_id=2, payload_bytes=size))
+sock.sendall(encode_head(Put(Keys(["half"]), pack_u64([size]), checksums=False), request_id=2, payload_bytes=size))
 sock.sendall(bytes(size // 2))
 print("half", flush=True)
 sys.stdin.read()
@@ -53,7 +55,9 @@ with blocking.open_store(sys.argv[1]) as store:
 
 @contextmanager
 def client(script: str, url: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a client in a process, wait until it says that it has begun; it is killed in the end."""
+    """Run a client in a process, wait until it says that it has begun; it is killed in
+    the end.
+    """
     with subprocess.Popen(
         [sys.executable, "-P", "-c", script, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -1,4 +1,6 @@
-"""The demonstration, run as people run it: real processes over TCP, with a layout that is small."""
+"""The demonstration, run as people run it: real processes over TCP, with a layout that
+is small.
+"""
 
 import json
 import os
@@ -153,6 +155,42 @@ def test_a_pool_size_for_somebody_elses_server_is_refused() -> None:
     assert run_demo("--url", "tcp://127.0.0.1:1", "--pool-size", "1GiB").returncode == 2
 
 
+def test_after_a_restart_on_its_disk_the_server_has_what_its_pool_had_lost(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = demo_as_json(*SMALL, "--input", str(text_file), "--pool-size", "64MiB", "--disk")
+
+    first, restart = found["prompts"][0], found["restart"]
+    assert restart["filled_bytes"] >= restart["pool_bytes"] / 2  # blocks of 32 KiB take units of 64 KiB
+    assert restart["hit_tokens"] == first["decode"]["hit_tokens"]
+    assert restart["loaded_bytes"] == first["decode"]["loaded_bytes"]
+    assert restart["disk_blocks"] == restart["hit_tokens"] // CHUNK_TOKENS * LAYERS
+    assert list(tmp_path.iterdir()) == [text_file]
+
+
+def test_a_disk_for_somebody_elses_server_is_refused() -> None:
+    assert run_demo("--url", "tcp://127.0.0.1:1", "--disk").returncode == 2
+
+
+def test_signals_while_the_server_restarts_leave_no_disk_behind(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with started("demo", *SMALL, "--input", str(text_file), "--pool-size", "64MiB", "--disk") as demo:
+        assert demo.stdout is not None
+        while "Restart" not in (line := demo.stdout.readline()):
+            assert line, "the demo ended"
+        assert [path for path in tmp_path.iterdir() if path.name.startswith("infinistore-demo-")]
+        for _ in range(2):  # by people who are in a hurry
+            demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate()
+
+    assert demo.returncode == 128 + signal.SIGINT
+    assert errors == "infinistore: stopped by SIGINT; the server and the workers have ended\n"
+    assert list(tmp_path.iterdir()) == [text_file]
+
+
 def test_without_a_terminal_the_output_is_plain_lines_and_a_table(text_file: Path) -> None:
     done = run_demo(*SMALL, "--input", str(text_file), "--pool-size", "64MiB")
 
@@ -166,7 +204,9 @@ def test_without_a_terminal_the_output_is_plain_lines_and_a_table(text_file: Pat
 
 @contextmanager
 def demo_at_work(text_file: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
-    """A demo whose model is so slow that it will not end by itself, and the numbers of its three processes."""
+    """A demo whose model is so slow that it will not end by itself, and the numbers of
+    its three processes.
+    """
     slow = [*SMALL[:-1], "1", "--input", str(text_file), "--pool-size", "64MiB"]
     with started("demo", *slow) as demo:
         assert demo.stdout is not None

@@ -1,12 +1,15 @@
-"""The parts of the demonstration that need no process: layout, names, tokens, content, what fits."""
+"""The parts of the demonstration that need no process: layout, names, tokens, content,
+what fits.
+"""
 
 import hashlib
 import re
 import struct
 from io import StringIO
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,19 +17,23 @@ from rich.console import Console
 from rich.text import Text
 from trio.testing import memory_stream_pair
 
+from infinistore import blocking
 from infinistore.demo.content import block_content, first_difference
 from infinistore.demo.display import Display, Plan
 from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_key, block_keys, chunk_names
 from infinistore.demo.messages import Job, LayerDone, LineReader, Matched, Setup, Work, decode_order, encode_order
+from infinistore.demo.restart import other_prompts
 from infinistore.demo.result import gigabytes_per_s
 from infinistore.demo.run import tokens_that_fit
 from infinistore.demo.text import VOCABULARY_SIZE, Prompt, pieces, sample_text_file, token_ids, two_prompts
 from infinistore.sizes import GIB, KIB, MIB
+from infinistore.statistics import DiskStatistics, DiskTierStatistics, Stats
 
 SMALL = KVLayout(layers=3, chunk_tokens=4)
 
-# A small alphabet and repeated beginnings, so that common prefixes of every length turn up.
+# A small alphabet and repeated beginnings, so that common prefixes of every length turn
+# up.
 token_lists = st.lists(st.integers(0, 2), max_size=24)
 
 
@@ -175,6 +182,17 @@ def test_both_prompts_fit_into_the_pool_together(tokens: int, capacity_mib: int)
     assert len(stored) * layout.chunk_bytes <= 0.75 * capacity_mib * MIB
 
 
+@given(tokens=token_lists.filter(bool), capacity_mib=st.integers(1, 64))
+def test_other_prompts_fill_the_pool_and_share_no_block(tokens: list[int], capacity_mib: int) -> None:
+    layout = KVLayout(layers=3, chunk_tokens=64)
+    prompts = list(other_prompts(layout, tokens, capacity_mib * MIB))
+
+    names = [name for prompt in prompts for name in chunk_names(layout, prompt)]
+    assert max(map(len, prompts)) <= 32_768
+    assert len(set(names)) * layout.chunk_footprint_bytes >= capacity_mib * MIB
+    assert not set(names) & set(chunk_names(layout, tokens * 64))
+
+
 def test_a_text_that_fits_is_used_whole() -> None:
     assert tokens_that_fit(KVLayout(), 4004, GIB) == 4004
 
@@ -209,20 +227,32 @@ async def test_lines_arrive_whole_however_they_are_cut(lines: list[bytes], cut: 
     assert await reader.next_line() is None
 
 
+def usage_of(used_bytes: int, capacity_bytes: int, keys: int) -> Stats:
+    """The figures of a server whose pool and disk are half full."""
+    with blocking.open_store(pool_bytes=MIB) as store:
+        found = store.stats()
+    pool = attrs.evolve(found.store, used_bytes=used_bytes, capacity_bytes=capacity_bytes, keys=keys)
+    figures: dict[str, Any] = {field.name: 0 for field in attrs.fields(DiskStatistics)}
+    disk = DiskStatistics(**figures | {"used_bytes": 2 * used_bytes, "capacity_bytes": 2 * capacity_bytes})
+    figures = {field.name: 0 for field in attrs.fields(DiskTierStatistics)}
+    return attrs.evolve(found, store=pool, disk=DiskTierStatistics(**figures | {"disks": [disk]}))
+
+
 def test_a_terminal_shows_layers_and_pool_while_the_work_goes_on() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100)
     with Display(console) as display:
         display.plan(Plan("a text", 9, 8, SMALL, 4000.0, 64 * MIB))
         display.prompt_started(Prompt("A", "a prompt", [1] * 8))
-        display.event("prefill", Matched("A", 8, 4))
+        display.event("prefill", Matched("A", 8, 4, 3, 0))
         for work in get_args(Work):
             display.event("prefill", LayerDone("A", work, 1, 2_000_000_000, 1.0))
-        display.pool(32 * MIB, 64 * MIB, 12)
+        display.usage(usage_of(32 * MIB, 64 * MIB, 12))
         with console.capture() as shown:
             console.print(display.bars)
 
     text = Text.from_ansi(shown.get()).plain
     assert re.search(r"server +holds .* 32 MiB in 12 blocks", text)
+    assert re.search(r"server +on disk .* 64 MiB of 128 MiB", text)
     assert re.search(r"prefill +loads .* layer +2 of 3, 2.0 GB/s", text)
     assert re.search(r"prefill +computes .* layer +3 of 3", text)
     assert re.search(r"prefill +stores .* layer +2 of 3, 2.0 GB/s", text)

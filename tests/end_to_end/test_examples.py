@@ -23,6 +23,21 @@ def test_every_example_is_tested_here() -> None:
     assert [file.name for file in EXAMPLES.glob("*.py") if f'"{file.name}"' not in here] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("original_client.py", arguments) for arguments in ([], ["127.0.0.1"], ["127.0.0.1", "a-port"])),
+        *(("prefill_and_decode.py", arguments) for arguments in ([], ["decode"], ["neither", "url", "a b"])),
+    ],
+)
+def test_an_example_that_is_started_wrongly_says_how(name: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-P", str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("usage: ") and done.stderr.count("\n") == 1
+
+
 def test_the_quick_start_runs_embedded() -> None:
     printed = run_example("quickstart.py")
 
@@ -73,3 +88,12 @@ def test_a_program_for_the_original_runs_as_it_is(url: str) -> None:
         "a read of what is missing is an error of its own\n"
         "by TCP: a value for TCP\n"
     )
+
+
+def test_an_allocator_of_ones_own_keeps_the_contract() -> None:
+    assert run_example("first_fit_allocator.py") == "first-fit keeps the contract\n"
+
+
+def test_a_mover_of_another_package() -> None:
+    """The tests of the clients use it; here it is only seen to load."""
+    assert run_example("loopback_mover.py") == ""

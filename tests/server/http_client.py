@@ -1,4 +1,6 @@
-"""The client of the tests of the management API: one request, one connection, whatever stream it is given."""
+"""The client of the tests of the management API: one request, one connection, whatever
+stream it is given.
+"""
 
 import json
 from typing import Any
@@ -7,7 +9,7 @@ import attrs
 import h11
 
 from infinistore.transports.base import Stream
-from infinistore.transports.sockets import connect_tcp
+from infinistore.transports.sockets.trio_streams import connect_tcp
 
 __all__ = ["Answer", "ask", "ask_over", "read_answer"]
 

@@ -1,13 +1,14 @@
-"""Servers inside a test: on real sockets, or in a simulated network, with their parts in reach.
+"""Servers inside a test: on real sockets, or in a simulated network, with their parts
+in reach.
 
-Both run `infinistore.server` as it is. A `RunningServer` lets a test look at the core behind the server's back.
+Both run `infinistore.server` as it is. A `RunningServer` lets a test look at the core
+behind the server's back.
 """
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import trio
@@ -15,12 +16,19 @@ import trio
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.protocol.client_connection import ClientConnection, Encoded
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply, Reply, Request
-from infinistore.server import Server, ServerAddresses, serve, service
+from infinistore.protocol.states import State
+from infinistore.server import Server, ServerAddresses
+from infinistore.server.composition import compose_server, make_core, open_disks, run_server, share_descriptors
+from infinistore.server.environment import Environment
+from infinistore.server.movers.inline import InlineMover
+from infinistore.server.movers.rdma.mover import RdmaMover
+from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
+from infinistore.server.movers.shm.mover import ShmMover
 from infinistore.transports.base import Stream, drive
-from infinistore.transports.sockets import SocketStream, accept, connect_tcp
+from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp
 from tests.transports.memory_network import Chunks, MemoryListener, MemoryStream, whole
 
 KIB = 1024
@@ -32,7 +40,9 @@ __all__ = ["KIB", "MIB", "POOL_BYTES", "Peer", "RunningServer", "make_config", "
 
 
 def make_config(**settings: Any) -> ServerConfig:
-    """A server on free ports, with a small pool, and without a Unix socket unless one is named."""
+    """A server on free ports, with a small pool, and without a Unix socket unless one
+    is named.
+    """
     plain: dict[str, Any] = {"service_port": 0, "manage_port": 0, "unix_socket": "off"}
     plain |= {"prealloc_bytes": POOL_BYTES, "minimal_allocate_bytes": KIB}
     return ServerConfig(**{**plain, **settings})
@@ -79,9 +89,11 @@ class RunningServer:
         return peer
 
     async def quiet(self) -> None:
-        """Wait until no client is connected and nothing is reserved or leased; fails if that never comes."""
+        """Wait until no client is connected and nothing is reserved or leased; fails if
+        that never comes.
+        """
         with trio.fail_after(20):
-            while self.server.statistics().connections_open or self.core.statistics().clients:
+            while self.server.telemetry.statistics().connections_open or self.core.statistics().clients:
                 await trio.lowlevel.checkpoint()
         statistics = self.core.statistics()
         assert (statistics.clients, statistics.reservations, statistics.leases) == (0, 0, 0)
@@ -90,7 +102,9 @@ class RunningServer:
 
 
 class Peer:
-    """A client as raw as a test needs it: it speaks the protocol, but sends what it is told to."""
+    """A client as raw as a test needs it: it speaks the protocol, but sends what it is
+    told to.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -102,15 +116,18 @@ class Peer:
         return reply
 
     async def ask(self, request: Request, payload: bytes = b"", *, deadline_us: int = 0) -> Reply:
-        """Send a request with its payload; return the reply or raise what the server answered."""
+        """Send a request with its payload; return the reply or raise what the server
+        answered.
+        """
         exchange = self.connection.request(
             request, [[memoryview(payload)]] if payload else (), payload_bytes=len(payload), deadline_us=deadline_us
         )
         return await drive(exchange, self.stream)
 
-    async def reply_to_half(self, request: Request) -> Reply:
+    async def reply_to_half(self, request: Request, request_id: int = HALF_REQUEST_ID) -> Reply:
         """The reply to a request that was sent by `send_head` and bytes."""
-        return await drive(self.connection._read_reply(request, HALF_REQUEST_ID), self.stream)
+        self.connection.state = State.REPLYING
+        return await drive(self.connection.reply_to(Encoded(request, request_id, b"", None)), self.stream)
 
     async def payload(self) -> bytes:
         """The payload of the last reply."""
@@ -137,52 +154,70 @@ class Peer:
 
 
 @asynccontextmanager
-async def running_server(config: ServerConfig | None = None) -> AsyncGenerator[RunningServer, None]:
+async def running_server(
+    config: ServerConfig | None = None, environment: Environment | None = None
+) -> AsyncGenerator[RunningServer, None]:
     """Run `infinistore.serve` on real sockets until the block is left."""
-    made: list[Server] = []
     finished = trio.Event()
 
-    class Recorded(Server):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-        async def run(self, *arguments: Any, **options: Any) -> None:
-            await super().run(*arguments, **options)
-            finished.set()
+    async def run(task_status: trio.TaskStatus[Server]) -> None:
+        await run_server(config or make_config(), environment=environment, on_listening=task_status.started)
+        finished.set()
 
     async with trio.open_nursery() as nursery:
-        with mock.patch.object(service, "Server", Recorded):
-            await nursery.start(serve, config or make_config())
-        running = RunningServer(made[0], nursery.cancel_scope, finished=finished)
-        yield running
+        server: Server = await nursery.start(run)
+        yield RunningServer(server, nursery.cancel_scope, finished=finished)
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def simulated_server(
-    config: ServerConfig | None = None, chunks: Chunks = whole, *, capacity_bytes: int = 256 * KIB
+    config: ServerConfig | None = None,
+    chunks: Chunks = whole,
+    *,
+    capacity_bytes: int = 256 * KIB,
+    environment: Environment | None = None,
 ) -> AsyncGenerator[RunningServer, None]:
-    """Run the same server in a simulated network until the block is left, or it has drained."""
+    """Run the same server in a simulated network until the block is left, or it has
+    drained.
+    """
     config = config or make_config()
+    environment = attrs.evolve(environment or Environment(), accept=_accept)
     pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
     listener = MemoryListener(chunks, capacity_bytes=capacity_bytes)
+    addresses = ServerAddresses((("memory", 0),), None)
+    liveness = LivenessPipe()
+    resources = ExitStack()
     try:
         pool.add_arena(create_arena(0, config.prealloc_bytes))
-        server = Server(config, pool, ServerAddresses((("memory", 0),), None), token="")
-        with mock.patch.object(service, "accept", _accept):
-            async with trio.open_nursery() as nursery:
-                running = RunningServer(server, nursery.cancel_scope, listener)
+        core = make_core(config, pool, environment)
+        disk = await open_disks(config, core, environment, resources)
+        descriptors = share_descriptors(config)
+        movers = [ShmMover(liveness), RdmaMover(None), InlineMover()]
+        server = compose_server(
+            config,
+            core,
+            addresses,
+            token="",
+            environment=environment,
+            movers=movers,
+            descriptors=descriptors,
+            disk=disk,
+        )
+        async with trio.open_nursery() as nursery:
+            running = RunningServer(server, nursery.cancel_scope, listener)
 
-                async def run(task_status: trio.TaskStatus[None]) -> None:
-                    await server.run([listener], on_listening=task_status.started)
-                    running.finished.set()
+            async def run(task_status: trio.TaskStatus[None]) -> None:
+                await server.run([listener], on_listening=task_status.started)
+                running.finished.set()
 
-                await nursery.start(run)
-                yield running
-                nursery.cancel_scope.cancel()
+            await nursery.start(run)
+            yield running
+            nursery.cancel_scope.cancel()
     finally:
+        resources.close()
         listener.close()
+        liveness.close()
         pool.close()
 
 

@@ -1,7 +1,8 @@
 """Peers that do what they may not do, or nothing at all.
 
-Each gets one error of its own, or a closed connection. The server goes on: a canary that was stored before is there
-after, others are served meanwhile, and nothing stays reserved, leased or connected.
+Each gets one error of its own, or a closed connection. The server goes on: a canary
+that was stored before is there after, others are served meanwhile, and nothing stays
+reserved, leased or connected.
 """
 
 from collections.abc import AsyncGenerator
@@ -10,9 +11,11 @@ from contextlib import asynccontextmanager
 import msgpack
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinistore.core import Client
 from infinistore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -24,7 +27,7 @@ from infinistore.errors import (
     ValueTooLarge,
     VersionMismatch,
 )
-from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     CountReply,
     Delete,
@@ -50,7 +53,7 @@ from infinistore.protocol.messages import (
     Verify,
     VerifyReply,
 )
-from infinistore.transports.base import drive
+from infinistore.server.connection.holdings import Holdings
 from tests.server.running import (
     KIB,
     MIB,
@@ -67,7 +70,9 @@ CANARY = b"canary " * 1000
 
 @asynccontextmanager
 async def watched(server: RunningServer) -> AsyncGenerator[RunningServer, None]:
-    """Store a canary, and look after the block whether it lives, and whether the server is as it was."""
+    """Store a canary, and look after the block whether it lives, and whether the server
+    is as it was.
+    """
     keeper = await server.peer()
     await put(keeper, "canary", CANARY)
     yield server
@@ -80,11 +85,11 @@ async def watched(server: RunningServer) -> AsyncGenerator[RunningServer, None]:
 
 
 async def put(peer: Peer, key: str, value: bytes) -> None:
-    assert isinstance(await peer.ask(Put(Keys([key]), numbers([len(value)]), checksums=False), value), PutReply)
+    assert isinstance(await peer.ask(Put(Keys([key]), pack_u64([len(value)]), checksums=False), value), PutReply)
 
 
 async def get(peer: Peer, key: str) -> bytes:
-    assert isinstance(await peer.ask(Get(Keys([key]), numbers(), checksums=False)), GetReply)
+    assert isinstance(await peer.ask(Get(Keys([key]), pack_u64(), checksums=False)), GetReply)
     return await peer.payload()
 
 
@@ -96,7 +101,9 @@ async def refusal(peer: Peer, request: Request, payload: bytes = b"") -> InfiniS
 
 
 async def next_refusal(peer: Peer) -> InfiniStoreException:
-    """The error that the server sends next, after bytes that no request of the client's own made."""
+    """The error that the server sends next, after bytes that no request of the client's
+    own made.
+    """
     with pytest.raises(InfiniStoreException) as raised:
         await peer.reply_to_half(Statistics())
     return raised.value
@@ -124,6 +131,8 @@ BAD_BYTES = {
     "a body that is no msgpack": (frame(body=b"\xc1"), ProtocolError),
     "a body that is no map": (frame(body=msgpack.packb([1])), ProtocolError),
     "a body with an unknown field": (frame(body=msgpack.packb({"what": 1})), ProtocolError),
+    "a body with a field whose name is bytes": (frame(body=msgpack.packb({b"what": 1})), ProtocolError),
+    "a body with fields whose names are text and bytes": (frame(body=msgpack.packb({"a": 1, b"b": 1})), ProtocolError),
     "a body too long": (frame()[:12] + (2**32 - 1).to_bytes(4, "little") + frame()[16:], ProtocolError),
     "a payload too long": (frame(kind=Put.KIND, payload_bytes=2**60), ProtocolError),
     "a payload where none belongs": (frame(payload_bytes=1), ProtocolError),
@@ -142,13 +151,13 @@ async def test_bytes_that_are_no_request_get_one_error_and_a_closed_connection(w
         assert str(error)
         assert await peer.is_closed()
         peer.close()
-        assert server.server.statistics().errors == 1
+        assert server.server.telemetry.statistics().errors == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 63, 64, 65, 1000])
 @pytest.mark.parametrize("greeted", [True, False], ids=["after hello", "before hello"])
 async def test_a_client_that_leaves_in_the_middle_of_anything_leaves_nothing_behind(length: int, greeted: bool) -> None:
-    data = encode_head(Put(Keys(["half"]), numbers([5000])), request_id=1, payload_bytes=5008) + bytes(5000)
+    data = encode_head(Put(Keys(["half"]), pack_u64([5000])), request_id=1, payload_bytes=5008) + bytes(5000)
     async with simulated_server() as server, watched(server):
         peer = await server.peer() if greeted else Peer(await server.connect())
         await peer.send(data[:length])
@@ -181,10 +190,10 @@ def test_any_bytes_leave_the_server_alive(data: bytes, seed: int) -> None:
 
 requests = st.sampled_from(
     [
-        Put(Keys(["a", "b"]), numbers([3, 4])),
-        Put(Keys(["a"]), numbers([3]), checksums=False, replace=False),
-        Get(Keys(["a", "canary"]), numbers([10, 100000])),
-        Get(Keys(["canary"]), numbers([])),
+        Put(Keys(["a", "b"]), pack_u64([3, 4])),
+        Put(Keys(["a"]), pack_u64([3]), checksums=False, replace=False),
+        Get(Keys(["a", "canary"]), pack_u64([10, 100000])),
+        Get(Keys(["canary"]), pack_u64([])),
         Exists(Keys(["a"])),
         MatchPrefix(Keys(["a", "b"]), hold_us=100),
         ReleaseHold(17),
@@ -207,7 +216,9 @@ requests = st.sampled_from(
 def test_damaged_requests_leave_the_server_alive(
     requests: list[Request], changes: list[tuple[int, int]], seed: int
 ) -> None:
-    """Well-formed requests with a few bytes changed get past the first checks more often than any bytes do."""
+    """Well-formed requests with a few bytes changed get past the first checks more
+    often than any bytes do.
+    """
     data = bytearray()
     for number, request in enumerate(requests):
         payload = b""
@@ -242,46 +253,46 @@ SMALL = make_config(max_value_bytes=100 * KIB, max_batch_bytes=200 * KIB, max_ba
 REFUSED: dict[str, tuple[Request, bytes, type[InfiniStoreException], bool]] = {
     "a key that is longer than 1 KiB": (Exists(Keys(["k" * 1025])), b"", ProtocolError, True),
     "a key that is empty": (Exists(Keys(["a", ""])), b"", ProtocolError, True),
-    "a put that names a key twice": (Put(Keys(["a", "a"]), numbers([1, 1]), False), b"ab", InvalidRequest, False),
-    "a put of an empty value": (Put(Keys(["a", "b"]), numbers([1, 0]), False), b"a", InvalidRequest, False),
-    "a put of nothing but an empty value": (Put(Keys(["a"]), numbers([0]), False), b"", InvalidRequest, False),
-    "a put with fewer sizes than keys": (Put(Keys(["a", "b"]), numbers([1]), False), b"a", ProtocolError, True),
+    "a put that names a key twice": (Put(Keys(["a", "a"]), pack_u64([1, 1]), False), b"ab", InvalidRequest, False),
+    "a put of an empty value": (Put(Keys(["a", "b"]), pack_u64([1, 0]), False), b"a", InvalidRequest, False),
+    "a put of nothing but an empty value": (Put(Keys(["a"]), pack_u64([0]), False), b"", InvalidRequest, False),
+    "a put with fewer sizes than keys": (Put(Keys(["a", "b"]), pack_u64([1]), False), b"a", ProtocolError, True),
     "a put whose payload is not what its sizes say": (
-        Put(Keys(["a"]), numbers([2]), False),
+        Put(Keys(["a"]), pack_u64([2]), False),
         b"a",
         ProtocolError,
         True,
     ),
     "a put whose sizes overflow": (
-        Put(Keys(["a", "b"]), numbers([2**64 - 1, 2]), False),
+        Put(Keys(["a", "b"]), pack_u64([2**64 - 1, 2]), False),
         b"a",
         ProtocolError,
         True,
     ),
     "a value too large": (
-        Put(Keys(["a"]), numbers([100 * KIB + 1]), False),
+        Put(Keys(["a"]), pack_u64([100 * KIB + 1]), False),
         bytes(100 * KIB + 1),
         ValueTooLarge,
         False,
     ),
     "a batch of too many bytes": (
-        Put(Keys(list("abcd")), numbers([90 * KIB] * 4), False),
+        Put(Keys(list("abcd")), pack_u64([90 * KIB] * 4), False),
         bytes(360 * KIB),
         ProtocolError,
         True,
     ),
     "a batch of too many keys": (
-        Put(Keys(list("abcdefghi")), numbers([1] * 9), False),
+        Put(Keys(list("abcdefghi")), pack_u64([1] * 9), False),
         bytes(9),
         LimitExceeded,
         False,
     ),
-    "a get of too many keys": (Get(Keys(list("abcdefghi")), numbers()), b"", LimitExceeded, False),
+    "a get of too many keys": (Get(Keys(list("abcdefghi")), pack_u64()), b"", LimitExceeded, False),
     "a question about too many keys": (Exists(Keys(list("abcdefghi"))), b"", LimitExceeded, False),
     "a deletion of too many keys": (Delete(Keys(list("abcdefghi"))), b"", LimitExceeded, False),
     "a match of too many keys": (MatchPrefix(Keys(list("abcdefghi"))), b"", LimitExceeded, False),
     "a check of too many keys": (Verify(Keys(list("abcdefghi"))), b"", LimitExceeded, False),
-    "a get with too few capacities": (Get(Keys(["a", "b"]), numbers([1])), b"", ProtocolError, True),
+    "a get with too few capacities": (Get(Keys(["a", "b"]), pack_u64([1])), b"", ProtocolError, True),
     "a hold that is too long": (MatchPrefix(Keys(["canary"]), hold_us=3600 * 10**6), b"", LimitExceeded, False),
     "a hold for ever": (MatchPrefix(Keys(["canary"]), hold_us=2**64 - 1), b"", LimitExceeded, False),
     "an eviction upside down": (Evict(0.9, 0.1), b"", InvalidRequest, False),
@@ -312,7 +323,7 @@ async def test_what_nobody_may_ask_for_is_refused_by_its_own_error(what: str) ->
 async def test_a_request_before_hello_is_refused() -> None:
     async with simulated_server() as server, watched(server):
         peer = Peer(await server.connect())
-        await peer.send_head(Get(Keys(["canary"]), numbers()))
+        await peer.send_head(Get(Keys(["canary"]), pack_u64()))
         assert isinstance(await next_refusal(peer), ProtocolError)
         assert await peer.is_closed()
         peer.close()
@@ -321,7 +332,7 @@ async def test_a_request_before_hello_is_refused() -> None:
 async def test_a_value_larger_than_the_pool_is_refused_and_the_connection_kept() -> None:
     async with simulated_server(make_config(prealloc_bytes=64 * KIB)) as server, watched(server):
         peer = await server.peer()
-        request = Put(Keys(["a"]), numbers([64 * KIB + 1]), checksums=False)
+        request = Put(Keys(["a"]), pack_u64([64 * KIB + 1]), checksums=False)
         assert isinstance(await refusal(peer, request, bytes(64 * KIB + 1)), ValueTooLarge)
         await put(peer, "b", b"small")
         peer.close()
@@ -331,10 +342,10 @@ async def test_a_refused_payload_is_read_to_its_end_only_if_that_is_short() -> N
     config = make_config(prealloc_bytes=MIB)
     async with simulated_server(config, capacity_bytes=4 * MIB) as server, watched(server):
         short, long = await server.peer(), await server.peer()
-        error = await refusal(short, Put(Keys(["a"]), numbers([16 * MIB]), False), bytes(16 * MIB))
+        error = await refusal(short, Put(Keys(["a"]), pack_u64([16 * MIB]), False), bytes(16 * MIB))
         assert isinstance(error, ValueTooLarge)
         await put(short, "b", b"small")
-        await long.send_head(Put(Keys(["a"]), numbers([16 * MIB + 1]), False), payload_bytes=16 * MIB + 1)
+        await long.send_head(Put(Keys(["a"]), pack_u64([16 * MIB + 1]), False), payload_bytes=16 * MIB + 1)
         assert isinstance(await next_refusal(long), ValueTooLarge)
         assert await long.is_closed()
         for peer in (short, long):
@@ -344,8 +355,8 @@ async def test_a_refused_payload_is_read_to_its_end_only_if_that_is_short() -> N
 async def test_a_put_of_no_blocks_is_answered() -> None:
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
-        assert await peer.ask(Put(Keys([]), numbers())) == PutReply(numbers())
-        assert await peer.ask(Get(Keys([]), numbers())) == GetReply(numbers(), numbers())
+        assert await peer.ask(Put(Keys([]), pack_u64())) == PutReply(pack_u64())
+        assert await peer.ask(Get(Keys([]), pack_u64())) == GetReply(pack_u64(), pack_u64())
         peer.close()
 
 
@@ -353,9 +364,9 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
         wanted: list[tuple[Request, bytes]] = [
-            (Put(Keys(["a"]), numbers([3]), checksums=False), b"abc"),
+            (Put(Keys(["a"]), pack_u64([3]), checksums=False), b"abc"),
             (Exists(Keys(["a", "b"])), b""),
-            (Put(Keys(["a", "a"]), numbers([1, 1]), checksums=False), b"xy"),
+            (Put(Keys(["a", "a"]), pack_u64([1, 1]), checksums=False), b"xy"),
             (MatchPrefix(Keys(["a", "b"])), b""),
             (ListKeys(prefix="a"), b""),
             (Delete(Keys(["a"])), b""),
@@ -370,11 +381,11 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         answers: list[object] = []
         for number, (request, _) in enumerate(wanted):
             try:
-                answers.append(await drive(peer.connection._read_reply(request, number), peer.stream))
+                answers.append(await peer.reply_to_half(request, number))
             except InvalidRequest as error:
                 answers.append(type(error))
         assert answers == [
-            PutReply(numbers()),
+            PutReply(pack_u64()),
             ExistsReply(b"\1\0"),
             InvalidRequest,
             MatchPrefixReply(1),
@@ -398,7 +409,8 @@ async def test_without_the_token_nobody_is_served(token: str, tmp_path_factory: 
         await friend.hello("right")
         await put(friend, "canary", CANARY)
         stranger = Peer(await server.connect())
-        with pytest.raises(AuthenticationFailed):
+        told = "the token given is wrong" if token else "wants a token, and none was given"
+        with pytest.raises(AuthenticationFailed, match=told):
             await stranger.hello(token)
         assert await stranger.is_closed()
         assert await get(friend, "canary") == CANARY
@@ -443,7 +455,7 @@ async def test_half_a_head_is_not_waited_for_for_ever(sent: int, autojump_clock:
 async def test_a_put_that_stops_gives_its_room_back(sent: int, autojump_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["slow"]), numbers([MIB]), checksums=False), payload_bytes=MIB)
+        await peer.send_head(Put(Keys(["slow"]), pack_u64([MIB]), checksums=False), payload_bytes=MIB)
         await peer.send(bytes(sent))
         await trio.testing.wait_all_tasks_blocked()
         assert server.core.statistics().reserved_bytes == MIB
@@ -460,7 +472,7 @@ async def test_a_put_that_stops_gives_its_room_back(sent: int, autojump_clock: t
 async def test_the_deadline_of_a_put_is_its_callers(autojump_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
-        put_head = Put(Keys(["slow"]), numbers([MIB]), checksums=False)
+        put_head = Put(Keys(["slow"]), pack_u64([MIB]), checksums=False)
         start = trio.current_time()
         await peer.send_head(put_head, payload_bytes=MIB, deadline_us=500_000)
         assert isinstance(await next_refusal(peer), DeadlineExceeded)
@@ -471,11 +483,11 @@ async def test_the_deadline_of_a_put_is_its_callers(autojump_clock: trio.testing
 async def test_a_put_that_dawdles_but_comes_keeps_its_connection(autojump_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["slow"]), numbers([4]), checksums=False), payload_bytes=4)
+        await peer.send_head(Put(Keys(["slow"]), pack_u64([4]), checksums=False), payload_bytes=4)
         for byte in b"slow":
             await trio.sleep(2)
             await peer.send(bytes([byte]))
-        assert isinstance(await peer.reply_to_half(Put(Keys([]), numbers())), PutReply)
+        assert isinstance(await peer.reply_to_half(Put(Keys([]), pack_u64())), PutReply)
         assert await get(peer, "slow") == b"slow"
         peer.close()
 
@@ -486,7 +498,7 @@ async def test_a_put_that_is_late_is_refused_and_the_next_request_served(
     """The rest of the late payload is thrown away, not taken for the next request."""
     async with simulated_server() as server, watched(server):
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["late"]), numbers([1000]), checksums=False), payload_bytes=1000)
+        await peer.send_head(Put(Keys(["late"]), pack_u64([1000]), checksums=False), payload_bytes=1000)
         await peer.send(bytes(400))
         await trio.sleep(11)
         assert server.core.statistics().reserved_bytes == 0
@@ -501,7 +513,7 @@ async def test_a_slow_reader_is_left_and_slows_nobody(autojump_clock: trio.testi
     async with simulated_server() as server, watched(server):
         slow = await server.peer()
         await put(slow, "large", bytes(2 * MIB))
-        await slow.send_head(Get(Keys(["large"]), numbers(), checksums=False))
+        await slow.send_head(Get(Keys(["large"]), pack_u64(), checksums=False))
         await trio.testing.wait_all_tasks_blocked()
         assert server.core.statistics().leases == 1
         other = await server.peer()
@@ -543,7 +555,7 @@ async def test_five_hundred_idle_connections_do_not_disturb() -> None:
             async with trio.open_nursery() as nursery:
                 for _ in range(50):
                     nursery.start_soon(connect)
-        assert server.server.statistics().connections_open == 501
+        assert server.server.telemetry.statistics().connections_open == 501
         await put(peers[0], "key", b"value")
         assert await get(peers[499], "key") == b"value"
         for peer in peers:
@@ -559,14 +571,62 @@ async def test_one_connection_too_many_is_told_so(kind: str) -> None:
         third = Peer(await server.connect())
         with pytest.raises(LimitExceeded, match="--max-connections"):
             await third.hello()
-        assert server.server.statistics().connections_refused == 1
+        assert server.server.telemetry.statistics().connections_refused == 1
         third.close()
         second.close()
         with trio.fail_after(20):
-            while server.server.statistics().connections_open > 1:
+            while server.server.telemetry.statistics().connections_open > 1:
                 await trio.lowlevel.checkpoint()
         fourth = await server.peer()
         assert await get(fourth, "canary") == CANARY
         for peer in (first, fourth):
             peer.close()
         await server.quiet()
+
+
+# Faults of ours
+
+
+async def test_a_fault_of_ours_where_a_connection_ends_ends_no_other_and_gives_nothing_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with simulated_server() as server:
+        keeper, peer = await server.peer(), await server.peer()
+        await put(keeper, "canary", CANARY)
+        close_client = server.core.close_client
+
+        def fail(client: Client) -> None:
+            raise RuntimeError("planned")
+
+        monkeypatch.setattr(server.core, "close_client", fail)
+        peer.close()
+        with trio.fail_after(20):
+            while server.server.telemetry.statistics().connections_open > 1:
+                await trio.lowlevel.checkpoint()
+        monkeypatch.setattr(server.core, "close_client", close_client)
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["internal error"]
+        assert server.core.statistics().quarantined_clients == 1
+        assert await get(keeper, "canary") == CANARY
+        assert await get(await server.peer(), "canary") == CANARY
+
+
+async def test_a_fault_of_ours_while_a_client_may_still_write_keeps_its_room_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with simulated_server() as server:
+        keeper, peer = await server.peer(), await server.peer()
+        await peer.send_head(Put(Keys(["k"]), pack_u64([KIB]), checksums=False), payload_bytes=KIB)
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.core.statistics().reserved_bytes
+
+        def fail(holdings: Holdings) -> None:
+            raise RuntimeError("planned")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Holdings, "revoke_tables", fail)
+            patched.setattr(server.core, "abort", lambda reservation: None)
+            peer.close()
+            await trio.testing.wait_all_tasks_blocked()
+        assert server.core.statistics().quarantined_bytes == KIB
+        await put(keeper, "canary", CANARY)
+        assert await get(keeper, "canary") == CANARY

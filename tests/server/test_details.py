@@ -1,7 +1,11 @@
-"""What an operator sees of a server: counts of its requests, its connections, its arenas, and which keys it holds."""
+"""What an operator sees of a server: counts of its requests, its connections, its
+arenas, and which keys it holds.
+"""
 
+import itertools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +17,12 @@ from infinistore import blocking, open_store
 from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.errors import InvalidRequest, LimitExceeded
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Get, Keys, MatchPrefix, Put
-from infinistore.server.details import ARENA_PARTS, MAX_PREFIXES, MAX_SAMPLE_KEYS, prefixes
-from infinistore.server.recorder import OK, Recorder
-from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics, ServerDetails
-from tests.server.running import KIB, POOL_BYTES, RunningServer, make_config, running_server
+from infinistore.server.statistics.details import ARENA_PARTS, MAX_PREFIXES, MAX_SAMPLE_KEYS, prefixes
+from infinistore.server.statistics.recorder import OK, Recorder
+from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics, PrefixStatistics, ServerDetails
+from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
 
 CHECKSUM_BYTES = 8
 
@@ -66,12 +70,12 @@ async def test_every_request_is_counted_by_kind_transport_and_outcome(tmp_path: 
 async def test_a_request_that_breaks_the_connection_is_counted_too() -> None:
     async with running_server() as server:
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["a"]), numbers([1000]), checksums=False), payload_bytes=1000)
+        await peer.send_head(Put(Keys(["a"]), pack_u64([1000]), checksums=False), payload_bytes=1000)
         peer.close()
         await server.quiet()
         found = outcomes(await details_of(server))
         assert found == {("put", "tcp", "StoreUnavailable"): (1, 1000)}
-        assert server.server.statistics().received_bytes == 1000
+        assert server.server.telemetry.statistics().received_bytes == 1000
 
 
 async def test_connections_are_shown_with_the_names_they_gave_themselves() -> None:
@@ -90,7 +94,7 @@ async def test_the_totals_of_a_server_include_connections_that_are_over() -> Non
             async with open_store(server.url) as store:
                 await store.put("a", bytes(92))
         await server.quiet()
-        statistics = server.server.statistics()
+        statistics = server.server.telemetry.statistics()
     assert (statistics.requests, statistics.received_bytes) == (3, 300)
 
 
@@ -143,14 +147,14 @@ def test_the_statistics_of_a_recorder_do_not_change_afterwards() -> None:
     assert before == [expected]
 
 
-def core_with(*keys: str) -> StoreCore:
-    """A store with a block of 10 bytes under each of these keys."""
+def core_with(*keys: str, sizes: Sequence[int] = (10,)) -> StoreCore:
+    """A store with a block under each of these keys, of these sizes in turn."""
     pool = Pool(create_allocator("bitmap", 64))
-    pool.add_arena(create_arena(0, 1024 * KIB))
+    pool.add_arena(create_arena(0, 4 * MIB))
     core = StoreCore(pool, clock=lambda: 0.0)
     client = core.open_client("test")
-    for key in keys:
-        core.commit(core.reserve(client, [10]), [key], None)
+    for key, size in zip(keys, itertools.cycle(sizes), strict=False):
+        core.commit(core.reserve(client, [size]), [key], None)
     return core
 
 
@@ -179,10 +183,40 @@ async def test_what_cannot_be_cut_shorter_is_left_out_beyond_the_largest() -> No
     assert found["0/"] == (2, 20)
 
 
-async def test_a_large_store_is_estimated_from_its_coldest_and_its_warmest_keys() -> None:
-    count = 3 * MAX_SAMPLE_KEYS
-    found = await found_prefixes(*(f"{'old' if i < count // 2 else 'new'}/{i}" for i in range(count)))
-    assert found == {"old/": (count // 2, 5 * count), "new/": (count // 2, 5 * count)}
+@pytest.mark.parametrize("count", [2 * MAX_SAMPLE_KEYS, 10 * MAX_SAMPLE_KEYS])
+async def test_a_large_store_is_estimated_and_the_error_is_told(count: int) -> None:
+    """A few prefixes hold the coldest and the warmest keys, and nearly nothing else
+    does.
+    """
+    names = ["cold"] * 640 + ["most"] * (count - 1280) + ["warm"] * 640
+    core = core_with(*(f"{name}/{i}" for i, name in enumerate(names)))
+    found = {one.prefix: one for one in await prefixes(core)}
+    core.pool.close()
+
+    for name, one in found.items():
+        assert abs(one.keys - names.count(name[:-1])) <= 2 * one.keys_error
+        assert one.payload_bytes == pytest.approx(10 * one.keys, abs=10)
+        assert one.payload_error_bytes == pytest.approx(10 * one.keys_error, abs=10)
+    assert set(found) == {"cold/", "most/", "warm/"}
+    assert 0 < found["cold/"].keys_error < 600
+    assert 0 < found["most/"].keys_error < 600
+
+
+async def test_a_store_that_is_looked_at_whole_has_no_error() -> None:
+    core = core_with(*(f"some/{i}" for i in range(MAX_SAMPLE_KEYS)))
+    assert await prefixes(core) == [PrefixStatistics("some/", MAX_SAMPLE_KEYS, 10 * MAX_SAMPLE_KEYS, 0, 0)]
+    core.pool.close()
+
+
+async def test_the_error_of_bytes_is_larger_than_that_of_keys_where_sizes_differ() -> None:
+    count = 2 * MAX_SAMPLE_KEYS
+    core = core_with(*map(str, range(count)), sizes=[10, 10, 10, 10, 10, 10, 10, 1000])
+    (one,) = await prefixes(core)
+    core.pool.close()
+
+    assert one.keys == count
+    assert abs(one.payload_bytes - count * 1070 // 8) <= 2 * one.payload_error_bytes
+    assert one.payload_error_bytes / one.payload_bytes > 2 * one.keys_error / one.keys > 0
 
 
 @given(st.lists(st.text("ab/:", min_size=1, max_size=12), unique=True, max_size=200))
@@ -204,7 +238,7 @@ async def test_the_log_names_no_keys_above_debug(caplog: pytest.LogCaptureFixtur
     size = 20 * 1024 * KIB  # more than the server would drop to keep the connection
     async with running_server() as server:
         peer = await server.peer()
-        twice = Put(Keys(["secret", "secret"]), numbers([size, size]), checksums=False)
+        twice = Put(Keys(["secret", "secret"]), pack_u64([size, size]), checksums=False)
         await peer.send_head(twice, payload_bytes=2 * size)
         with pytest.raises(InvalidRequest, match="secret"):
             await peer.reply_to_half(twice)
@@ -221,6 +255,6 @@ async def test_the_log_names_no_keys_above_debug(caplog: pytest.LogCaptureFixtur
 def test_a_sample_has_every_key_once_when_it_can() -> None:
     core = core_with("a", "b", "c")
     assert Counter(core.sample(3)) == Counter({("a", 10): 1, ("b", 10): 1, ("c", 10): 1})
-    assert core.sample(2) == [("a", 10), ("c", 10)]
+    assert len(set(core.sample(2)) & {("a", 10), ("b", 10), ("c", 10)}) == 2
     assert core.sample(1) == [("a", 10)]
     core.pool.close()

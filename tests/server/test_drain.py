@@ -1,21 +1,25 @@
-"""How a server ends: requests under way finish, idle connections close, and nobody keeps it for ever."""
+"""How a server ends: requests under way finish, idle connections close, and nobody
+keeps it for ever.
+"""
 
 import signal
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import numbers
-from infinistore.protocol.messages import Get, GetReply, Keys, Put, PutReply, Statistics
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.messages import Get, GetReply, Keys, Lease, Put, PutReply, Release, Reserve, Statistics
 from infinistore.server import serve
-from infinistore.transports.sockets import connect_tcp
+from infinistore.transports.base import drive
+from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
 from tests.server.running import KIB, MIB, Peer, make_config, running_server, simulated_server
 
-SLOW = Put(Keys(["slow"]), numbers([1000]), checksums=False)
+SLOW = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
 
 
 async def test_idle_connections_are_closed_at_once() -> None:
@@ -53,13 +57,13 @@ async def test_a_get_under_way_is_finished() -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         value = bytes(range(256)) * 8 * KIB
-        await peer.ask(Put(Keys(["large"]), numbers([len(value)]), checksums=False), value)
-        await peer.send_head(Get(Keys(["large"]), numbers(), checksums=False))
+        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
+        await peer.send_head(Get(Keys(["large"]), pack_u64(), checksums=False))
         await trio.testing.wait_all_tasks_blocked()
         server.server.drain()
         await trio.testing.wait_all_tasks_blocked()
         assert not server.finished.is_set()
-        assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), numbers())), GetReply)
+        assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), pack_u64())), GetReply)
         assert await peer.payload() == value
         with trio.fail_after(20):
             await server.finished.wait()
@@ -95,6 +99,41 @@ async def test_nobody_gets_in_while_the_server_drains(autojump_clock: trio.testi
             await server.finished.wait()
 
 
+@pytest.mark.parametrize("held", ["spare room", "room", "a lease", "a lease, in quarantine"])
+async def test_a_client_that_holds_something_and_says_nothing_does_not_keep_the_server(
+    held: str, tmp_path: Path
+) -> None:
+    """But as long as anything is under way nobody gets its room, where it may still
+    write.
+    """
+    config = make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=3600)
+    with trio.fail_after(20):
+        async with running_server(config) as server:
+            silent, busy = Peer(await connect_unix(str(server.unix_path))), await server.peer()
+            await silent.hello()
+            await busy.ask(Put(Keys(["key"]), pack_u64([KIB]), checksums=False), bytes(KIB))
+            if "lease" in held:
+                await silent.ask(Lease(Keys(["key"]), pack_u64()))
+            else:
+                await silent.ask(Reserve(pack_u64([KIB]), spare=held == "spare room"))
+            if "quarantine" in held:
+                await drive(silent.connection.notify(Release(12345)), silent.stream)
+                while not server.core.statistics().quarantined_bytes:
+                    await trio.lowlevel.checkpoint()
+            await busy.send_head(SLOW, payload_bytes=1000)
+            await trio.testing.wait_all_tasks_blocked()
+            server.server.drain()
+            await trio.testing.wait_all_tasks_blocked()
+            assert server.core.statistics().quarantined_bytes == KIB
+            assert not server.ended
+            await busy.send(bytes(1000))
+            assert isinstance(await busy.reply_to_half(SLOW), PutReply)
+            while not server.ended:
+                await trio.lowlevel.checkpoint()
+            silent.close()
+            busy.close()
+
+
 @pytest.mark.parametrize("steps", range(8))
 @pytest.mark.parametrize("kind", ["sockets", "memory"])
 async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(steps: int, kind: str) -> None:
@@ -106,7 +145,7 @@ async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(
             await trio.lowlevel.checkpoint()
         server.server.drain()
         with trio.fail_after(20):
-            while server.server.statistics().connections_open or server.core.statistics().clients:
+            while server.server.telemetry.statistics().connections_open or server.core.statistics().clients:
                 await trio.lowlevel.checkpoint()
             with suppress(StoreUnavailable):
                 assert await peer.is_closed()
@@ -155,7 +194,7 @@ async def test_a_second_signal_does_not_wait_for_requests_under_way() -> None:
             addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
             peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
             await peer.hello()
-            await peer.send_head(Put(Keys(["slow"]), numbers([MIB]), checksums=False), payload_bytes=MIB)
+            await peer.send_head(Put(Keys(["slow"]), pack_u64([MIB]), checksums=False), payload_bytes=MIB)
             await trio.testing.wait_all_tasks_blocked()
             signal.raise_signal(signal.SIGTERM)
             await trio.testing.wait_all_tasks_blocked()

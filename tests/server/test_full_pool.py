@@ -9,9 +9,9 @@ import trio
 import trio.testing
 
 from infinistore.core import Arena, create_arena
-from infinistore.core.memory import MemoryLimit
 from infinistore.errors import DeadlineExceeded, LimitExceeded, OutOfMemory, ValueTooLarge
-from infinistore.protocol.codec import numbers
+from infinistore.machine_memory import MemoryLimit
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     CountReply,
     Evict,
@@ -25,7 +25,7 @@ from infinistore.protocol.messages import (
     PutReply,
     ReleaseHold,
 )
-from infinistore.server import service
+from infinistore.server.environment import Environment
 from tests.server.running import KIB, Peer, make_config, simulated_server
 
 POOL = 64 * KIB
@@ -33,7 +33,7 @@ POOL = 64 * KIB
 
 async def put(peer: Peer, key: str, size: int = 4 * KIB) -> None:
     value = (key.encode() * size)[:size]
-    assert isinstance(await peer.ask(Put(Keys([key]), numbers([size]), checksums=False), value), PutReply)
+    assert isinstance(await peer.ask(Put(Keys([key]), pack_u64([size]), checksums=False), value), PutReply)
 
 
 async def present(peer: Peer, keys: list[str]) -> list[str]:
@@ -48,7 +48,7 @@ async def test_a_full_pool_loses_what_was_not_used_for_longest() -> None:
         keys = [f"key {number}" for number in range(12)]
         for key in keys:
             await put(peer, key)
-        await peer.ask(Get(Keys(keys[:2]), numbers(), checksums=False))  # recently used from now on
+        await peer.ask(Get(Keys(keys[:2]), pack_u64(), checksums=False))  # recently used from now on
         await peer.payload()
         for number in range(8):
             await put(peer, f"new {number}")
@@ -65,9 +65,9 @@ async def test_nothing_is_evicted_for_a_batch_that_cannot_fit() -> None:
         peer = await server.peer()
         await put(peer, "stays")
         with pytest.raises(OutOfMemory):
-            await peer.ask(Put(Keys(["a", "b"]), numbers([40 * KIB] * 2), checksums=False), bytes(80 * KIB))
+            await peer.ask(Put(Keys(["a", "b"]), pack_u64([40 * KIB] * 2), checksums=False), bytes(80 * KIB))
         with pytest.raises(ValueTooLarge):
-            await peer.ask(Put(Keys(["a"]), numbers([65 * KIB]), checksums=False), bytes(65 * KIB))
+            await peer.ask(Put(Keys(["a"]), pack_u64([65 * KIB]), checksums=False), bytes(65 * KIB))
         assert await present(peer, ["stays", "a", "b"]) == ["stays"]
         peer.close()
         await server.quiet()
@@ -89,7 +89,7 @@ async def test_what_is_held_is_not_evicted_and_what_does_not_fit_beside_it_is_re
             await put(peer, f"other {number}")
         assert await present(peer, held) == held
         with pytest.raises(OutOfMemory, match="pinned"):
-            await peer.ask(Put(Keys(["a"]), numbers([49 * KIB]), checksums=False), bytes(49 * KIB))
+            await peer.ask(Put(Keys(["a"]), pack_u64([49 * KIB]), checksums=False), bytes(49 * KIB))
         assert await peer.ask(ReleaseHold(match.hold)) == CountReply(1)
         await put(peer, "a", 60 * KIB)
         peer.close()
@@ -102,7 +102,7 @@ async def test_a_hold_ends_by_itself(autojump_clock: trio.testing.MockClock) -> 
         await put(peer, "held", 16 * KIB)
         await peer.ask(MatchPrefix(Keys(["held"]), hold_us=5_000_000))
         with pytest.raises(OutOfMemory):
-            await peer.ask(Put(Keys(["a"]), numbers([60 * KIB]), checksums=False), bytes(60 * KIB))
+            await peer.ask(Put(Keys(["a"]), pack_u64([60 * KIB]), checksums=False), bytes(60 * KIB))
         await trio.sleep(5)
         await put(peer, "a", 60 * KIB)
         peer.close()
@@ -195,7 +195,7 @@ async def test_a_put_that_does_not_fit_waits_until_the_pool_has_grown() -> None:
         assert server.core.pool.capacity_bytes > POOL
         assert server.core.pool.capacity_bytes <= 4 * POOL
         for key in ("a", "b"):
-            await peer.ask(Get(Keys([key]), numbers(), checksums=False))
+            await peer.ask(Get(Keys([key]), pack_u64(), checksums=False))
             assert len(await peer.payload()) == {"a": 40 * KIB, "b": 120 * KIB}[key]
         peer.close()
         await server.quiet()
@@ -209,7 +209,7 @@ async def test_a_full_pool_grows_while_it_serves_and_never_beyond_its_bound() ->
             await trio.testing.wait_all_tasks_blocked()
             assert server.core.pool.capacity_bytes <= 4 * POOL
         with trio.fail_after(20):
-            while server.core.growable_bytes:
+            while server.core.growth.growable_bytes:
                 number += 1
                 await put(peer, f"key {number}")
         assert server.core.pool.capacity_bytes == 4 * POOL
@@ -243,18 +243,15 @@ REFUSALS: dict[str, Callable[[], Exception]] = {
 
 
 @pytest.mark.parametrize("why", REFUSALS)
-async def test_a_machine_without_memory_refuses_the_put_and_the_server_lives(
-    why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_machine_without_memory_refuses_the_put_and_the_server_lives(why: str) -> None:
     tried = 0
 
-    def refuse(config: Any, index: int, length: int) -> Arena:
+    def refuse(index: int, length: int, **options: Any) -> Arena:
         nonlocal tried
         tried += 1
         raise REFUSALS[why]()
 
-    monkeypatch.setattr(service, "_make_arena", refuse)
-    async with simulated_server(growing()) as server:
+    async with simulated_server(growing(), environment=Environment(create_arena=refuse)) as server:
         peer = await server.peer()
         await put(peer, "a", 40 * KIB)
         with pytest.raises(OutOfMemory):
@@ -269,22 +266,17 @@ async def test_a_machine_without_memory_refuses_the_put_and_the_server_lives(
         await server.quiet()
 
 
-async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(autojump_clock: trio.testing.MockClock) -> None:
     never = trio.Event()
 
-    class Slow:
-        @staticmethod
-        async def run_sync(function: Callable[..., Arena], *arguments: Any) -> Arena:
-            await never.wait()
-            return function(*arguments)
+    async def run_slowly(function: Callable[..., Arena], *arguments: Any) -> Arena:
+        await never.wait()
+        return function(*arguments)
 
-    async with simulated_server(growing()) as server:
-        monkeypatch.setattr(trio, "to_thread", Slow)
+    async with simulated_server(growing(), environment=Environment(run_in_thread=run_slowly)) as server:
         peer = await server.peer()
         start = trio.current_time()
-        request = Put(Keys(["a"]), numbers([100 * KIB]), checksums=False)
+        request = Put(Keys(["a"]), pack_u64([100 * KIB]), checksums=False)
         with pytest.raises((OutOfMemory, DeadlineExceeded)):
             await peer.ask(request, bytes(100 * KIB), deadline_us=2_000_000)
         assert trio.current_time() - start <= 3
@@ -296,10 +288,10 @@ async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(
         await server.quiet()
 
 
-async def test_without_a_bound_the_pool_grows_by_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "available_memory", lambda: MemoryLimit(POOL, "this test"))
-    async with simulated_server(make_config(prealloc_bytes=POOL, auto_increase=True)) as server:
-        assert server.core.growable_bytes == POOL
+async def test_without_a_bound_the_pool_grows_by_what_the_machine_has() -> None:
+    machine = Environment(available_memory=lambda: MemoryLimit(POOL, "this test"))
+    async with simulated_server(make_config(prealloc_bytes=POOL, auto_increase=True), environment=machine) as server:
+        assert server.core.growth.growable_bytes == POOL
         peer = await server.peer()
         for number in range(40):
             await put(peer, f"key {number}")
@@ -316,7 +308,7 @@ async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatc
             await put(peer, f"key {number}")
             await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(20):
-            while server.core.growable_bytes and len(server.core.pool.arenas) == 1:
+            while server.core.growth.growable_bytes and len(server.core.pool.arenas) == 1:
                 await trio.lowlevel.checkpoint()
         assert sum(arena.length for arena in server.core.pool.arenas) <= POOL + 5000
         peer.close()

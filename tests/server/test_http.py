@@ -1,20 +1,24 @@
-"""The HTTP server under the management API: whatever comes is answered, or ends one connection."""
+"""The HTTP server under the management API: whatever comes is answered, or ends one
+connection.
+"""
 
 import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import attrs
 import h11
 import pytest
 import trio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinistore.server.http import Application, HttpLimits, serve_connection, serve_http
-from infinistore.transports.sockets import connect_tcp, listen_tcp
+from infinistore.errors import StoreUnavailable
+from infinistore.server.management.http import Application, ConnectionSlots, HttpLimits, serve_connection, serve_http
+from infinistore.transports.sockets.trio_streams import connect_tcp, listen_tcp
 from tests.server.http_client import Answer, ask, ask_over, read_answer
 from tests.transports.memory_network import Chunks, MemoryStream, random_chunks, stream_pair, whole
 
@@ -46,10 +50,12 @@ async def echo(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any
 async def connected(
     application: Application = echo, chunks: Chunks = whole, limits: HttpLimits = LIMITS
 ) -> AsyncIterator[MemoryStream]:
-    """A client's stream to a served connection; the server must be done when it is closed."""
+    """A client's stream to a served connection; the server must be done when it is
+    closed.
+    """
     ours, theirs = stream_pair(chunks)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve_connection, application, theirs, limits)
+        nursery.start_soon(serve_connection, application, theirs, ConnectionSlots(limits))
         yield ours
         ours.close()
 
@@ -256,6 +262,7 @@ async def test_a_fault_in_the_application_is_logged_and_answered_without_details
 async def serving(limits: HttpLimits = LIMITS) -> AsyncIterator[tuple[str, int]]:
     listeners = listen_tcp("127.0.0.1", 0)
     async with trio.open_nursery() as nursery:
+        limits = attrs.evolve(limits, probes=frozenset(["/probe"]))
         nursery.start_soon(serve_http, echo, listeners, limits)
         yield listeners[0].getsockname()[:2]
         nursery.cancel_scope.cancel()
@@ -273,24 +280,58 @@ async def test_a_broken_connection_ends_nothing_else() -> None:
         assert (await ask(address, "GET", "/")).status == 200
 
 
-async def test_connections_over_the_limit_wait_for_their_turn() -> None:
-    async with serving() as address:
+HALF = [b"", b"G", b"GET / HTTP/1.1\r\nHost: t\r\n", b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\nhalf"]
+
+
+@pytest.mark.parametrize("said", HALF, ids=["nothing", "a byte", "half a head", "half a body"])
+async def test_nobody_waits_for_connections_that_ask_for_nothing(said: bytes) -> None:
+    async with serving(HttpLimits(connections=3)) as address:
+        silent = [await connect_tcp(*address) for _ in range(10)]
+        for stream in silent:
+            with suppress(StoreUnavailable):
+                await stream.send_all([memoryview(said)])
+        start = trio.current_time()
+        assert (await ask(address, "GET", "/")).status == 200
+        assert trio.current_time() - start < 5
+        for stream in silent:
+            stream.close()
+
+
+async def test_the_connection_whose_client_was_silent_for_the_longest_goes() -> None:
+    async with serving(HttpLimits(connections=3)) as address:
         first, second, third = [await connect_tcp(*address) for _ in range(3)]
-        assert (await ask_over(first, "GET", "/1")).status == 200
-        assert (await ask_over(second, "GET", "/2")).status == 200
-        async with trio.open_nursery() as nursery:
-            answers: list[Answer] = []
+        for stream in (first, second, third, first):
+            assert (await ask_over(stream, "GET", "/")).status == 200
+        fourth = await connect_tcp(*address)
+        assert (await ask_over(fourth, "GET", "/")).status == 200
+        assert await second.receive_into([memoryview(bytearray(1))]) == 0
+        for stream in (third, first, fourth):
+            assert (await ask_over(stream, "GET", "/")).status == 200
+        for stream in (first, second, third, fourth):
+            stream.close()
 
-            async def wait() -> None:
-                answers.append(await ask_over(third, "GET", "/3"))
 
-            nursery.start_soon(wait)
-            assert (await ask_over(second, "GET", "/4")).status == 200
-            assert answers == []
-            first.close()
-        assert answers[0].json["path"] == "/3"
-        second.close()
-        third.close()
+async def test_a_connection_that_is_being_answered_is_not_closed_for_another() -> None:
+    async with serving(HttpLimits(connections=2, requests=1)) as address, trio.open_nursery() as nursery:
+        asked = await connect_tcp(*address)
+        nursery.start_soon(ask_over, asked, "GET", "/slow")
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(10):
+            assert (await ask(address, "GET", "/probe")).status == 200
+        assert not asked.is_stale()
+        nursery.cancel_scope.cancel()
+        asked.close()
+
+
+async def test_a_probe_is_answered_whatever_else_is_being_asked() -> None:
+    async with serving(HttpLimits(requests=2)) as address, trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(ask, address, "GET", "/slow")
+        await trio.testing.wait_all_tasks_blocked()
+        assert (await ask(address, "GET", "/probe")).status == 200
+        refused = await ask(address, "GET", "/probes")
+        assert (refused.status, "2 requests are being answered" in refused.json["error"]) == (503, True)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_stopped_server_does_not_wait_for_its_clients() -> None:

@@ -1,16 +1,19 @@
 """Where a server listens, and who may already be there."""
 
+import os
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from infinistore.errors import ConfigError, OutOfMemory
-from infinistore.protocol.messages import Statistics, StatisticsReply
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.messages import Keys, Put, PutReply, Statistics, StatisticsReply
 from infinistore.server import serve
-from infinistore.transports.sockets import connect_tcp, connect_unix
+from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
 from tests.server.running import KIB, Peer, make_config, running_server
 
 
@@ -99,6 +102,151 @@ async def test_the_socket_of_a_live_server_is_left_alone(tmp_path: Path) -> None
         await peer.hello()
         peer.close()
         await server.quiet()
+
+
+async def test_a_draining_server_gives_its_socket_up_at_once_and_leaves_that_of_its_successor_alone(
+    tmp_path: Path,
+) -> None:
+    config = make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=3600)
+    slow = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
+    with trio.fail_after(20):
+        async with running_server(config) as old:
+            busy = await old.peer()
+            await busy.send_head(slow, payload_bytes=1000)
+            await trio.testing.wait_all_tasks_blocked()
+            old.server.drain()
+            while old.unix_path.exists():
+                await trio.lowlevel.checkpoint()
+            async with running_server(config) as new:
+                await busy.send(bytes(1000))
+                assert isinstance(await busy.reply_to_half(slow), PutReply)
+                busy.close()
+                while not old.ended:
+                    await trio.lowlevel.checkpoint()
+                await trio.testing.wait_all_tasks_blocked()
+                peer = Peer(await connect_unix(str(new.unix_path)))
+                await peer.hello()
+                peer.close()
+                await new.quiet()
+            assert not new.unix_path.exists()
+
+
+async def test_a_server_that_ends_removes_no_socket_but_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+        async with running_server(make_config(unix_socket=str(path))):
+            path.unlink()
+            other.bind(str(path))
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize(("access", "modes"), [("group", (0o750, 0o660)), ("all", (0o755, 0o666))])
+async def test_others_may_open_the_unix_socket_where_they_are_let(
+    access: str, modes: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "folder" / "socket"
+    async with running_server(make_config(unix_socket=str(path), unix_socket_access=access)):
+        assert (mode(path.parent), mode(path)) == modes
+
+
+OTHER_USER = 4321
+
+
+def make_insecure(folder: Path, how: str) -> None:
+    """Make a folder that another user can change, or lead elsewhere."""
+    if how.startswith("another user") and os.getuid():
+        pytest.skip("only root can give files away")
+    if how == "everybody's":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif how == "in everybody's":
+        folder.parent.chmod(0o777)
+        folder.mkdir(0o700)
+    elif how == "to be made in everybody's":
+        folder.parent.chmod(0o777)
+    elif how == "another user's":
+        folder.mkdir()
+        os.chown(folder, OTHER_USER, -1)
+    elif how == "in another user's":
+        folder.mkdir()
+        os.chown(folder.parent, OTHER_USER, -1)
+    elif how == "another user's link":
+        (folder.parent / "elsewhere").mkdir(0o700)
+        folder.symlink_to("elsewhere")
+        os.chown(folder, OTHER_USER, -1, follow_symlinks=False)
+    else:
+        assert how == "a link to everybody's"
+        (folder.parent / "elsewhere").mkdir()
+        (folder.parent / "elsewhere").chmod(0o777)
+        folder.symlink_to("elsewhere")
+
+
+INSECURE = ["everybody's", "in everybody's", "to be made in everybody's", "another user's", "in another user's"]
+INSECURE += ["another user's link", "a link to everybody's"]
+
+
+@pytest.mark.parametrize("how", INSECURE)
+async def test_a_folder_in_which_another_user_could_put_a_socket_is_refused(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "parent" / "folder"
+    folder.parent.mkdir()
+    make_insecure(folder, how)
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="--unix-socket: .*choose a path")):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, make_config(unix_socket=str(folder / "socket")))
+    assert not (folder / "socket").exists()
+
+
+@pytest.mark.parametrize("how", [*INSECURE, "readable", "a link", "a file"])
+async def test_by_default_a_folder_that_is_not_private_blocks_no_start(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run" / "infinistore"
+    folder.parent.mkdir()
+    if how == "readable":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif how == "a link":
+        (tmp_path / "elsewhere").mkdir(0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif how == "a file":
+        folder.touch()
+    else:
+        make_insecure(folder, how)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+    async with running_server(make_config(unix_socket="auto")) as server:
+        assert folder not in server.unix_path.parents
+        assert (mode(server.unix_path.parent), mode(server.unix_path)) == (0o700, 0o600)
+        peer = Peer(await connect_unix(str(server.unix_path)))
+        assert (await peer.hello()).unix_socket == str(server.unix_path)
+        peer.close()
+        await server.quiet()
+    assert not server.unix_path.parent.exists()
+    assert "the folder of the Unix socket is not private" in caplog.text
+
+
+async def test_by_default_a_private_folder_is_made_and_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for _ in range(2):
+        async with running_server(make_config(unix_socket="auto")) as server:
+            assert server.unix_path.parent == tmp_path / "infinistore"
+            assert mode(server.unix_path.parent) == 0o700
+    assert "not private" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["a link", "sticky", "for all, and everybody's"])
+async def test_a_folder_that_only_this_user_and_root_can_lead_elsewhere_is_taken(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    if how == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to("elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o1777 if how == "sticky" else 0o777)
+    access = "all" if how.startswith("for all") else "user"
+    async with running_server(make_config(unix_socket=str(folder / "s"), unix_socket_access=access)) as server:
+        assert server.unix_path.exists()
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link"])

@@ -1,8 +1,11 @@
-"""The management API of a running server, over real sockets: what it tells, what it does, and who may ask for it."""
+"""The management API of a running server, over real sockets: what it tells, what it
+does, and who may ask for it.
+"""
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,14 +18,21 @@ from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from infinistore import open_store
+from infinistore.config import ServerConfig
 from infinistore.core import Arena, create_arena
+from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError, OutOfMemory
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, Put
-from infinistore.server import ServerAddresses, serve, service
-from infinistore.server.selftest import SELFTEST_PREFIX, check_transports
+from infinistore.server import serve
+from infinistore.server.composition import run_server
+from infinistore.server.environment import Environment
+from infinistore.server.listeners import Listeners, open_listeners
+from infinistore.server.management.selftest import SELFTEST_PREFIX, check_transports
+from tests.disk_io.faulty_runner import Fail, Rot
 from tests.server.http_client import Answer, ask
-from tests.server.running import KIB, POOL_BYTES, RunningServer, make_config, running_server
+from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
+from tests.server.test_disk_faults import Faults
 
 TOKEN = "a secret \N{SNOWMAN}"
 
@@ -64,35 +74,33 @@ async def test_a_server_is_healthy_but_not_ready_while_its_pool_is_made() -> Non
         may_go_on.wait()
         return create_arena(index, length, **options)
 
-    def listening(found: tuple[Any, Any, ServerAddresses]) -> tuple[Any, Any, ServerAddresses]:
-        addresses.extend(found[2].management)
+    def listening(config: ServerConfig, resources: ExitStack) -> Listeners:
+        found = open_listeners(config, resources)
+        addresses.extend(found.addresses.management)
         return found
 
-    real_listen = service._listen
-    with (
-        mock.patch.object(service, "create_arena", slow_arena),
-        mock.patch.object(service, "_listen", lambda *arguments: listening(real_listen(*arguments))),
-    ):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config())
-            await waiting.wait()
-            try:
-                assert (await ask(addresses[0], "GET", "/healthz")).status == 200
-                answer = await ask(addresses[0], "GET", "/readyz")
-                assert (answer.status, answer.json) == (503, {"state": "starting"})
-                for path in ("/stats", "/metrics", "/kvmap_len", "/selftest", "/clients"):
-                    answer = await ask(addresses[0], "GET", path)
-                    assert (answer.status, "starting" in answer.json["error"]) == (503, True)
-                assert (await ask(addresses[0], "POST", "/purge")).status == 503
-            finally:
-                may_go_on.set()
-            nursery.cancel_scope.cancel()
+    environment = Environment(open_listeners=listening, create_arena=slow_arena)
+    async with trio.open_nursery() as nursery:
+        run = partial(run_server, make_config(), environment=environment, on_listening=lambda server: None)
+        nursery.start_soon(run)
+        await waiting.wait()
+        try:
+            assert (await ask(addresses[0], "GET", "/healthz")).status == 200
+            answer = await ask(addresses[0], "GET", "/readyz")
+            assert (answer.status, answer.json) == (503, {"state": "starting"})
+            for path in ("/stats", "/metrics", "/kvmap_len", "/selftest", "/clients"):
+                answer = await ask(addresses[0], "GET", path)
+                assert (answer.status, "starting" in answer.json["error"]) == (503, True)
+            assert (await ask(addresses[0], "POST", "/purge")).status == 503
+        finally:
+            may_go_on.set()
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:
     async with running_server() as server:
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["a"]), numbers([1000]), checksums=False), payload_bytes=1000)
+        await peer.send_head(Put(Keys(["a"]), pack_u64([1000]), checksums=False), payload_bytes=1000)
         while not server.core.statistics().reservations:  # until then, the session would end at once
             await trio.lowlevel.checkpoint()
         server.server.drain()
@@ -121,7 +129,7 @@ async def test_statistics_are_those_of_the_clients() -> None:
         clients = (await get(server, "/clients")).json["clients"]
         assert (await get(server, "/stats?details=perhaps")).status == 400
     assert (plain["store"]["keys"], plain["server"]["requests"]) == (1, 1)
-    assert "details" not in plain
+    assert set(plain) == {"server", "store"}
     assert [one["kind"] for one in detailed["details"]["operations"]] == ["put"]
     assert [(one["name"], one["requests"], one["received_bytes"]) for one in clients] == [("me", 1, 108)]
 
@@ -202,7 +210,7 @@ async def test_the_self_test_goes_over_every_transport_and_leaves_nothing(tmp_pa
         ]
         assert answer.status == 200
         assert (await get(server, "/kvmap_len")).json == {"len": 0}
-        puts = [one.transport for one in server.server.operations() if one.kind == "put"]
+        puts = [one.transport for one in server.server.telemetry.operations() if one.kind == "put"]
         assert puts == ["tcp", "unix"]
 
 
@@ -246,6 +254,44 @@ async def test_the_self_test_finds_bytes_that_are_not_what_was_written() -> None
         assert server.core.keys(prefix=SELFTEST_PREFIX) == []
 
 
+async def test_the_self_test_reads_a_block_back_from_disk(tmp_path: Path) -> None:
+    config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
+    async with running_server(config) as server, open_store(server.url) as store:
+        await store.put("mine", b"1")
+        answer = await get(server, "/selftest")
+        assert (answer.status, answer.json["status"]) == (200, "ok")
+        assert (answer.json["disks"]["ok"], answer.json["disks"]["error"]) == (True, "")
+        stats = await store.stats()
+        assert stats.disk is not None
+        assert (stats.disk.promoted_blocks, stats.store.evicted.manual) == (1, 1)
+        assert await store.keys(SELFTEST_PREFIX) == []
+        assert await store.get("mine") == b"1"
+
+
+async def test_the_self_test_says_when_no_disk_can_be_written(tmp_path: Path) -> None:
+    faults = Faults(writes=Fail())
+    config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
+    async with running_server(config, Environment(open_disks=faults.open_disks)) as server:
+        answer = await get(server, "/selftest")
+        assert (answer.status, answer.json["status"]) == (503, "failed")
+        assert [one["ok"] for one in answer.json["transports"]] == [True]
+        assert answer.json["disks"]["error"].startswith("StoreUnavailable: no disk could be written; see")
+        assert server.core.keys(prefix=SELFTEST_PREFIX) == []
+
+
+async def test_the_self_test_finds_blocks_that_do_not_come_back_from_disk(tmp_path: Path) -> None:
+    faults = Faults(reads=Rot())
+    config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
+    async with running_server(config, Environment(open_disks=faults.open_disks)) as server:
+        answer = await get(server, "/selftest")
+        assert answer.json["disks"]["error"] == "ChecksumMismatch: wrote 4096 bytes, and read nothing"
+
+
+async def test_the_self_test_of_a_server_without_disks_does_not_name_them() -> None:
+    async with running_server() as server:
+        assert set((await get(server, "/selftest")).json) == {"status", "transports"}
+
+
 async def test_one_self_test_at_a_time() -> None:
     async with running_server() as server:
         answers: list[Answer] = []
@@ -282,6 +328,8 @@ async def test_without_the_token_nothing_is_changed(token_file: Path, header: st
                 assert answer.status == 401
                 assert answer.headers["www-authenticate"] == 'Bearer realm="infinistore"'
                 assert "Authorization: Bearer" in answer.json["error"]
+                says_wrong = answer.json["error"].startswith("the token given is wrong")
+                assert says_wrong == bool(header and " " in header)
             assert await store.exists("a")
         assert (await get(server, "/metrics")).status == 200
 
@@ -331,14 +379,14 @@ async def test_a_pool_without_memory_is_one_error_though_management_runs_already
 
 
 @contextmanager
-def server_in_a_thread(token_file: Path) -> Iterator[str]:
+def server_in_a_thread(token_file: Path, **more: Any) -> Iterator[str]:
     """A server for clients that block: gives the URL of its management API."""
     started = threading.Event()
     found: list[Any] = []
 
     async def main() -> None:
         async with (
-            running_server(make_config(token_file=token_file)) as server,
+            running_server(make_config(token_file=token_file, **more)) as server,
             open_store(server.url, token=TOKEN) as store,
         ):
             await store.put("a", b"1")
@@ -357,7 +405,8 @@ def server_in_a_thread(token_file: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_the_api_is_what_its_openapi_document_says(token_file: Path) -> None:
+@pytest.mark.parametrize("has_disks", [False, True], ids=["memory", "disks"])
+def test_the_api_is_what_its_openapi_document_says(token_file: Path, tmp_path: Path, has_disks: bool) -> None:
     examples = settings(
         max_examples=15,
         deadline=None,
@@ -366,7 +415,8 @@ def test_the_api_is_what_its_openapi_document_says(token_file: Path) -> None:
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    with server_in_a_thread(token_file) as url:
+    disks = (DiskPlace(tmp_path / "disk", 64 * MIB),) if has_disks else ()
+    with server_in_a_thread(token_file, disks=disks) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         tested = set()
         for found in schema.get_all_operations():

@@ -1,13 +1,17 @@
-"""Over a real socket: a raw client maps the tables, reads by itself what it knows, and leaves in every way."""
+"""Over a real socket: a raw client maps the tables, reads by itself what it knows, and
+leaves in every way.
+"""
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infinistore.core.arena import Arena, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import LimitExceeded, OutOfMemory, ProtocolError
-from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     Delete,
     Keys,
@@ -17,7 +21,7 @@ from infinistore.protocol.messages import (
     Purge,
     Touch,
 )
-from infinistore.server import read_tables, service
+from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, running_server
@@ -25,7 +29,9 @@ from tests.server.test_shared_memory import lease, local_peer, present, put, rel
 
 
 def begin(mapped: Tables, known: LeaseReply) -> int | None:
-    """Begin to read blocks that are known; None if that is not possible without asking."""
+    """Begin to read blocks that are known; None if that is not possible without
+    asking.
+    """
     slots = mapped.hazards.add(known.places, known.sizes, known.checksums)
     assert slots is not None
     if not mapped.hazards.closed and mapped.removals.is_unchanged(known.places, [known.removals] * len(known.places)):
@@ -35,7 +41,9 @@ def begin(mapped: Tables, known: LeaseReply) -> int | None:
 
 
 async def known_block(peer: Peer) -> LeaseReply:
-    """Put a block "a" of 1 KiB, and tell what a client knows of it that leased it once."""
+    """Put a block "a" of 1 KiB, and tell what a client knows of it that leased
+    it once.
+    """
     await put(peer, "a", b"x" * KIB)
     known = await lease(peer, "a")
     await release(peer, known.lease)
@@ -74,8 +82,8 @@ async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
         known = await known_block(peer)
         first, again, of_another = await map_tables(peer), await map_tables(peer), await map_tables(other)
         assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
-        assert again.hazards._numbers[1] == 1
-        assert of_another.hazards._numbers[1] == 0
+        assert again.hazards.numbers[1] == 1
+        assert of_another.hazards.numbers[1] == 0
         for who in (peer, other):
             who.close()
         await server.quiet()
@@ -156,11 +164,8 @@ async def test_a_touch_may_come_over_tcp() -> None:
         await server.quiet()
 
 
-async def test_where_stores_are_not_kept_in_order_there_are_no_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "tables_are_safe_here", lambda: False)
-    async with serving(tmp_path) as server:
+async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: Path) -> None:
+    async with serving(tmp_path, Environment(tables_are_safe=lambda: False)) as server:
         peer = await local_peer(server)
         descriptors: list[int] = []
         reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
@@ -177,18 +182,21 @@ async def test_where_stores_are_not_kept_in_order_there_are_no_tables(
     "error", [OutOfMemory("full"), OSError(errno.EMFILE, "too many files")], ids=lambda e: type(e).__name__
 )
 async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_were_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, error: Exception
 ) -> None:
-    def fail(*_: int, **options: object) -> None:
-        raise error
+    refuses = True
 
-    async with serving(tmp_path) as server:
-        monkeypatch.setattr(read_tables, "create_arena", fail)
+    def create(index: int, length: int, **options: Any) -> Arena:
+        if refuses and options.get("name") == "reader":
+            raise error
+        return create_arena(index, length, **options)
+
+    async with serving(tmp_path, Environment(create_arena=create)) as server:
         peer = await local_peer(server)
         assert await peer.ask(MapTables()) == MapTablesReply(0)
         await put(peer, "a", b"x")
         assert await present(peer, "a") == [True]
-        monkeypatch.undo()
+        refuses = False
         assert not (await map_tables(peer)).hazards.closed
         peer.close()
         await server.quiet()
@@ -199,7 +207,7 @@ async def test_junk_in_a_connections_memory_ends_nothing(tmp_path: Path) -> None
         peer, other = await local_peer(server), await local_peer(server)
         mapped = await map_tables(peer)
         mapped.log.append(b"junk" * 100)
-        mapped.hazards.add(numbers([2**64 - 1, 5]), numbers([2**64 - 1, 7]), numbers([0, 0]))
+        mapped.hazards.add(pack_u64([2**64 - 1, 5]), pack_u64([2**64 - 1, 7]), pack_u64([0, 0]))
         for who in (peer, other):
             await put(who, "a", b"x" * KIB)
             assert await present(who, "a") == [True]

@@ -1,4 +1,6 @@
-"""What Prometheus scrapes: exact counts of what was done, and every metric that is named elsewhere."""
+"""What Prometheus scrapes: exact counts of what was done, and every metric that is
+named elsewhere.
+"""
 
 import json
 import re
@@ -12,17 +14,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore import open_store
+from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ValueTooLarge
 from infinistore.protocol.messages import REPLIES
-from infinistore.server.management import _OPERATIONS
-from infinistore.server.metrics import METRICS, Snapshot, StatisticsCollector, markdown_table, render
-from infinistore.server.recorder import OK, Recorder
+from infinistore.server.management.api import OPERATIONS
+from infinistore.server.management.metrics import METRICS, Snapshot, StatisticsCollector, markdown_table, render
+from infinistore.server.shards.management import OPERATIONS as OPERATIONS_OF_SHARDS
+from infinistore.server.shards.management import SHARD_METRICS
+from infinistore.server.statistics.recorder import OK, Recorder
 from infinistore.statistics import LATENCY_BOUNDS_S
 from tests.server.http_client import ask
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
 
 PROJECT = Path(__file__).parents[2]
-OPERATIONS = PROJECT / "docs" / "operations"
+OPERATIONS_FOLDER = PROJECT / "docs" / "operations"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -90,8 +95,9 @@ async def test_fragmentation_is_what_lies_outside_the_largest_free_extent() -> N
     assert value(found, "pool_fragmentation_ratio") == pytest.approx(1 - largest / free_bytes)
 
 
-async def test_every_metric_is_scraped_with_its_kind_labels_and_buckets() -> None:
-    async with running_server() as server, open_store(server.url) as store:
+async def test_every_metric_is_scraped_with_its_kind_labels_and_buckets(tmp_path: Path) -> None:
+    config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * KIB * KIB),), cluster="infinistore+static://a,b")
+    async with running_server(config) as server, open_store(server.url) as store:
         await store.put("a", b"1")
         answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
@@ -109,7 +115,9 @@ async def test_every_metric_is_scraped_with_its_kind_labels_and_buckets() -> Non
 def test_the_names_of_metrics_say_their_units() -> None:
     plain = {"infinistore_" + name for name in ("server_info", "serving", "keys", "pool_arenas", "pool_extents")}
     plain |= {"infinistore_" + name for name in ("reservations_open", "leases_open", "holds_open", "connections_open")}
-    plain |= {"infinistore_quarantined_clients"}
+    plain |= {"infinistore_strangers_open", "infinistore_disk_state", "infinistore_disk_keys"}
+    plain |= {"infinistore_disk_hung_jobs"}
+    plain |= {"infinistore_quarantined_clients", "infinistore_cluster_nodes", "infinistore_cluster_registered"}
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         if metric.kind != "counter" and metric.name not in plain:
@@ -128,7 +136,7 @@ def scraped_names() -> set[str]:
             if metric.kind == "histogram"
             else {metric.name}
         )
-    return names
+    return names | set(SHARD_METRICS)
 
 
 def names_in(query: str) -> set[str]:
@@ -148,7 +156,7 @@ def strings(document: Any, key: str) -> Iterator[str]:
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:
-    dashboard = json.loads((OPERATIONS / "grafana-dashboard.json").read_text())
+    dashboard = json.loads((OPERATIONS_FOLDER / "grafana-dashboard.json").read_text())
     queries = [*strings(dashboard, "expr"), *strings(dashboard, "query")]
     named = set().union(*map(names_in, queries))
     assert named <= scraped_names()
@@ -156,7 +164,7 @@ def test_every_metric_of_the_dashboard_exists() -> None:
 
 
 def test_every_metric_of_the_alerts_exists_and_every_alert_is_explained() -> None:
-    alerts = yaml.safe_load((OPERATIONS / "prometheus-alerts.yml").read_text())
+    alerts = yaml.safe_load((OPERATIONS_FOLDER / "prometheus-alerts.yml").read_text())
     rules = [rule for group in alerts["groups"] for rule in group["rules"]]
     page = (PROJECT / "docs" / "operations.md").read_text()
     for rule in rules:
@@ -167,25 +175,30 @@ def test_every_metric_of_the_alerts_exists_and_every_alert_is_explained() -> Non
 
 
 def test_the_table_of_metrics_in_the_documentation_is_that_of_the_code() -> None:
-    assert markdown_table() in (PROJECT / "docs" / "operations.md").read_text()
+    page = (PROJECT / "docs" / "operations.md").read_text()
+    assert markdown_table() in page
+    assert [name for name in SHARD_METRICS if f"`{name}`" not in page] == []
 
 
 def test_every_warning_of_the_log_is_explained() -> None:
-    # The server's log. What clients, the drop-in API and the integrations log explains itself, in the engine's log.
+    # The server's log. What clients, the drop-in API and the integrations log explains
+    # itself, in the engine's log.
     page = (PROJECT / "docs" / "operations.md").read_text()
-    logged = re.compile(r'_log\.(?:warning|error|exception)\(\s*"([^"]+)"')
+    logged = re.compile(r'_log\.(?:warning|error|exception)\(\s*"([^"]+)"|log\(\s*logging\.WARNING,\s*"([^"]+)"')
     folders = [
         path for path in (PROJECT / "infinistore").iterdir() if path.name not in ("client", "dropin", "integrations")
     ]
     files = [file for folder in folders for file in (folder.rglob("*.py") if folder.is_dir() else [folder])]
-    events = {event for file in files if file.suffix == ".py" for event in logged.findall(file.read_text())}
+    sources = [file.read_text() for file in files if file.suffix == ".py"]
+    events = {event for source in sources for found in logged.findall(source) for event in found if event}
     assert "internal error" in events
-    assert [event for event in sorted(events) if f"`{event}`" not in page] == []
+    assert [event for event in sorted(events) if f"`{event.replace('%s', '...')}`" not in page] == []
 
 
 def test_every_path_of_the_management_api_is_documented() -> None:
     page = (PROJECT / "docs" / "operations.md").read_text()
-    assert [one for one in _OPERATIONS if f"`{one.method} {one.path}`" not in page] == []
+    assert {one.path for one in OPERATIONS} < {one.path for one in OPERATIONS_OF_SHARDS}
+    assert [one for one in OPERATIONS_OF_SHARDS if f"`{one.method} {one.path}`" not in page] == []
 
 
 async def test_a_scrape_in_slices_is_what_the_library_makes_of_the_same_snapshot() -> None:
@@ -195,7 +208,7 @@ async def test_a_scrape_in_slices_is_what_the_library_makes_of_the_same_snapshot
             recorder.record(kind, transport, OK, 7, 0.003)
             recorder.record(kind, transport, "OutOfMemory", 7, 30.0)
     async with running_server() as running:
-        server, store = running.server.statistics(), running.core.statistics()
+        server, store = running.server.telemetry.statistics(), running.core.statistics()
     registry = CollectorRegistry()
     registry.register(StatisticsCollector(Snapshot(server, store, recorder.statistics(), "draining")))
     assert await render(server, store, recorder.statistics(), "draining") == generate_latest(registry)

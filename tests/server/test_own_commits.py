@@ -1,4 +1,5 @@
-"""What the server makes of `Prepare` and of commit words, of good clients and of others.
+"""What the server makes of `Prepare` and of commit words, of good clients and of
+others.
 
 The clients here are raw, as in `test_shared_memory.py`.
 """
@@ -12,7 +13,7 @@ import pytest
 import trio
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, UnknownReservation, ValueTooLarge
-from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     Get,
     GetReply,
@@ -29,7 +30,8 @@ from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
     tables_are_safe_here,
 )
-from infinistore.server import service, shared_memory
+from infinistore.server.connection import holdings
+from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
@@ -52,7 +54,7 @@ pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients comm
 async def prepare(
     peer: Peer, reservation: int, *keys: str, sizes: Sequence[int] = (), checksums: bool = False
 ) -> PrepareReply:
-    reply = await peer.ask(Prepare(reservation, Keys(list(keys)), numbers(sizes), checksums))
+    reply = await peer.ask(Prepare(reservation, Keys(list(keys)), pack_u64(sizes), checksums))
     assert isinstance(reply, PrepareReply)
     return reply
 
@@ -75,7 +77,7 @@ async def test_a_prepared_batch_is_visible_when_its_number_is_in_the_commit_word
         assert reply.accepted
         assert reply.removals
         assert await present(other, "a", "b") == [False, False]
-        tables.word.commit(room.reservation, numbers([11, 12]))
+        tables.word.commit(room.reservation, pack_u64([11, 12]))
         assert await present(other, "a", "b") == [True, True]
         assert list((await lease(peer, "a", "b")).checksums) == [11, 12]
         assert server.core.statistics().reservations == 0
@@ -94,7 +96,7 @@ async def test_a_prepare_can_take_the_room_as_well(tmp_path: Path) -> None:
             assert reply.removals
             assert len(set(reply.places)) == 2
             assert await present(other, f"a {index}", "b") == [False, index > 0]
-            tables.word.commit(reply.reservation, numbers([11, index]))
+            tables.word.commit(reply.reservation, pack_u64([11, index]))
             assert await present(other, f"a {index}", "b") == [True, True]
         assert list((await lease(peer, "a 2", "b")).checksums) == [11, 2]
         peer.close()
@@ -110,7 +112,7 @@ async def test_the_room_that_a_prepare_took_is_the_clients_even_if_the_names_are
         reply = await prepare(second, 0, "new", "key", sizes=[5, 5])
         assert (reply.accepted, reply.removals, len(reply.places)) == (False, 0, 2)
         assert isinstance(await second.ask(commit(reply.reservation, "new", "key")), PutReply)
-        tables.word.commit(before.reservation, numbers())
+        tables.word.commit(before.reservation, pack_u64())
         assert await present(second, "new", "key") == [True, True]
         reply = await prepare(second, 0, "another", sizes=[5])
         await abort(second, reply.reservation)
@@ -139,7 +141,7 @@ async def test_nobody_may_remember_a_block_while_its_key_is_being_written(tmp_pa
         assert (await lease(other, "key")).removals == 0
         assert (await lease(other, "another", "key")).removals == 0
         assert (await lease(other, "another")).removals == reply.removals
-        tables.word.commit(room.reservation, numbers())
+        tables.word.commit(room.reservation, pack_u64())
         assert (await lease(other, "key")).removals > reply.removals
         peer.close()
         other.close()
@@ -152,12 +154,12 @@ async def test_a_batch_whose_key_somebody_else_writes_needs_a_commit(tmp_path: P
         room, other_room = await reserve(first, 5), await reserve(second, 5, 5)
         assert (await prepare(first, room.reservation, "key")).accepted
         assert await prepare(second, other_room.reservation, "new", "key") == PrepareReply(
-            False, other_room.reservation, numbers()
+            False, other_room.reservation, pack_u64()
         )
-        other_tables.word.commit(other_room.reservation, numbers())  # which means nothing
+        other_tables.word.commit(other_room.reservation, pack_u64())  # which means nothing
         assert await present(second, "new", "key") == [False, False]
         assert isinstance(await second.ask(commit(other_room.reservation, "new", "key")), PutReply)
-        tables.word.commit(room.reservation, numbers())
+        tables.word.commit(room.reservation, pack_u64())
         assert await present(second, "new", "key") == [True, True]
         assert server.core.statistics().puts == 3
         first.close()
@@ -172,7 +174,7 @@ async def test_one_connection_can_commit_one_batch_after_the_other(tmp_path: Pat
         for index in range(20):
             room = await reserve(peer, 5)
             assert (await prepare(peer, room.reservation, f"key {index % 3}", checksums=True)).accepted
-            tables.word.commit(room.reservation, numbers([index + 1]))
+            tables.word.commit(room.reservation, pack_u64([index + 1]))
         assert await present(peer, "key 0", "key 1", "key 2") == [True] * 3
         assert list((await lease(peer, "key 0", "key 1", "key 2")).checksums) == [19, 20, 18]
         assert server.core.statistics().used_bytes == 3 * KIB
@@ -186,17 +188,17 @@ async def test_traffic_and_statistics_count_what_a_client_committed_by_itself(tm
         tables = await map_tables(peer)
         room = await reserve(peer, 500, 600)
         await prepare(peer, room.reservation, "a", "b")
-        tables.word.commit(room.reservation, numbers())
-        (client,) = server.server.clients()
+        tables.word.commit(room.reservation, pack_u64())
+        (client,) = server.server.telemetry.clients()
         assert (client.received_bytes, client.pinned_bytes) == (1100, 0)
         assert await present(peer, "a") == [True]
-        moved = {one.kind: one.payload_bytes for one in server.server.operations()}
+        moved = {one.kind: one.payload_bytes for one in server.server.telemetry.operations()}
         assert (moved["prepare"], moved["reserve"], moved["exists"]) == (1100, 0, 0)
         statistics = server.core.statistics()
         assert (statistics.puts, statistics.put_bytes) == (2, 1100)
         peer.close()
         await server.quiet()
-        assert server.server.statistics().received_bytes == 1100
+        assert server.server.telemetry.statistics().received_bytes == 1100
 
 
 @pytest.mark.parametrize("by_log", [False, True])
@@ -206,7 +208,7 @@ async def test_a_read_of_what_nobody_has_looked_at_yet_counts_as_a_hit(tmp_path:
         tables = await map_tables(peer)
         room = await reserve(peer, 500)
         await prepare(peer, room.reservation, "key")
-        tables.word.commit(room.reservation, numbers())
+        tables.word.commit(room.reservation, pack_u64())
         if by_log:
             assert tables.log.append(encode_head(Touch(Keys(["key"])), request_id=0))
         else:
@@ -229,7 +231,7 @@ async def test_a_client_that_leaves_leaves_what_it_has_written_and_nothing_else(
         room = await reserve(peer, 5)
         await prepare(peer, room.reservation, "key")
         if written:
-            tables.word.commit(room.reservation, numbers())
+            tables.word.commit(room.reservation, pack_u64())
         peer.close()
         await server.quiet()
         lengths = dict(server.core.sample(9))
@@ -249,7 +251,7 @@ async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(tmp_p
         await until(server, quarantined_bytes=KIB)
         assert tables.closed
         assert await present(other, "key") == [False]
-        tables.word.commit(room.reservation, numbers())
+        tables.word.commit(room.reservation, pack_u64())
         assert await present(other, "key") == [True]
         assert server.core.statistics().quarantined_bytes == 0
         peer.close()
@@ -265,7 +267,7 @@ async def test_a_server_that_drains_does_not_wait_for_a_client_that_has_written_
             tables = await map_tables(peer)
             room = await reserve(peer, 5)
             await prepare(peer, room.reservation, "key")
-            tables.word.commit(room.reservation, numbers())
+            tables.word.commit(room.reservation, pack_u64())
             server.server.drain()
             await server.finished.wait()
             assert await peer.is_closed()
@@ -304,15 +306,14 @@ async def test_a_prepare_without_tables_is_no_request(tmp_path: Path) -> None:
 
 
 async def test_a_server_without_tables_takes_no_prepare(tmp_path: Path) -> None:
-    with mock.patch.object(service, "tables_are_safe_here", return_value=False):
-        async with serving(tmp_path) as server:
-            peer = await local_peer(server)
-            assert await peer.ask(MapTables()) == MapTablesReply(0)
-            room = await reserve(peer, 5)
-            with refused(ProtocolError, "MapTables"):
-                await prepare(peer, room.reservation, "key")
-            peer.close()
-            await server.quiet()
+    async with serving(tmp_path, Environment(tables_are_safe=lambda: False)) as server:
+        peer = await local_peer(server)
+        assert await peer.ask(MapTables()) == MapTablesReply(0)
+        room = await reserve(peer, 5)
+        with refused(ProtocolError, "MapTables"):
+            await prepare(peer, room.reservation, "key")
+        peer.close()
+        await server.quiet()
 
 
 async def test_a_prepare_by_tcp_is_no_request() -> None:
@@ -327,7 +328,7 @@ async def test_a_prepare_by_tcp_is_no_request() -> None:
 async def is_unharmed(server: RunningServer, peer: Peer, tables: Tables, reservation: int) -> None:
     """The connection goes on, and a reservation that was open can still be used."""
     assert (await prepare(peer, reservation, "key")).accepted
-    tables.word.commit(reservation, numbers())
+    tables.word.commit(reservation, pack_u64())
     assert await present(peer, "key") == [True]
     assert server.core.statistics().keys == 1
     peer.close()
@@ -391,7 +392,7 @@ async def test_a_prepare_takes_no_more_reservations_than_a_connection_may_have(t
     async with serving(tmp_path) as server:
         peer = await local_peer(server)
         await map_tables(peer)
-        with mock.patch.object(shared_memory, "MOST_OPEN", 1):
+        with mock.patch.object(holdings, "MOST_OPEN", 1):
             room = await reserve(peer, 5)
             with refused(LimitExceeded, "1 reservations are open"):
                 await prepare(peer, 0, "key", sizes=[5])
@@ -408,7 +409,7 @@ async def test_a_prepare_of_more_keys_than_there_is_room_for_checksums_is_no_req
         most = [f"{index}" for index in range(HAZARD_SLOTS)]
         room = await reserve(peer, *[1] * HAZARD_SLOTS)
         assert (await prepare(peer, room.reservation, *most, checksums=True)).accepted
-        tables.word.commit(room.reservation, numbers(range(1, HAZARD_SLOTS + 1)))
+        tables.word.commit(room.reservation, pack_u64(range(1, HAZARD_SLOTS + 1)))
         assert list((await lease(peer, *most)).checksums) == list(range(1, HAZARD_SLOTS + 1))
         await release(peer, 0)
         await peer.ask(Purge())
@@ -459,7 +460,7 @@ async def test_what_is_prepared_can_be_committed_by_its_word_only(tmp_path: Path
         await prepare(peer, room.reservation, "key")
         with refused(InvalidRequest, "prepared"):
             await peer.ask(commit(room.reservation, "another"))
-        tables.word.commit(room.reservation, numbers())
+        tables.word.commit(room.reservation, pack_u64())
         for _ in range(2):
             with refused(UnknownReservation, "."):
                 await prepare(peer, room.reservation, "another")
@@ -474,17 +475,17 @@ async def test_a_junk_commit_word_commits_nothing_that_was_not_prepared(tmp_path
         tables = await map_tables(peer)
         room, others = await reserve(peer, 5), await reserve(other, 5)
         for junk in (0, room.reservation, others.reservation, 12345, 2**64 - 1):
-            tables.word.commit(junk, numbers([junk] * HAZARD_SLOTS))
+            tables.word.commit(junk, pack_u64([junk] * HAZARD_SLOTS))
             assert await present(other, "key") == [False]
-        tables.word.commit(2**64 - 1, numbers())
+        tables.word.commit(2**64 - 1, pack_u64())
         await prepare(peer, room.reservation, "key")
         for junk in (0, room.reservation + 1, 2**64 - 1):
-            tables.word.commit(junk, numbers([junk] * HAZARD_SLOTS))
+            tables.word.commit(junk, pack_u64([junk] * HAZARD_SLOTS))
             assert await present(other, "key") == [False]
         assert server.core.statistics().reservations == 2
         other.close()
-        tables.word.commit(room.reservation, numbers([7]))
-        assert isinstance(await peer.ask(Get(Keys(["key"]), numbers())), GetReply)
+        tables.word.commit(room.reservation, pack_u64([7]))
+        assert isinstance(await peer.ask(Get(Keys(["key"]), pack_u64())), GetReply)
         peer.close()
         await server.quiet()
 
@@ -495,7 +496,7 @@ async def test_a_word_that_was_there_before_its_prepare_counts_from_then_on(tmp_
         peer, other = await local_peer(server), await local_peer(server)
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
-        tables.word.commit(room.reservation, numbers([2**64 - 1]))
+        tables.word.commit(room.reservation, pack_u64([2**64 - 1]))
         assert await present(other, "key") == [False]
         await prepare(peer, room.reservation, "key", checksums=True)
         assert await present(other, "key") == [True]

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, TransferFailed, UnknownReservation
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     Commit,
     CountReply,
@@ -22,6 +22,7 @@ from infinistore.protocol.messages import (
     Lease,
     MapArenas,
     Put,
+    PutReply,
     RdmaConnect,
     RdmaConnectReply,
     RdmaFetch,
@@ -34,9 +35,9 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.transports.rdma_memory import RegisteredSpan
-from infinistore.transports.rdma_plan import Piece
-from infinistore.transports.rdma_verbs import DeviceLimits, Endpoint, Operation
+from infinistore.transports.rdma.memory import RegisteredSpan
+from infinistore.transports.rdma.plan import Piece
+from infinistore.transports.rdma.verbs import DeviceLimits, Endpoint, Operation
 from tests.server.running import Peer, RunningServer, make_config, running_server
 from tests.transports.fake_rdma import LOCAL_ACCESS, REMOTE_INVALID, Fabric, FakeDevice, FakeQueue, fabric_in_use
 
@@ -46,7 +47,9 @@ A = Keys(["a"])
 
 @attrs.define
 class RdmaPeer:
-    """A raw client with a device of its own, some registered memory, and a connected queue pair."""
+    """A raw client with a device of its own, some registered memory, and a connected
+    queue pair.
+    """
 
     fabric: Fabric
     server: RunningServer
@@ -68,8 +71,8 @@ class RdmaPeer:
         return reply.present == b"\1"
 
     async def put(self, key: str, size: int = len(VALUE), *, address: int = 0, remote_key: int = 0) -> None:
-        place = numbers([address or self.span.address]), numbers([remote_key or self.span.key])
-        await self.ask(RdmaPut(Keys([key]), numbers([size]), *place, numbers()))
+        place = pack_u64([address or self.span.address]), pack_u64([remote_key or self.span.key])
+        await self.ask(RdmaPut(Keys([key]), pack_u64([size]), *place, pack_u64()))
 
 
 async def connect_queue(peer: Peer, device: FakeDevice, *, serves: bool = False) -> FakeQueue:
@@ -106,11 +109,11 @@ async def connected(limits: DeviceLimits | None = None) -> AsyncGenerator[RdmaPe
 async def test_a_put_is_read_from_the_client_and_a_get_written_to_it(rdma: RdmaPeer) -> None:
     await rdma.put("a")
     rdma.memory[:] = bytes(len(VALUE))
-    place = numbers([rdma.span.address]), numbers([rdma.span.key])
-    reply = await rdma.ask(RdmaGet(A, numbers([len(VALUE)]), *place))
-    assert reply == RdmaGetReply(numbers([len(VALUE)]), numbers([0]))
+    place = pack_u64([rdma.span.address]), pack_u64([rdma.span.key])
+    reply = await rdma.ask(RdmaGet(A, pack_u64([len(VALUE)]), *place))
+    assert reply == RdmaGetReply(pack_u64([len(VALUE)]), pack_u64([0]))
     assert rdma.memory == VALUE
-    assert [session.transport for session in rdma.server.server._sessions] == ["rdma"]
+    assert [client.transport for client in rdma.server.server.telemetry.clients()] == ["rdma"]
 
 
 LIES = {
@@ -139,7 +142,7 @@ async def test_after_a_failure_rdma_fails_until_the_client_connects_anew(rdma: R
         await rdma.put("a", remote_key=5)
     with pytest.raises(TransferFailed, match="remote access error"):
         await rdma.put("a")
-    await rdma.peer.ask(Put(A, numbers([3]), checksums=False), b"abc")
+    await rdma.peer.ask(Put(A, pack_u64([3]), checksums=False), b"abc")
     rdma.queue = await connect_queue(rdma.peer, rdma.device)
     await rdma.put("b")
     assert await rdma.exists("b")
@@ -163,7 +166,7 @@ async def test_the_room_of_a_failed_put_is_used_again_only_when_its_queue_pair_i
 async def test_a_client_that_goes_with_a_transfer_under_way_loses_it(rdma: RdmaPeer) -> None:
     rdma.fabric.held = True
     await rdma.peer.send_head(
-        RdmaPut(A, numbers([9]), numbers([rdma.span.address]), numbers([rdma.span.key]), numbers())
+        RdmaPut(A, pack_u64([9]), pack_u64([rdma.span.address]), pack_u64([rdma.span.key]), pack_u64())
     )
     with trio.fail_after(20):
         while not rdma.fabric.work:
@@ -212,12 +215,23 @@ async def test_what_is_registered_for_the_server_is_not_for_its_clients(rdma: Rd
 
 async def test_a_reservation_that_was_not_filled_cannot_be_committed(rdma: RdmaPeer) -> None:
     """New room holds what others had there."""
-    reserved = await rdma.ask(Reserve(numbers([100])))
+    reserved = await rdma.ask(Reserve(pack_u64([100])))
     assert isinstance(reserved, ReserveReply)
     fill = RdmaFill(reserved.reservation, 0, 60, rdma.span.address, rdma.span.key)
     assert await rdma.ask(fill) == CountReply(60)
     with pytest.raises(ProtocolError, match="40 bytes of this reservation"):
-        await rdma.ask(Commit(reserved.reservation, A, numbers()))
+        await rdma.ask(Commit(reserved.reservation, A, pack_u64()))
+
+
+async def test_a_reservation_whose_commit_was_refused_is_filled_still(rdma: RdmaPeer) -> None:
+    reserved = await rdma.ask(Reserve(pack_u64([100])))
+    assert isinstance(reserved, ReserveReply)
+    fill = RdmaFill(reserved.reservation, 0, 100, rdma.span.address, rdma.span.key)
+    assert await rdma.ask(fill) == CountReply(100)
+    with pytest.raises(InvalidRequest, match="needs as many keys"):
+        await rdma.ask(Commit(reserved.reservation, Keys(["a", "b"]), pack_u64()))
+    assert await rdma.ask(Commit(reserved.reservation, A, pack_u64())) == PutReply(pack_u64())
+    assert await rdma.exists("a")
 
 
 # What is refused
@@ -229,25 +243,25 @@ async def refused(rdma: RdmaPeer, request: Request, match: str) -> None:
     assert await rdma.peer.is_closed()
 
 
-ONE = numbers([1])
-TWO = numbers([1, 1])
+ONE = pack_u64([1])
+TWO = pack_u64([1, 1])
 
 
 @pytest.mark.parametrize(
     ("request_", "match"),
     [
-        (RdmaPut(A, TWO, ONE, ONE, numbers()), "columns"),
-        (RdmaPut(A, ONE, TWO, ONE, numbers()), "columns"),
+        (RdmaPut(A, TWO, ONE, ONE, pack_u64()), "columns"),
+        (RdmaPut(A, ONE, TWO, ONE, pack_u64()), "columns"),
         (RdmaPut(A, ONE, ONE, ONE, TWO), "columns"),
-        (RdmaPut(A, ONE, ONE, numbers(), numbers()), "remote keys"),
-        (RdmaPut(A, ONE, ONE, numbers([1 << 32]), numbers()), "remote keys"),
-        (RdmaGet(A, numbers(), ONE, ONE), "columns"),
+        (RdmaPut(A, ONE, ONE, pack_u64(), pack_u64()), "remote keys"),
+        (RdmaPut(A, ONE, ONE, pack_u64([1 << 32]), pack_u64()), "remote keys"),
+        (RdmaGet(A, pack_u64(), ONE, ONE), "columns"),
         (RdmaGet(A, ONE, TWO, ONE), "columns"),
         (RdmaGet(A, ONE, TWO, ONE, 10), "one span"),
-        (RdmaPut(A, numbers([2]), numbers([2**64 - 1]), ONE, numbers()), "beyond the end"),
+        (RdmaPut(A, pack_u64([2]), pack_u64([2**64 - 1]), ONE, pack_u64()), "beyond the end"),
         (RdmaFetch(7, 0, 1, 1, 1), "no lease 7"),
         (MapArenas(), "Unix socket"),
-        (Lease(A, numbers()), "Unix socket"),
+        (Lease(A, pack_u64()), "Unix socket"),
         (RdmaConnect(1 << 24, 0, "0" * 32), "no queue pair has"),
         (RdmaConnect(1, 1 << 24, "0" * 32), "no queue pair has"),
         (RdmaConnect(1, 0, "0" * 31), "no queue pair has"),
@@ -263,28 +277,28 @@ async def test_a_request_that_makes_no_sense_ends_the_connection(rdma: RdmaPeer,
 
 
 async def test_pieces_that_are_not_in_their_batch_end_the_connection(rdma: RdmaPeer) -> None:
-    reserved = await rdma.ask(Reserve(numbers([10, 20])))
+    reserved = await rdma.ask(Reserve(pack_u64([10, 20])))
     assert isinstance(reserved, ReserveReply)
     await refused(rdma, RdmaFill(reserved.reservation, 0, 31, rdma.span.address, rdma.span.key), "of a batch of 30")
 
 
 async def test_pieces_with_gaps_end_the_connection(rdma: RdmaPeer) -> None:
-    reserved = await rdma.ask(Reserve(numbers([10, 20])))
+    reserved = await rdma.ask(Reserve(pack_u64([10, 20])))
     assert isinstance(reserved, ReserveReply)
     await refused(rdma, RdmaFill(reserved.reservation, 5, 10, rdma.span.address, rdma.span.key), "without gaps")
 
 
 async def test_requests_that_the_store_refuses_keep_the_connection(rdma: RdmaPeer) -> None:
     with pytest.raises(InvalidRequest, match="twice"):
-        await rdma.ask(RdmaPut(Keys(["a", "a"]), TWO, TWO, ONE, numbers()))
+        await rdma.ask(RdmaPut(Keys(["a", "a"]), TWO, TWO, ONE, pack_u64()))
     with pytest.raises(UnknownReservation):
         await rdma.ask(RdmaFill(7, 0, 1, 1, 1))
     with pytest.raises(LimitExceeded):
-        await rdma.ask(Reserve(numbers([1] * 9000)))
+        await rdma.ask(Reserve(pack_u64([1] * 9000)))
     await rdma.put("a")
 
 
-@pytest.mark.parametrize("request_", [RdmaPut(A, ONE, ONE, ONE, numbers()), RdmaFetch(1, 0, 1, 1, 1), Release(1)])
+@pytest.mark.parametrize("request_", [RdmaPut(A, ONE, ONE, ONE, pack_u64()), RdmaFetch(1, 0, 1, 1, 1), Release(1)])
 async def test_rdma_before_it_is_connected_ends_the_connection(request_: Request) -> None:
     with fabric_in_use():
         async with running_server() as server:
@@ -312,8 +326,8 @@ async def test_a_get_that_is_longer_than_its_span_is_leased_and_fetched_in_piece
     await rdma.put("a")
     await rdma.put("b", 1000)
     rdma.memory[:] = bytes(len(VALUE))
-    place = numbers([rdma.span.address]), numbers([rdma.span.key])
-    reply = await rdma.ask(RdmaGet(Keys(["a", "missing", "b"]), numbers(), *place, region_bytes=2000))
+    place = pack_u64([rdma.span.address]), pack_u64([rdma.span.key])
+    reply = await rdma.ask(RdmaGet(Keys(["a", "missing", "b"]), pack_u64(), *place, region_bytes=2000))
     assert isinstance(reply, RdmaGetReply)
     assert list(reply.sizes) == [len(VALUE), 2**64 - 1, 1000]
     assert rdma.server.core.statistics().leases == 1
@@ -332,19 +346,23 @@ async def test_what_was_written_is_read_back_once_from_each_memory(rdma: RdmaPee
     await rdma.put("a")
     await rdma.put("b", 1000)
     other = RegisteredSpan(rdma.device, memoryview(bytearray(1000)))
-    places = numbers([rdma.span.address, other.address, other.address + 500])
-    keys = numbers([rdma.span.key, other.key, other.key])
-    get = RdmaGet(Keys(["a", "b", "missing"]), numbers([len(VALUE), 1000, 10]), places, keys)
+    places = pack_u64([rdma.span.address, other.address, other.address + 500])
+    keys = pack_u64([rdma.span.key, other.key, other.key])
+    get = RdmaGet(Keys(["a", "b", "missing"]), pack_u64([len(VALUE), 1000, 10]), places, keys)
     before = rdma.fabric.moved_bytes
     assert await rdma.ask(get) == await rdma.ask(attrs.evolve(get, read_back=True))
     assert rdma.fabric.moved_bytes - before == 2 * (len(VALUE) + 1000) + 2
     assert other.view == VALUE[:1000]
-    nothing = RdmaGet(Keys(["missing"]), numbers([10]), numbers([other.address]), numbers([other.key]), read_back=True)
-    assert await rdma.ask(nothing) == RdmaGetReply(numbers([2**64 - 1]), numbers([0]), inline=True)
+    nothing = RdmaGet(
+        Keys(["missing"]), pack_u64([10]), pack_u64([other.address]), pack_u64([other.key]), read_back=True
+    )
+    assert await rdma.ask(nothing) == RdmaGetReply(pack_u64([2**64 - 1]), pack_u64([0]), inline=True)
 
 
 async def test_local_access_is_checked_too() -> None:
-    """The fake device would notice if the server named memory of its own that is not registered."""
+    """The fake device would notice if the server named memory of its own that is not
+    registered.
+    """
     async with connected() as rdma:
         (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
         pool.regions.clear()

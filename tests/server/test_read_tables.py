@@ -1,4 +1,6 @@
-"""What a server makes of the tables in shared memory: with a core behind them, and a client's end of their files."""
+"""What a server makes of the tables in shared memory: with a core behind them, and a
+client's end of their files.
+"""
 
 import mmap
 import os
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import attrs
+import msgpack
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,11 +20,12 @@ from infinistore.core.arena import Mapping
 from infinistore.core.clients import Client
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import OutOfMemory
-from infinistore.protocol.codec import encode_head, numbers
+from infinistore.protocol.codec import encode_head, head_bytes, pack_u64
 from infinistore.protocol.messages import Keys, Message, Purge, Release, Touch
-from infinistore.protocol.places import places_of
+from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.shared_tables import READER_BYTES, HazardTable, RemovalTable, TouchLog
-from infinistore.server.read_tables import OwnReads, ReadTables
+from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.movers.shm.removals import PublishedRemovals
 
 POOL_BYTES = 64 * 1024
 BLOCK_BYTES = 4096
@@ -41,8 +45,8 @@ class Watching:
 
     core: StoreCore
     client: Client
-    tables: ReadTables
-    own: OwnReads
+    tables: PublishedRemovals
+    own: ClientTables
     memory: memoryview
     removals: RemovalTable
     hazards: HazardTable
@@ -58,12 +62,12 @@ class Watching:
     def place(self, key: str) -> int:
         lease = self.core.lease(self.client, [key])
         self.core.release(lease)
-        return places_of(lease.pinned)[0]
+        return pack_offsets(lease.pinned)[0]
 
     def read(self, *keys: str) -> int:
         """Begin to read without asking; return what ends it."""
         rows = [(self.place(key), BLOCK_BYTES, CHECKSUM) for key in keys]
-        slots = self.hazards.add(*map(numbers, zip(*rows, strict=True)))
+        slots = self.hazards.add(*map(pack_u64, zip(*rows, strict=True)))
         assert slots is not None
         return slots
 
@@ -72,7 +76,7 @@ def make_watching(limits: CoreLimits | None = None) -> Watching:
     pool = Pool(create_allocator("bitmap", 1024))
     pool.add_arena(create_arena(0, POOL_BYTES))
     core = StoreCore(pool, clock=lambda: 0.0, watermarks=Watermarks(1.0, 1.0), limits=limits)
-    tables, own = ReadTables(POOL_BYTES), OwnReads()
+    tables, own = PublishedRemovals(POOL_BYTES), ClientTables()
     client = core.open_client("reader")
     heard: list[Message] = []
     tables.watch(core)
@@ -104,6 +108,13 @@ def watching() -> Iterator[Watching]:
 
 def touch(*keys: str, read: bool = True) -> bytes:
     return encode_head(Touch(Keys(list(keys)), read), request_id=0)
+
+
+def touch_with(fields: dict[str | bytes, object]) -> bytes:
+    """A Touch of any fields."""
+    body: bytes = msgpack.packb(fields)
+    head = touch()[:12] + len(body).to_bytes(4, "little") + touch()[16:32]
+    return (head + body).ljust(head_bytes(len(body)), b"\0")
 
 
 # Removals
@@ -148,7 +159,7 @@ def test_whatever_takes_a_key_away_is_noted_and_the_room_is_not_used_while_it_is
     watching: Watching, remove: Callable[[Watching], None]
 ) -> None:
     watching.put("a")
-    place, known_at = watching.place("a"), watching.tables.removals
+    place, known_at = watching.place("a"), watching.tables.count
     assert watching.removals.is_unchanged([place], [known_at])
     slots = watching.read("a")
     with suppress(OutOfMemory):
@@ -167,7 +178,7 @@ def test_whatever_takes_a_key_away_is_noted_and_the_room_is_not_used_while_it_is
 
 
 def test_counts_begin_at_1_because_0_says_that_nobody_counts(watching: Watching) -> None:
-    assert watching.tables.removals == watching.removals.count == 1
+    assert watching.tables.count == watching.removals.count == 1
 
 
 def test_a_client_cannot_write_the_removal_table_or_make_the_files_shorter(watching: Watching) -> None:
@@ -252,6 +263,9 @@ JUNK = {
     "a payload": encode_head(Touch(Keys(["a"])), request_id=0, payload_bytes=5),
     "an impossible key": encode_head(Touch(Keys(["", "a"])), request_id=0),
     "a header of another version": b"INFS\x09" + touch("a")[5:],
+    "a field whose name is bytes": touch_with({"keys": "a", b"keys": "a"}),
+    "a name for what is no field": touch_with({"keys": "a", b"\xff": 1, "x": 2}),
+    "a header without its end": touch("a")[:24],
     "a body longer than the log": touch("a")[:12] + b"\xff\xff\xff\xff" + touch("a")[16:],
 }
 
@@ -268,6 +282,20 @@ def test_junk_in_the_log_disturbs_nobody_and_ends_it(watching: Watching, junk: b
     watching.own.listen()
     assert watching.heard == [Touch(Keys(["before"]))]
     assert list(watching.core.exists(["a", "b"])) == [1, 1]
+
+
+def test_a_fault_of_ours_while_a_log_is_read_is_logged_and_disturbs_nobody_else(
+    watching: Watching, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(keys: Sequence[str], *, read: bool) -> int:
+        raise RuntimeError("planned")
+
+    watching.put("a")
+    monkeypatch.setattr(watching.core, "note_use", fail)
+    watching.log.append(touch("a"))
+    assert watching.core.delete(["a"]) == 1
+    assert [record.message for record in caplog.records] == ["internal error"]
+    assert watching.core.statistics().used_bytes == 0
 
 
 def test_a_log_that_was_given_up_is_not_even_read(watching: Watching) -> None:
@@ -316,7 +344,9 @@ def long_lived() -> Iterator[Watching]:
 
 
 def write(memory: memoryview, header: Sequence[int], filling: Sequence[int]) -> None:
-    """Fill a client's memory: the header, and after it the same numbers over and over."""
+    """Fill a client's memory: the header, and after it the same numbers over
+    and over.
+    """
     rest = READER_BYTES // 8 - HEADER_NUMBERS
     memory[:READER_BYTES] = memoryview(array("Q", [*header, *(list(filling) * rest)[:rest]])).cast("B")
 
@@ -328,7 +358,7 @@ def test_garbage_in_a_clients_memory_costs_room_at_most_and_that_only_while_it_i
     long_lived: Watching, garbage: list[tuple[list[int], list[int]]]
 ) -> None:
     core = long_lived.core
-    client, own = core.open_client("hostile"), OwnReads()
+    client, own = core.open_client("hostile"), ClientTables()
     own.watch(core, client, long_lived.heard.append)
     memory = mapped(own.share(), writable=True)
     long_lived.put("a", "b")

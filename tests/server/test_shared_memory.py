@@ -1,11 +1,13 @@
 """What the server lends to clients that map its pool, and how it gets that back.
 
-The clients here are raw: they speak the protocol over a real Unix socket, and say what no good client would.
+The clients here are raw: they speak the protocol over a real Unix socket, and say what
+no good client would.
 """
 
 import fcntl
 import mmap
 import os
+import select
 import stat
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +18,6 @@ import pytest
 import trio
 
 from infinistore.core.arena import create_arena
-from infinistore.core.statistics import StoreStatistics
 from infinistore.errors import (
     BufferTooSmall,
     InfiniStoreException,
@@ -25,8 +26,7 @@ from infinistore.errors import (
     ProtocolError,
     UnknownReservation,
 )
-from infinistore.protocol.codec import numbers
-from infinistore.protocol.connection import State
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     MISSING,
     Abort,
@@ -50,17 +50,23 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.server.shared_memory import MOST_OPEN
+from infinistore.protocol.states import State
+from infinistore.server.connection.holdings import MOST_OPEN
+from infinistore.server.environment import Environment
+from infinistore.statistics import StoreStatistics
 from infinistore.transports.base import drive
-from infinistore.transports.sockets import connect_unix
+from infinistore.transports.sockets.trio_streams import connect_unix
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
 
 OFFSET_MASK = 2**48 - 1
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncGenerator[RunningServer, None]:
-    async with running_server(make_config(unix_socket=str(folder / "store.sock"), **settings)) as server:
+async def serving(
+    folder: Path, environment: Environment | None = None, **settings: Any
+) -> AsyncGenerator[RunningServer, None]:
+    config = make_config(unix_socket=str(folder / "store.sock"), **settings)
+    async with running_server(config, environment) as server:
         yield server
 
 
@@ -71,21 +77,42 @@ async def local_peer(server: RunningServer) -> Peer:
 
 
 async def arenas(peer: Peer, first: int = 0) -> tuple[MapArenasReply, list[int]]:
-    """The arenas and their descriptors, which are the caller's to close."""
+    """The arenas and their descriptors, which are the caller's to close, without that
+    of the liveness pipe.
+    """
     descriptors: list[int] = []
     reply = await drive(peer.connection.request(MapArenas(first), descriptors=descriptors), peer.stream)
     assert isinstance(reply, MapArenasReply)
+    os.close(descriptors.pop())
     return reply, descriptors
 
 
+async def test_a_pipe_that_comes_with_the_arenas_hangs_up_when_the_server_has_ended(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        descriptors: list[int] = []
+        await drive(peer.connection.request(MapArenas(99), descriptors=descriptors), peer.stream)
+        (pipe,) = descriptors
+        poll = select.poll()
+        poll.register(pipe, 0)
+        assert poll.poll(0) == []
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(pipe, b"x")
+        peer.close()
+        await server.quiet()
+        assert poll.poll(0) == []
+    assert poll.poll(0) == [(pipe, select.POLLHUP)]
+    os.close(pipe)
+
+
 async def reserve(peer: Peer, *sizes: int) -> ReserveReply:
-    reply = await peer.ask(Reserve(numbers(sizes)))
+    reply = await peer.ask(Reserve(pack_u64(sizes)))
     assert isinstance(reply, ReserveReply)
     return reply
 
 
 async def lease(peer: Peer, *keys: str, inline_bytes: int = 0) -> LeaseReply:
-    reply = await peer.ask(Lease(Keys(list(keys)), numbers(), inline_bytes))
+    reply = await peer.ask(Lease(Keys(list(keys)), pack_u64(), inline_bytes))
     assert isinstance(reply, LeaseReply)
     return reply
 
@@ -99,7 +126,7 @@ async def abort(peer: Peer, number: int) -> None:
 
 
 async def put(peer: Peer, key: str, value: bytes) -> None:
-    await peer.ask(Put(Keys([key]), numbers([len(value)]), checksums=False), value)
+    await peer.ask(Put(Keys([key]), pack_u64([len(value)]), checksums=False), value)
 
 
 async def present(peer: Peer, *keys: str) -> list[bool]:
@@ -119,14 +146,14 @@ async def until(server: RunningServer, **expected: int) -> StoreStatistics:
 
 
 async def reserve_spare(peer: Peer, *sizes: int) -> int:
-    reply = await peer.ask(Reserve(numbers(sizes), spare=True))
+    reply = await peer.ask(Reserve(pack_u64(sizes), spare=True))
     assert isinstance(reply, ReserveReply)
     assert len(reply.places) == (len(sizes) if reply.reservation else 0)
     return reply.reservation
 
 
 def commit(reservation: int, *keys: str, checksums: int = 0) -> Commit:
-    return Commit(reservation, Keys(list(keys)), numbers(range(1, checksums + 1)))
+    return Commit(reservation, Keys(list(keys)), pack_u64(range(1, checksums + 1)))
 
 
 # Spare room
@@ -228,7 +255,7 @@ async def test_descriptors_that_nobody_takes_are_not_kept(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "request_",
-    [MapArenas(0), MapTables(), Reserve(numbers([1])), commit(1, "key"), Lease(Keys(["key"]), numbers())],
+    [MapArenas(0), MapTables(), Reserve(pack_u64([1])), commit(1, "key"), Lease(Keys(["key"]), pack_u64())],
     ids=lambda request: type(request).__name__,
 )
 async def test_over_tcp_there_is_no_shared_memory(request_: Request) -> None:
@@ -329,7 +356,9 @@ async def test_an_abort_gives_the_room_back_once_and_keeps_the_connection(tmp_pa
 
 
 async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Path) -> None:
-    """By a client that does not wait for the reply: it may have been none, or inline, or released already."""
+    """By a client that does not wait for the reply: it may have been none, or inline,
+    or released already.
+    """
     async with serving(tmp_path) as server:
         peer = await local_peer(server)
         await release(peer, 0)
@@ -346,7 +375,7 @@ async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Pat
         assert await present(peer, "key") == [True]
         assert server.core.statistics().leases == 1
         await release(peer, older.lease)
-        await peer.send_head(Lease(Keys(["key"]), numbers()))
+        await peer.send_head(Lease(Keys(["key"]), pack_u64()))
         await release(peer, 0)
         await until(server, leases=0)
         peer.close()
@@ -358,11 +387,11 @@ async def test_a_lease_that_does_not_fit_the_room_at_the_client_pins_nothing(tmp
         peer = await local_peer(server)
         await put(peer, "key", b"value")
         with pytest.raises(BufferTooSmall):
-            await peer.ask(Lease(Keys(["key"]), numbers([4])))
+            await peer.ask(Lease(Keys(["key"]), pack_u64([4])))
         assert server.core.statistics().leases == 0
         assert await present(peer, "key") == [True]
         with pytest.raises(ProtocolError, match="capacities"):
-            await peer.ask(Lease(Keys(["key"]), numbers([4, 4])))
+            await peer.ask(Lease(Keys(["key"]), pack_u64([4, 4])))
         peer.close()
 
 
@@ -500,7 +529,7 @@ async def test_get_and_put_work_beside_what_is_lent(tmp_path: Path) -> None:
         peer = await local_peer(server)
         reserved = await reserve(peer, 100)
         await put(peer, "other", b"value")
-        assert isinstance(await peer.ask(Get(Keys(["other"]), numbers(), checksums=False)), GetReply)
+        assert isinstance(await peer.ask(Get(Keys(["other"]), pack_u64(), checksums=False)), GetReply)
         assert await peer.payload() == b"value"
         assert isinstance(await peer.ask(commit(reserved.reservation, "mine")), PutReply)
         assert await present(peer, "mine", "other") == [True, True]

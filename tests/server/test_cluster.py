@@ -1,0 +1,170 @@
+"""A server that is a node of a cluster, with a real etcd."""
+
+import json
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from infinistore.config import ServerConfig, load_server_config
+from infinistore.disk_settings import DiskPlace
+from infinistore.errors import ConfigError
+from infinistore.server.composition import run_server
+from tests.cluster_io.etcd import Etcd, free_ports, needs_etcd
+
+from .http_client import ask
+from .running import KIB, make_config, running_server
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    running = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield running
+    running.close()
+
+
+def url_of(etcd: Etcd, cluster: str) -> str:
+    return etcd.url.removesuffix("test") + cluster
+
+
+async def cluster_of(server: Any) -> dict[str, Any]:
+    answer = await ask(server.server.addresses.management[0], "GET", "/cluster")
+    found: dict[str, Any] = json.loads(answer.body)
+    return found
+
+
+async def until(server: Any, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    with trio.fail_after(20):
+        while not holds(found := await cluster_of(server)):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    return found
+
+
+def listed(etcd: Etcd, cluster: str) -> dict[str, dict[str, Any]]:
+    found = json.loads(etcd.control("get", "--prefix", f"/infinistore/{cluster}/nodes/", "-w", "json"))
+    return {
+        b64decode(kv["key"]).decode().rpartition("/")[2]: json.loads(b64decode(kv["value"]))
+        for kv in found.get("kvs", [])
+    }
+
+
+async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
+    return await trio.to_thread.run_sync(call, *arguments)
+
+
+@needs_etcd
+async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etcd) -> None:
+    config = make_config(cluster=url_of(etcd, "plain"), node_id="a", node_weight=70, node_zone="rack 1")
+    async with running_server(config) as server:
+        found = await until(server, lambda found: bool(found["nodes"]))
+        (node,) = found["nodes"]
+        (written,) = (await in_thread(listed, etcd, "plain")).values()
+        assert node["address"] == f"infinistore://127.0.0.1:{server.server.addresses.port}"
+        assert (node["id"], node["weight"], node["state"], node["zone"]) == ("a", 70, "serving", "rack 1")
+        assert node["instance"] == server.server.telemetry.instance == written["instance"]
+        assert written["capacity_bytes"] == server.core.pool.capacity_bytes
+        assert (found["registration"], found["registrations"], found["problem"]) == ("registered", 1, "")
+        server.server.drain()
+        with trio.fail_after(10):
+            await server.finished.wait()
+    assert await in_thread(listed, etcd, "plain") == {}
+
+
+@needs_etcd
+async def test_a_server_purges_as_soon_as_the_cluster_is_purged(etcd: Etcd) -> None:
+    config = make_config(cluster=url_of(etcd, "purged"), node_id="a", advertise="there.example:7")
+    async with running_server(config) as server:
+        found = await until(server, lambda found: bool(found["nodes"]))
+        assert found["nodes"][0]["address"] == "infinistore://there.example:7"
+        await in_thread(etcd.control, "put", "/infinistore/purged/purge", "")
+        await until(server, lambda found: found["purged_revision"] > 0)
+        with trio.fail_after(20):
+            mark = "/infinistore/purged/purged/a"
+            while await in_thread(etcd.control, "get", "--print-value-only", mark) == b"0\n":  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+
+async def refused(config: ServerConfig) -> str:
+    with pytest.raises(ConfigError) as error, trio.fail_after(20):
+        await run_server(config, on_listening=lambda server: None)
+    return str(error.value)
+
+
+@needs_etcd
+async def test_a_cluster_of_another_placement_version_is_refused_in_one_line(etcd: Etcd) -> None:
+    await in_thread(etcd.control, "put", "/infinistore/newer/config", '{"placement": 2}')
+    assert "/infinistore/newer/config in etcd is of placement version 2, and this is 1" in await refused(
+        make_config(cluster=url_of(etcd, "newer"))
+    )
+
+
+@needs_etcd
+async def test_a_server_with_disks_serves_when_it_knows_that_it_missed_no_purge(etcd: Etcd, tmp_path: Path) -> None:
+    await in_thread(etcd.control, "put", "/infinistore/disks/purge", "")
+    disks = (DiskPlace(tmp_path / "disk", 64 * KIB * KIB),)
+    async with running_server(make_config(cluster=url_of(etcd, "disks"), node_id="a", disks=disks)) as server:
+        purged = await in_thread(etcd.control, "get", "--print-value-only", "/infinistore/disks/purged/a")
+        assert int(purged) > 0
+        assert (await cluster_of(server))["registration"] == "registered"
+
+
+async def test_a_server_without_disks_serves_while_etcd_is_away() -> None:
+    port = free_ports(1)[0]
+    config = make_config(cluster=f"infinistore+etcd://127.0.0.1:{port}/c")
+    async with running_server(config) as server:
+        found = await until(server, lambda found: bool(found["problem"]))
+    assert (found["registration"], found["nodes"], found["view_age_s"]) == ("registering", [], -1)
+    assert f"127.0.0.1:{port} cannot be reached" in found["problem"]
+
+
+async def test_a_server_in_a_static_list_registers_nowhere() -> None:
+    async with running_server(make_config(cluster="infinistore+static://a,b?copies=2")) as server:
+        found = await cluster_of(server)
+    assert (found["registration"], found["copies"], len(found["nodes"])) == ("listed", 2, 2)
+
+
+async def test_a_server_without_a_cluster_says_so_and_loads_none_of_it() -> None:
+    async with running_server(make_config()) as server:
+        answer = await ask(server.server.addresses.management[0], "GET", "/cluster")
+    assert (answer.status, json.loads(answer.body)["error"]) == (
+        404,
+        "this server is in no cluster; start it with --cluster URL",
+    )
+    program = (
+        "import sys, infinistore.server.composition; print([n for n in sys.modules if 'infinistore.cluster.' in n])"
+    )
+    done = await trio.run_process([sys.executable, "-c", program], capture_stdout=True)
+    assert done.stdout == b"[]\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"cluster": "infinistore+etcd://h"}, "--cluster: 'infinistore[+]etcd://h' names no cluster"),
+        ({"cluster": "infinistore+static://a?copies=0"}, "--cluster: the option copies=0"),
+    ],
+)
+async def test_a_url_that_names_no_cluster_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        await run_server(make_config(**settings), on_listening=lambda server: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"cluster": "infinistore+static://a", "shards": "2"}, "start one without --shards for each node"),
+        (
+            {"cluster": "infinistore+etcd://a/c", "host": "0.0.0.0", "insecure": "yes"},
+            "--host 0.0.0.0 is no address that others can connect to; add --advertise HOST:PORT",
+        ),
+        ({"cluster": "infinistore+etcd://a/c", "advertise": "a:b"}, "--advertise a:b: .*must be HOST:PORT"),
+        ({"node_weight": "10001"}, "must be a whole number between 0 and 10000"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_server_config(given, environment={})

@@ -1,0 +1,53 @@
+"""How a server shares out what descriptors its process may open."""
+
+import os
+import resource
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore.errors import ConfigError
+from infinistore.server.budgets.descriptor_budget import DescriptorBudget
+
+
+def shares(limit: int, open_now: int = 12, arenas: int = 0) -> tuple[DescriptorBudget, int]:
+    """The budget of a process with this limit, soft and hard, and how many clients of
+    two descriptors it has.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+        patch.setattr(resource, "setrlimit", lambda kind, limits: None)
+        budget = DescriptorBudget(clients=1024, strangers=128, management=64, arenas=arenas, open_now=lambda: open_now)
+        return budget, budget.clients(each=2)
+
+
+def test_who_may_open_enough_gets_what_was_wished_for() -> None:
+    budget, clients = shares(10_000)
+    assert (clients, budget.strangers, budget.management) == (1024, 128, 64)
+
+
+@given(limit=st.integers(0, 5000), open_now=st.integers(5, 50), arenas=st.integers(0, 20))
+def test_what_is_shared_out_is_never_more_than_there_is(limit: int, open_now: int, arenas: int) -> None:
+    try:
+        budget, clients = shares(limit, open_now, arenas)
+    except ConfigError:
+        assert limit < open_now + arenas + 30
+        return
+    assert min(clients, budget.strangers, budget.management) >= 1
+    assert open_now + arenas + 2 * clients + budget.strangers + budget.management + 16 <= limit
+
+
+def test_the_soft_limit_is_raised_to_what_is_wanted_and_never_lowered() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = len(os.listdir("/proc/self/fd")) + 100
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        budget = DescriptorBudget(clients=200, strangers=5, management=5, arenas=0)
+        assert budget.clients(each=2) == 200
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert (raised[0] > low, raised[1]) == (True, hard)
+        DescriptorBudget(clients=1, strangers=1, management=1, arenas=0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

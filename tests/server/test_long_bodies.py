@@ -1,0 +1,169 @@
+"""Long bodies of requests: how much memory those that are under way may take together,
+and who waits for it.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from infinistore.errors import LimitExceeded
+from infinistore.protocol.codec import encode_head
+from infinistore.protocol.messages import Exists, ExistsReply, Keys
+from infinistore.server.budgets.body_budget import BodyBudget
+from infinistore.server.environment import Environment
+from tests.server.running import HALF_REQUEST_ID, KIB, Peer, RunningServer, simulated_server
+from tests.transports.memory_network import random_chunks, whole
+
+ROOM_BYTES = 1000 * KIB
+
+
+def asked(count: int, key_bytes: int = 1000) -> Exists:
+    return Exists(Keys([f"{number:0{key_bytes}}" for number in range(count)]))
+
+
+LONG = asked(250)
+HEAD = encode_head(LONG, request_id=HALF_REQUEST_ID)
+
+
+@asynccontextmanager
+async def with_little_room(seed: int | None = None) -> AsyncGenerator[RunningServer, None]:
+    """A server that has room for four of `LONG` at a time."""
+    chunks = whole if seed is None else random_chunks(seed)
+    async with simulated_server(chunks=chunks, environment=Environment(body_budget_bytes=ROOM_BYTES)) as server:
+        yield server
+        assert bodies(server).taken_bytes == 0
+
+
+def bodies(server: RunningServer) -> BodyBudget:
+    return server.server.context.body_budget
+
+
+async def unfinished(server: RunningServer, count: int, sent: float = 0.9) -> list[Peer]:
+    """Clients that have sent a part of a long request."""
+    peers = []
+    for _ in range(count):
+        peer = await server.peer()
+        await peer.send(HEAD[: int(len(HEAD) * sent)])
+        await trio.testing.wait_all_tasks_blocked()
+        peers.append(peer)
+    return peers
+
+
+def close(server: RunningServer, peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.close()
+
+
+async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_them() -> None:
+    async with with_little_room() as server:
+        peers = await unfinished(server, 12)
+        assert ROOM_BYTES - len(HEAD) < bodies(server).taken_bytes <= ROOM_BYTES
+        other = await server.peer()
+        start = trio.current_time()
+        assert await other.ask(asked(60)) == ExistsReply(bytes(60))  # fits the buffer of its connection
+        assert trio.current_time() - start < 0.5
+        close(server, [*peers, other])
+        await server.quiet()
+
+
+@pytest.mark.parametrize("sent", [0.0001, 0.5, 0.9])
+async def test_who_announces_a_body_and_does_not_send_it_keeps_nobody_out_for_long(
+    sent: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with with_little_room() as server:
+        peers = await unfinished(server, 12, max(sent, 70 / len(HEAD)))
+        other = await server.peer()
+        start = trio.current_time()
+        assert await other.ask(asked(200)) == ExistsReply(bytes(200))
+        assert trio.current_time() - start <= 3  # a second and a look, or two
+        with pytest.raises(LimitExceeded, match="others wait for room"):
+            await peers[0].reply_to_half(LONG)
+        assert await peers[0].is_closed()
+        close(server, [*peers, other])
+        await server.quiet()
+
+
+async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_clock: trio.testing.MockClock) -> None:
+    async with with_little_room() as server, trio.open_nursery() as nursery:
+        peers = await unfinished(server, 4, 0.1)
+
+        async def trickle(peer: Peer) -> None:
+            for start in range(len(HEAD) // 10, len(HEAD)):
+                await trio.sleep(0.1)
+                await peer.send(HEAD[start : start + 1])
+
+        for peer in peers:
+            nursery.start_soon(trickle, peer)
+        other = await server.peer()
+        start = trio.current_time()
+        assert await other.ask(LONG) == ExistsReply(bytes(250))
+        assert trio.current_time() - start < 3
+        nursery.cancel_scope.cancel()
+        close(server, [*peers, other])
+
+
+async def test_a_body_that_is_only_slow_is_waited_for_while_nobody_else_wants_room(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with with_little_room() as server:
+        (peer,) = await unfinished(server, 1, 0.5)
+        for start in range(len(HEAD) // 2, len(HEAD), 20_000):
+            await trio.sleep(5)
+            await peer.send(HEAD[start : start + 20_000])
+        assert await peer.reply_to_half(LONG) == ExistsReply(bytes(250))
+        peer.close()
+        await server.quiet()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_more_long_requests_than_there_is_room_for_are_all_answered(
+    seed: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    answered: list[int] = []
+    async with with_little_room(seed) as server:
+        async with trio.open_nursery() as nursery:
+
+            async def ask(count: int) -> None:
+                peer = await server.peer()
+                assert await peer.ask(asked(count)) == ExistsReply(bytes(count))
+                answered.append(count)
+                peer.close()
+
+            for count in range(100, 400, 20):
+                nursery.start_soon(ask, count)
+        await server.quiet()
+    assert sorted(answered) == list(range(100, 400, 20))
+
+
+@attrs.frozen
+class _Body:
+    length: int
+    arrived: int = 0
+
+
+async def test_the_shortest_that_waits_comes_first_and_who_gives_up_waiting_has_nothing() -> None:
+    budget = BodyBudget(100)
+    first = await budget.acquire(_Body(100), lambda: None)  # type: ignore[arg-type]
+    order: list[int] = []
+
+    async def take(length: int, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+        with trio.CancelScope() as scope:
+            task_status.started(scope)
+            grant = await budget.acquire(_Body(length), lambda: None)  # type: ignore[arg-type]
+            order.append(length)
+            budget.release(grant)
+
+    async with trio.open_nursery() as nursery:
+        for length in (90, 1000, 70, 80):
+            scope: trio.CancelScope = await nursery.start(take, length)
+            if length == 70:
+                scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert order == []
+        budget.release(first)
+        budget.release(first)
+    assert (order, budget.taken_bytes) == ([80, 90, 1000], 0)
