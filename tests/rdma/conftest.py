@@ -1,11 +1,14 @@
-"""What the tests on RDMA devices share. They skip, with the reason, where there is no device with an active port.
+"""What the tests on RDMA devices share. They skip, with the reason, where there is no
+device with an active port.
 
-`make test-rdma` brings a virtual machine with two Soft-RoCE devices, like two hosts with a cable between them, and sets
-INFINISTORE_TEST_REQUIRE_RDMA, so that a test that finds no RDMA fails instead of skipping. On a machine with devices of
-its own the tests use the first active one as both ends, and those that pull the cable skip.
+`make test-rdma` brings a virtual machine with two Soft-RoCE devices, like two hosts
+with a cable between them, and sets INFINISTORE_TEST_REQUIRE_RDMA, so that a test that
+finds no RDMA fails instead of skipping. On a machine with devices of its own the tests
+use the first active one as both ends, and those that pull the cable skip.
 
-Python is 12 to 17 times slower in the virtual machine unless it has KVM. INFINISTORE_TEST_SLOWDOWN says so; `patience`
-turns a time meant for a usual machine into one that will do here, and the time limit of each test grows by it.
+Python is 12 to 17 times slower in the virtual machine unless it has KVM.
+INFINISTORE_TEST_SLOWDOWN says so; `patience` turns a time meant for a usual machine
+into one that will do here, and the time limit of each test grows by it.
 """
 
 import os
@@ -40,12 +43,16 @@ class Host:
 
     device: str
     address: str
-    """IPv4; a server that listens there is reached by the other end over the cable, too."""
+    """IPv4; a server that listens there is reached by the other end over the cable,
+    too.
+    """
 
 
 @attrs.frozen
 class Cable:
-    """The cable between the hosts of the virtual machine. Pulled, both ports are down; put back, both are active."""
+    """The cable between the hosts of the virtual machine. Pulled, both ports are down;
+    put back, both are active.
+    """
 
     hosts: tuple[Host, Host]
 
@@ -62,7 +69,8 @@ class Cable:
             subprocess.run(["/bin/bash", "-c", _WAIT, "-", host.device], check=True)
 
 
-# The port is active a moment after the interface is; the shell's wait costs less than Python's in the virtual machine.
+# The port is active a moment after the interface is; the shell's wait costs less than
+# Python's in the virtual machine.
 _WAIT = 'until grep -q ACTIVE "/sys/class/infiniband/$1/ports/1/state"; do sleep 0.05; done'
 
 
@@ -104,13 +112,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def patience() -> Callable[[float], float]:
-    """From a time in seconds that would do on a usual machine to one that will do here."""
+    """From a time in seconds that would do on a usual machine to one that will
+    do here.
+    """
     return lambda seconds: seconds * SLOWDOWN
 
 
 @pytest.fixture(scope="session")
 def hosts() -> tuple[Host, Host]:
-    """The two ends: rxe0 and rxe1 in the virtual machine, twice the same device elsewhere."""
+    """The two ends: rxe0 and rxe1 in the virtual machine, twice the same device
+    elsewhere.
+    """
     if IN_GUEST:
         return Host("rxe0", "10.77.0.1"), Host("rxe1", "10.77.0.2")
     host = Host(_active_devices()[0], "127.0.0.1")

@@ -1,4 +1,6 @@
-"""Servers and stores on the two devices: the server has one end of the cable, the client the other."""
+"""Servers and stores on the two devices: the server has one end of the cable, the
+client the other.
+"""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

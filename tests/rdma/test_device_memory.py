@@ -1,7 +1,9 @@
-"""Memory of a GPU over real verbs, as far as that goes without a GPU: it is memory of this process by another name.
+"""Memory of a GPU over real verbs, as far as that goes without a GPU: it is memory of
+this process by another name.
 
-The descriptor that stands for it is no dmabuf, and Soft-RoCE takes none at all. So this is about the refusal, which
-comes from pyverbs and the kernel, about peer memory, and about reading back what was written.
+The descriptor that stands for it is no dmabuf, and Soft-RoCE takes none at all. So this
+is about the refusal, which comes from pyverbs and the kernel, about peer memory, and
+about reading back what was written.
 """
 
 import mmap
@@ -9,12 +11,12 @@ import os
 
 import pytest
 
-from infinistore.client.device_calls import get_device_into_async, put_device_async
-from infinistore.client.device_memory import DeviceBatch
-from infinistore.transports import cuda_driver
-from infinistore.transports.device_memory import DeviceMemory, Dmabuf
-from infinistore.transports.rdma_memory import address_of
-from infinistore.transports.rdma_verbs import NoRdma, open_device
+from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.transports.cuda import driver as cuda_driver
+from infinistore.transports.cuda.memory import DeviceMemory, Dmabuf
+from infinistore.transports.rdma.memory import address_of
+from infinistore.transports.rdma.opening import open_device
+from infinistore.transports.rdma.verbs import NoRdma
 from tests.rdma.conftest import Host
 from tests.rdma.serving import opened
 
@@ -74,11 +76,11 @@ async def test_blocks_go_from_and_to_peer_memory(hosts: tuple[Host, Host], monke
         assert registration.registered
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(cuda.fds[0])
-        await put_device_async(store, batch, True)
+        await store.put_batch(batch)
         assert await store.get("a") == content[:1000]
         assert await store.get("b") == content[5000:9000]
         memory[:] = bytes(LENGTH)
-        assert await get_device_into_async(store, batch, False) == [1000, 4000, 1]
+        assert await store.get_batch_into(batch) == [1000, 4000, 1]
         assert memory[:1000] + memory[5000:9000] + memory[60_000:60_001] == (
             content[:1000] + content[5000:9000] + content[60_000:60_001]
         )

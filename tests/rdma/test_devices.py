@@ -1,4 +1,6 @@
-"""Devices and GIDs as they are read from a kernel that has some, and chosen while addresses and cables come and go."""
+"""Devices and GIDs as they are read from a kernel that has some, and chosen while
+addresses and cables come and go.
+"""
 
 import re
 import subprocess
@@ -7,8 +9,8 @@ from ipaddress import ip_address
 
 import pytest
 
-from infinistore.transports.rdma_choice import NoRdma, PortNotActive, choose_port
-from infinistore.transports.rdma_devices import read_system, there_is_rdma
+from infinistore.transports.rdma.choice import NoRdma, PortNotActive, choose_port
+from infinistore.transports.rdma.devices import read_system, there_is_rdma
 
 from .conftest import IN_GUEST, Cable, Host
 
@@ -59,7 +61,8 @@ def test_a_pulled_cable_is_an_error_until_it_is_put_back(cable: Cable) -> None:
             choose_port(host.device)
     cable.put_back()
 
-    # Its IPv6 addresses come back when nobody else turned out to have them, so that the reason may be shorter now.
+    # Its IPv6 addresses come back when nobody else turned out to have them, so that the
+    # reason may be shorter now.
     assert [(port.device, port.gid_index, port.gid) for port in map(choose_port, ("rxe0", "rxe1"))] == [
         (port.device, port.gid_index, port.gid) for port in before
     ]

@@ -1,4 +1,6 @@
-"""`infinistore doctor` on a machine that has RDMA: the devices, the choice, and the way to a server by RDMA."""
+"""`infinistore doctor` on a machine that has RDMA: the devices, the choice, and the way
+to a server by RDMA.
+"""
 
 import json
 

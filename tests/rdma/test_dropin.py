@@ -1,4 +1,6 @@
-"""The programming interface of the original over RDMA: what its TYPE_RDMA was made for."""
+"""The programming interface of the original over RDMA: what its TYPE_RDMA was
+made for.
+"""
 
 import asyncio
 import ctypes

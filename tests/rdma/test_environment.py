@@ -1,4 +1,6 @@
-"""The virtual machine with Soft-RoCE is what the other tests take it for: two devices, and a cable between them."""
+"""The virtual machine with Soft-RoCE is what the other tests take it for: two devices,
+and a cable between them.
+"""
 
 import subprocess
 from pathlib import Path
@@ -30,7 +32,8 @@ def test_there_are_two_devices_with_active_ports(hosts: tuple[Host, Host]) -> No
 
 def test_a_ping_pong_goes_from_one_to_the_other_over_the_cable(hosts: tuple[Host, Host]) -> None:
     before = received_packets("veth1")
-    # The second tries again until the first listens, which does not say when: its output goes through a full buffer.
+    # The second tries again until the first listens, which does not say when: its
+    # output goes through a full buffer.
     both = """
         ping="ibv_rc_pingpong --gid-idx=1 --iters=50 --size=4096"
         $ping --ib-dev=$1 & first=$!

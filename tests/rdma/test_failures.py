@@ -1,4 +1,6 @@
-"""What happens on real queue pairs when a peer lies, dies or is cut off: an error soon, nothing partial, room back."""
+"""What happens on real queue pairs when a peer lies, dies or is cut off: an error soon,
+nothing partial, room back.
+"""
 
 import os
 import signal
@@ -15,12 +17,14 @@ import trio.lowlevel
 
 import infinistore
 from infinistore.client import AsyncStore
-from infinistore.client import rdma as client_rdma
+from infinistore.client.movers.rdma import device as client_rdma
 from infinistore.errors import StoreUnavailable, TransferFailed
-from infinistore.protocol.codec import numbers
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut
-from infinistore.transports.rdma_memory import RegisteredSpan, address_of
-from infinistore.transports.rdma_verbs import Completion, Device, Endpoint, Operation, Queue, open_device
+from infinistore.server.movers.rdma.mover import RdmaMover
+from infinistore.transports.rdma.memory import RegisteredSpan, address_of
+from infinistore.transports.rdma.opening import open_device
+from infinistore.transports.rdma.verbs import Completion, Device, Endpoint, Operation, Queue
 from tests.bad_days.servers import ServerProcess
 from tests.rdma.conftest import Cable, Host
 from tests.rdma.serving import opened, serving, url
@@ -49,8 +53,8 @@ class RawClient:
         return queue
 
     async def put(self, key: str, *, address: int = 0, remote_key: int = 0, size: int = len(VALUE)) -> None:
-        place = numbers([address or self.span.address]), numbers([remote_key or self.span.key])
-        await self.peer.ask(RdmaPut(Keys([key]), numbers([size]), *place, numbers()))
+        place = pack_u64([address or self.span.address]), pack_u64([remote_key or self.span.key])
+        await self.peer.ask(RdmaPut(Keys([key]), pack_u64([size]), *place, pack_u64()))
 
     async def exists(self, key: str) -> bool:
         return await self.peer.ask(Exists(Keys([key]))) == ExistsReply(b"\1")
@@ -91,7 +95,7 @@ async def test_a_client_that_lies_about_its_memory_is_told_and_stores_nothing(
             assert not await client.exists("lie")
         statistics = client.server.core.statistics()
         assert (statistics.reservations, statistics.used_bytes) == (0, 0)
-        await client.peer.ask(Put(Keys(["inline"]), numbers([3]), checksums=False), b"abc")
+        await client.peer.ask(Put(Keys(["inline"]), pack_u64([3]), checksums=False), b"abc")
         await client.connect()
         await client.put("truth")
         assert await client.exists("truth")
@@ -102,10 +106,10 @@ async def test_no_client_can_address_the_servers_memory(hosts: tuple[Host, Host]
         await client.connect()
         await client.put("a")
         arena = client.server.core.pool.arenas[0]
-        pool = client.server.server.rdma
+        (pool,) = (mover.pool for mover in client.server.server.context.movers if isinstance(mover, RdmaMover))
         assert pool is not None
         for operation in Operation:
-            for key in {pool._regions[0].local_key, pool._regions[0].remote_key}:
+            for key in {pool.regions[0].local_key, pool.regions[0].remote_key}:
                 queue = await client.connect(serves=True)
                 before = bytes(arena.memory[: len(VALUE)])
                 client.span.view[:] = b"x" * len(VALUE)
@@ -163,7 +167,7 @@ async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_m
 async def test_a_pulled_cable_costs_a_moment_and_rdma_comes_back_with_it(
     hosts: tuple[Host, Host], cable: Cable, patience: Patience
 ) -> None:
-    with mock.patch.object(client_rdma, "_FIRST_PAUSE_S", 0.0):
+    with mock.patch.object(client_rdma, "FIRST_PAUSE_S", 0.0):
         async with opened(hosts, forced=False) as (server, store):
             values = {f"{i}": VALUE[i:] for i in range(8)}
 
@@ -226,7 +230,7 @@ async def test_a_client_that_is_killed_gives_everything_back(hosts: tuple[Host, 
         client.kill()
         await trio.to_thread.run_sync(client.communicate)
         with trio.fail_after(patience(20)):
-            while server.server.statistics().connections_open:
+            while server.server.telemetry.statistics().connections_open:
                 await trio.lowlevel.checkpoint()
         await server.quiet()
         async with infinistore.open_store(url(server, hosts[1]), deadline_s=300) as store:
@@ -276,8 +280,8 @@ def test_a_server_that_is_killed_is_an_error_soon_and_found_again(hosts: tuple[H
 
 _CARELESS = """
 import gc, os, sys
-from infinistore.transports.rdma_memory import address_of
-from infinistore.transports.rdma_verbs import open_device
+from infinistore.transports.rdma.memory import address_of
+from infinistore.transports.rdma.opening import open_device
 
 buffer = bytearray(100_000)
 device = open_device(sys.argv[1])

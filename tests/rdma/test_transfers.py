@@ -1,4 +1,6 @@
-"""Blocks through real queue pairs: every size, thousands at once, registered or not, two clients, the rule machine."""
+"""Blocks through real queue pairs: every size, thousands at once, registered or not,
+two clients, the rule machine.
+"""
 
 import random
 from collections.abc import Iterator
@@ -14,10 +16,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import infinistore
 from infinistore.config import ServerConfig
-from infinistore.transports.ibverbs import VerbsDevice
-from infinistore.transports.rdma_queue import CHAIN
+from infinistore.transports.rdma.ibverbs.device import VerbsDevice
+from infinistore.transports.rdma.ibverbs.queue import CHAIN
 from tests.clients.event_loops import TrioThread, as_blocking
-from tests.clients.stores import Loops, Opened, _looker
+from tests.clients.stores import Loops, Opened, looker
 from tests.clients.test_store_machine import ClientMachine
 from tests.rdma.conftest import Host
 from tests.rdma.serving import opened, serving, url
@@ -49,7 +51,9 @@ async def test_blocks_of_every_size_come_back_as_they_were(hosts: tuple[Host, Ho
 
 @pytest.mark.parametrize("registered", [True, False])
 async def test_thousands_of_blocks_go_in_one_call(hosts: tuple[Host, Host], registered: bool) -> None:
-    """Far more work requests than the queue holds: none of the blocks touches the next, on either side."""
+    """Far more work requests than the queue holds: none of the blocks touches the next,
+    on either side.
+    """
     count, size = 3000, 300
     async with opened(hosts) as (_, store):
         source, target = bytearray(noise(count * 512)), bytearray(count * 512)
@@ -118,7 +122,7 @@ def test_the_store_does_what_the_model_does(hosts: tuple[Host, Host]) -> None:
         with loops.trio.entered(lambda: running_server(config)) as server:
             address = f"rdma://127.0.0.1:{server.server.addresses.port}"
             with loops.trio.entered(lambda: infinistore.open_store(address, **given)) as store:
-                yield Opened(as_blocking(store, loops.trio), server.core, _looker(loops), config.max_batch_keys, server)
+                yield Opened(as_blocking(store, loops.trio), server.core, looker(loops), config.max_batch_keys, server)
 
     with TrioThread() as thread:
         loops = Loops(thread, None)  # type: ignore[arg-type]  # no asyncio here
