@@ -22,7 +22,9 @@ def run_server(**settings: Any) -> RegisteredServer:
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
-    """A server to which the best path is by shared memory, and one to which it is TCP."""
+    """A server to which the best path is by shared memory, and one to which it
+    is TCP.
+    """
     with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
         running = run_server(unix_socket=str(Path(folder, "s")) if request.param == "shm" else "off")
         yield running
@@ -31,14 +33,18 @@ def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
 
 @pytest.fixture
 def config(server: RegisteredServer) -> ClientConfig:
-    """How a program of the original with RDMA would reach the server, which is empty."""
+    """How a program of the original with RDMA would reach the server, which is
+    empty.
+    """
     server.ask(lambda store: store.purge())
     return ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
 
 
 @pytest.fixture
 def connect(config: ClientConfig) -> Iterator[Connect]:
-    """Opens connections; keyword arguments change the configuration. All are closed after the test."""
+    """Opens connections; keyword arguments change the configuration. All are closed
+    after the test.
+    """
     with ExitStack() as stack:
 
         def connect(**settings: Any) -> InfinityConnection:

@@ -1,4 +1,6 @@
-"""Calls that are cancelled: they let go of the caller's memory at once, and leave the connection good for the next."""
+"""Calls that are cancelled: they let go of the caller's memory at once, and leave the
+connection good for the next.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +37,9 @@ def connected(port: int) -> Iterator[InfinityConnection]:
 async def cancelled_half_way(
     connection: InfinityConnection, memory: bytearray, may_cancel: Callable[[], Awaitable[Any]]
 ) -> bytes:
-    """Start to read into the memory, and cancel that once some has come. Returns what is there then."""
+    """Start to read into the memory, and cancel that once some has come. Returns what
+    is there then.
+    """
     task = asyncio.ensure_future(connection.rdma_read_cache_async(BLOCKS, MIB, pointer(memory)))
     await may_cancel()
     task.cancel()

@@ -1,4 +1,6 @@
-"""What a program of the original sees of a server, after the original's documents and its own tests."""
+"""What a program of the original sees of a server, after the original's documents and
+its own tests.
+"""
 
 import asyncio
 import ctypes
@@ -6,17 +8,18 @@ import subprocess
 import sys
 import threading
 import uuid
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import pytest
-import torch
 import uvloop
 
 import infinistore
 from infinistore import ClientConfig, InfinityConnection
 from infinistore.dropin.registered_server import RegisteredServer
 from tests.dropin.conftest import Connect
+
+Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 COUNT = 4096
 
@@ -25,9 +28,9 @@ def pointer(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def register(connection: InfinityConnection, tensor: torch.Tensor) -> torch.Tensor:
-    assert connection.register_mr(tensor.data_ptr(), tensor.numel() * tensor.element_size()) == 0
-    return tensor
+def register(connection: InfinityConnection, array: Array) -> Array:
+    assert connection.register_mr(array.ctypes.data, array.nbytes) == 0
+    return array
 
 
 def write(connection: InfinityConnection, *arguments: Any) -> int:
@@ -55,7 +58,9 @@ def test_a_connection_of_type_tcp_takes_tcp(connect: Connect) -> None:
     assert (connection.rdma_connected, connection.transport) == (False, "tcp")
 
 
-@pytest.mark.parametrize("make", [lambda: bytearray(64), lambda: numpy.zeros(8), lambda: torch.zeros(2, 8)])
+@pytest.mark.parametrize(
+    "make", [lambda: bytearray(64), lambda: numpy.zeros(8), lambda: pytest.importorskip("torch").zeros(2, 8)]
+)
 def test_memory_is_registered_by_its_object_as_by_its_address(connection: InfinityConnection, make: Any) -> None:
     memory: Any = make()
     array: Any = numpy.asarray(memory)
@@ -102,34 +107,34 @@ async def connect_again(connection: InfinityConnection) -> None:
     await connection.connect_async()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [numpy.float16, numpy.float32])
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_what_one_connection_writes_another_reads(connect: Connect, dtype: torch.dtype, new_loop: Any) -> None:
-    source = torch.arange(COUNT).to(dtype)
-    target = torch.zeros(COUNT, dtype=dtype)
-    size = COUNT * source.element_size()
+def test_what_one_connection_writes_another_reads(connect: Connect, dtype: Any, new_loop: Any) -> None:
+    source = numpy.arange(COUNT).astype(dtype)
+    target = numpy.zeros(COUNT, dtype)
+    size = COUNT * source.itemsize
     writer, reader = connect(), connect()
     register(writer, source), register(reader, target)
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        assert runner.run(writer.rdma_write_cache_async([("key", 0)], size, source.data_ptr())) == 200
+        assert runner.run(writer.rdma_write_cache_async([("key", 0)], size, source.ctypes.data)) == 200
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        assert runner.run(reader.rdma_read_cache_async([("key", 0)], size, target.data_ptr())) == 200
+        assert runner.run(reader.rdma_read_cache_async([("key", 0)], size, target.ctypes.data)) == 200
 
-    assert torch.equal(source, target)
+    assert numpy.array_equal(source, target)
 
 
 def test_a_batch_is_written_and_read_at_offsets(connection: InfinityConnection) -> None:
-    source = register(connection, torch.arange(10 * COUNT, dtype=torch.float32))
-    target = register(connection, torch.zeros(10 * COUNT))
+    source = register(connection, numpy.arange(10 * COUNT, dtype=numpy.float32))
+    target = register(connection, numpy.zeros(10 * COUNT, numpy.float32))
     for _ in range(3):
-        target.zero_()
+        target.fill(0)
         blocks = [(key, number * COUNT * 4) for number, key in enumerate(random_keys(10))]
 
-        write(connection, blocks, COUNT * 4, source.data_ptr())
-        read(connection, blocks, COUNT * 4, target.data_ptr())
+        write(connection, blocks, COUNT * 4, source.ctypes.data)
+        read(connection, blocks, COUNT * 4, target.ctypes.data)
 
-        assert torch.equal(source, target)
+        assert numpy.array_equal(source, target)
 
 
 def test_many_calls_run_at_once_on_one_connection(connection: InfinityConnection) -> None:
@@ -156,11 +161,11 @@ def test_many_clients_in_threads(connect: Connect) -> None:
 
     def use(number: int) -> None:
         connection = connect()
-        source, target = torch.full((COUNT,), float(number)), torch.zeros(COUNT)
+        source, target = numpy.full(COUNT, number, numpy.float32), numpy.zeros(COUNT, numpy.float32)
         register(connection, source), register(connection, target)
-        write(connection, [(f"key{number}", 0)], COUNT * 4, source.data_ptr())
-        read(connection, [(f"key{number}", 0)], COUNT * 4, target.data_ptr())
-        read_back.append(torch.equal(source, target))
+        write(connection, [(f"key{number}", 0)], COUNT * 4, source.ctypes.data)
+        read(connection, [(f"key{number}", 0)], COUNT * 4, target.ctypes.data)
+        read_back.append(numpy.array_equal(source, target))
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -232,17 +237,17 @@ def test_a_forked_child_reconnects_and_its_parent_goes_on(config: ClientConfig) 
 
 
 def test_a_key_exists_once_it_was_written(connection: InfinityConnection) -> None:
-    source = register(connection, torch.randn(COUNT))
+    source = register(connection, numpy.arange(COUNT, dtype=numpy.float32))
     assert connection.check_exist("key") is False
 
-    write(connection, [("key", 0)], COUNT * 4, source.data_ptr())
+    write(connection, [("key", 0)], COUNT * 4, source.ctypes.data)
 
     assert connection.check_exist("key") is True
 
 
 def test_the_last_match_is_the_highest_index_that_is_there(connection: InfinityConnection) -> None:
-    source = register(connection, torch.randn(COUNT))
-    write(connection, [("key1", 0), ("key2", 1024), ("key3", 2048)], 4096, source.data_ptr())
+    source = register(connection, numpy.arange(COUNT, dtype=numpy.float32))
+    write(connection, [("key1", 0), ("key2", 1024), ("key3", 2048)], 4096, source.ctypes.data)
 
     assert connection.get_match_last_index(["A", "B", "C", "key1", "D", "E"]) == 3
     assert connection.get_match_last_index(["key1", "A", "key2", "B"]) == 2
@@ -256,12 +261,12 @@ def test_no_match_is_an_error(connection: InfinityConnection, keys: list[str]) -
 
 
 def test_a_read_of_a_missing_key_is_an_error_that_can_be_told_from_others(connection: InfinityConnection) -> None:
-    target = register(connection, torch.ones(COUNT))
+    target = register(connection, numpy.ones(COUNT, numpy.float32))
 
     with pytest.raises(infinistore.InfiniStoreKeyNotFound):
-        read(connection, [("missing", 0)], COUNT * 4, target.data_ptr())
+        read(connection, [("missing", 0)], COUNT * 4, target.ctypes.data)
 
-    assert torch.equal(target, torch.ones(COUNT))
+    assert numpy.array_equal(target, numpy.ones(COUNT, numpy.float32))
 
 
 def test_a_batch_with_a_missing_key_is_not_read_at_all(connection: InfinityConnection) -> None:
@@ -338,9 +343,9 @@ def test_of_a_key_that_is_written_twice_in_a_batch_the_last_block_counts(connect
 
 
 def test_deleting_tells_how_many_keys_were_there(connection: InfinityConnection) -> None:
-    source = register(connection, torch.randn(COUNT))
+    source = register(connection, numpy.arange(COUNT, dtype=numpy.float32))
     keys = random_keys(3)
-    write(connection, [(key, number * 1024) for number, key in enumerate(keys)], 1024, source.data_ptr())
+    write(connection, [(key, number * 1024) for number, key in enumerate(keys)], 1024, source.ctypes.data)
 
     assert connection.delete_keys([keys[0], "missing", keys[2]]) == 2
 

@@ -1,9 +1,12 @@
-"""Connections of TYPE_RDMA where there is RDMA: between devices of this process, which check what real ones check."""
+"""Connections of TYPE_RDMA where there is RDMA: between devices of this process, which
+check what real ones check.
+"""
 
 import asyncio
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,8 +15,10 @@ from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
 from infinistore.dropin import memory as dropin_memory
 from infinistore.dropin.registered_server import RegisteredServer
 from tests.dropin.conftest import run_server
-from tests.transports.fake_gpu import FakeGpu, gpu_in_use
 from tests.transports.fake_rdma import Fabric, fabric_in_use
+
+if TYPE_CHECKING:
+    from tests.transports.fake_gpu import FakeGpu
 
 SIZE = 300_000
 
@@ -86,15 +91,20 @@ def test_registered_memory_is_known_to_the_device_until_the_connection_is_closed
 
 
 @pytest.fixture
-def gpu(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A GPU, whose memory is nowhere in the map of this process, and nor is any other."""
+def gpu(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> "Iterator[FakeGpu]":
+    """A GPU, whose memory is nowhere in the map of this process, and nor is any
+    other.
+    """
+    pytest.importorskip("torch")
+    from tests.transports.fake_gpu import gpu_in_use
+
     monkeypatch.setattr(dropin_memory, "_mapped_spans", lambda: iter(()))
     with gpu_in_use(fabric) as gpu:
         yield gpu
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_memory_of_a_gpu_is_moved_by_rdma(connection: InfinityConnection, gpu: FakeGpu, as_tensor: bool) -> None:
+def test_memory_of_a_gpu_is_moved_by_rdma(connection: InfinityConnection, gpu: "FakeGpu", as_tensor: bool) -> None:
     content = bytes(range(250)) * (SIZE // 250)
     tensor = gpu.tensor(SIZE)
     gpu.told.append(lambda: gpu.write(tensor, content))
@@ -112,7 +122,7 @@ def test_memory_of_a_gpu_is_moved_by_rdma(connection: InfinityConnection, gpu: F
 
 
 def test_memory_that_is_neither_the_processes_nor_a_gpus_is_refused(
-    connection: InfinityConnection, gpu: FakeGpu
+    connection: InfinityConnection, gpu: "FakeGpu"
 ) -> None:
     tensor = gpu.tensor(SIZE)
     for address, size in ((4096, 10), (tensor.data_ptr(), 1 << 30)):
@@ -120,7 +130,7 @@ def test_memory_that_is_neither_the_processes_nor_a_gpus_is_refused(
             connection.register_mr(address, size)
 
 
-def test_without_rdma_memory_of_a_gpu_is_refused(server: RegisteredServer, fabric: Fabric, gpu: FakeGpu) -> None:
+def test_without_rdma_memory_of_a_gpu_is_refused(server: RegisteredServer, fabric: Fabric, gpu: "FakeGpu") -> None:
     fabric.absent = "no device"
     config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
     with InfinityConnection(config) as connection:

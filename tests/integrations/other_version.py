@@ -1,4 +1,6 @@
-"""A server of another version, as far as a client gets with it: it answers each greeting with a header of its own."""
+"""A server of another version, as far as a client gets with it: it answers each
+greeting with a header of its own.
+"""
 
 import socketserver
 import struct

@@ -1,5 +1,5 @@
-"""A Llama of a few thousand random weights, the same in every process; and what a process does that goes on with a
-cache that another one stored."""
+"""A Llama of a few thousand random weights, the same in every process; and what a
+process does that goes on with a cache that another one stored."""
 
 import sys
 from typing import Any
@@ -28,7 +28,9 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: in
 
 @torch.no_grad()
 def complete(model: PreTrainedModel, cache: DynamicCache, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Go on after `tokens`, of which the cache has some; return the logits after them, and the next tokens."""
+    """Go on after `tokens`, of which the cache has some; return the logits after them,
+    and the next tokens.
+    """
     inputs = tokens[cache.get_seq_length() :]
     first: torch.Tensor | None = None
     made: list[int] = []
@@ -42,7 +44,9 @@ def complete(model: PreTrainedModel, cache: DynamicCache, tokens: list[int]) -> 
 
 
 def main() -> None:
-    """Load, go on, store, and tell: the arguments are the address of a store and the tokens."""
+    """Load, go on, store, and tell: the arguments are the address of a store and the
+    tokens.
+    """
     url, *texts = sys.argv[1:]
     tokens = list(map(int, texts))
     model = make_model()

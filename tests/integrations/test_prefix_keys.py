@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.integrations.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
+from infinistore.integrations.internal.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
 
 TOKENS = st.lists(st.integers(min_value=0, max_value=5), max_size=40)
 SIZES = st.integers(min_value=1, max_value=5)
@@ -54,6 +54,19 @@ def test_what_a_block_depends_on_besides_tokens_counts_from_there_on() -> None:
     assert set(pictured[1:]).isdisjoint(plain)
 
 
+@given(TOKENS, SIZES, st.integers(1, 4), st.data())
+def test_groups_of_blocks_begin_with_the_hash_of_their_first(
+    tokens: list[int], size: int, group: int, data: st.DataObject
+) -> None:
+    chain = PrefixChain(size, group_blocks=group)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5))):
+        chain.extend(tokens[:end])
+    plain = hashes(tokens, size)
+    assert chain.extend(tokens) == [
+        f"{{{plain[number - number % group][:16]}}}{text}" for number, text in enumerate(plain)
+    ]
+
+
 def test_a_block_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         PrefixChain(0)
@@ -61,7 +74,7 @@ def test_a_block_without_tokens_is_refused() -> None:
 
 def test_names_are_the_same_in_every_process() -> None:
     code = (
-        "from infinistore.integrations.prefix_keys import *\n"
+        "from infinistore.integrations.internal.prefix_keys import *\n"
         "print(fingerprint({'b': 1, 'a': None}), PrefixChain(2, 'salt').extend([7, 8, 9])[0])\n"
     )
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""A real model of transformers, with random weights, goes on after a stored prefix as if it had computed it."""
+"""A real model of transformers, with random weights, goes on after a stored prefix as
+if it had computed it.
+"""
 
 import logging
 import subprocess
@@ -14,6 +16,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 from infinistore import blocking
 from infinistore.integrations.transformers import load_cache, save_cache
 from tests.bad_days.servers import running_server_process
+from tests.integrations.disks import leave_on_disk
 from tests.integrations.small_llama import NAME, VOCABULARY, complete, make_model
 
 MIB = 1024 * 1024
@@ -42,12 +45,12 @@ def tensors(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
-def save(store: blocking.BlockingStore, model: PreTrainedModel, tokens: list[int], **options: str) -> int:
+def save(store: blocking.BlockingStore, model: PreTrainedModel, tokens: list[int], **options: Any) -> int:
     return save_cache(store, model, tokens, prefill(model, tokens), name=NAME, block_tokens=8, **options)
 
 
 def load(
-    store: blocking.BlockingStore, model: PreTrainedModel, tokens: list[int], **options: str
+    store: blocking.BlockingStore, model: PreTrainedModel, tokens: list[int], **options: Any
 ) -> tuple[DynamicCache, int]:
     return load_cache(store, model, tokens, name=NAME, block_tokens=8, **options)
 
@@ -97,6 +100,32 @@ def test_the_longest_prefix_is_loaded_and_the_last_token_is_always_left(
     assert load(store, model, TOKENS[:48])[1] == 40
     assert load(store, model, [1, *TOKENS])[1] == 0
     assert load(store, model, [])[1] == 0
+
+
+def test_a_prefix_that_is_on_disk_is_read_ahead_of_the_batches_that_load_it(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_ahead: list[str] = []
+    prefetch = blocking.BlockingStore.prefetch
+
+    def recorded(store: blocking.BlockingStore, keys: list[str]) -> object:
+        read_ahead.extend(keys)
+        return prefetch(store, keys)
+
+    monkeypatch.setattr(blocking.BlockingStore, "prefetch", recorded)
+    disk = f"{tmp_path / 'disk'}:64MiB"
+    with blocking.open_store(pool_bytes=8 * MIB, disk=disk, disk_admission="eager") as store:
+        stored = tensors(prefill(model, TOKENS))
+        save(store, model, TOKENS)
+        keys = leave_on_disk(store)
+
+        for _ in range(2):
+            cache, matched = load(store, model, [*TOKENS, 1])
+            assert matched == 96
+            for got, expected in zip(tensors(cache), stored, strict=True):
+                assert torch.equal(got, expected[:, :, :96])
+
+        assert sorted(read_ahead) == keys  # once: the second time they are in memory
 
 
 def test_a_longer_sequence_adds_only_its_own_blocks(store: blocking.BlockingStore, model: PreTrainedModel) -> None:

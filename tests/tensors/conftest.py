@@ -1,27 +1,22 @@
-"""Stores for the tests of tensors: embedded, shared memory and TCP; and one that waits until a test lets it go."""
+"""Stores for the tests of tensors: embedded, shared memory and TCP; and one that waits
+until a test lets it go.
+"""
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.operations import Operation
+from infinistore.client.requests import Request
+from infinistore.kept_errors import KeptError
 from tests.bad_days.servers import ServerProcess, running_server_process
 
 _T = TypeVar("_T")
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some types are experimental, and say so
-    DTYPES = sorted(
-        {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "q" not in str(dtype)}, key=str
-    )
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +56,8 @@ def any_store(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator
 
 
 class GatedStore(BlockingStore):
-    """A store whose calls wait for `gate`, and then fail with `failure` if there is one. `begun` counts them.
+    """A store whose calls wait for `gate`, and then fail with `failure` if there is
+    one. `begun` counts them.
 
     `entered` is released by each call, before it waits.
     """
@@ -73,16 +69,16 @@ class GatedStore(BlockingStore):
         self.begun = 0
         self.failure: Exception | None = None
 
-    def _call(self, operation: Operation[_T], **how: Any) -> _T:
+    def _call(self, request: Request[_T]) -> _T:
         self.begun += 1
         self.entered.release()
         self.gate.wait()
         if self.failure is not None:
-            raise self.failure
-        return self.inner._call(operation, **how)
+            raise KeptError(self.failure).again()
+        return self.inner._call(request)
 
-    def _mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        return self.inner._mapped_arenas()
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        return self.inner.mapped_arenas()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -99,13 +95,3 @@ def gated(store: BlockingStore) -> Iterator[GatedStore]:
 def threads_named(part: str) -> int:
     """How many threads there are whose name has this in it."""
     return sum(part in thread.name for thread in threading.enumerate())
-
-
-def random_bytes(*shape: int, seed: int = 1) -> torch.Tensor:
-    """A uint8 tensor of random bytes."""
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements in logical order, found another way than the package does: by copying."""
-    return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy())

@@ -1,7 +1,9 @@
-"""A CUDA without a GPU: a "device" that is memory of this process, and streams that put off what they are told.
+"""A CUDA without a GPU: a "device" that is memory of this process, and streams that put
+off what they are told.
 
-Nothing is copied before somebody waits, so that a test finds out what was forgotten to be waited for. What PyTorch does
-`on` a stream it does at once here, after what the stream waits for.
+Nothing is copied before somebody waits, so that a test finds out what was forgotten to
+be waited for. What PyTorch does `on` a stream it does at once here, after what the
+stream waits for.
 """
 
 import ctypes
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from infinistore.kept_errors import KeptError
 from infinistore.tensors.cuda_runtime import TorchCuda
 from infinistore.tensors.device_copies import Pieces
 
@@ -32,7 +35,9 @@ class FakeStream:
 
 
 class FakeCuda:
-    """A runtime that writes down its calls. `compute` is the stream of the computation."""
+    """A runtime that writes down its calls. `compute` is the stream of the
+    computation.
+    """
 
     def __init__(self, *, batches: bool) -> None:
         self.batches = batches
@@ -74,7 +79,7 @@ class FakeCuda:
         assert memory.dtype is torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
         self.calls.append(("copy", len(pieces.sizes), "to host" if to_host else "to device"))
         if self.copy_error is not None:
-            raise self.copy_error
+            raise KeptError(self.copy_error).again()
         for here, there, size in zip(*pieces, strict=True):
             assert 0 <= here <= here + size <= len(memory)
             device = memory.data_ptr() + here
@@ -102,7 +107,9 @@ class FakeCuda:
 
 
 class PyTorchCopies(TorchCuda):
-    """The runtime as it is without cuda-bindings, but for streams, events and pinning: PyTorch makes the copies."""
+    """The runtime as it is without cuda-bindings, but for streams, events and pinning:
+    PyTorch makes the copies.
+    """
 
     def new_stream(self, device: torch.device) -> Any:
         return None

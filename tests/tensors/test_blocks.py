@@ -1,4 +1,6 @@
-"""`write_blocks` and `read_blocks`: the tensor's bytes, for every dtype and stride; what cannot be is refused."""
+"""`write_blocks` and `read_blocks`: the tensor's bytes, for every dtype and stride;
+what cannot be is refused.
+"""
 
 import asyncio
 from typing import Any
@@ -15,7 +17,7 @@ from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.errors import KeyNotFound, StoreUnavailable, ValueTooLarge
 from infinistore.tensors import BlockSizeMismatch, BlocksMissing, read_blocks, write_blocks
-from tests.tensors.conftest import DTYPES, as_bytes, random_bytes
+from tests.tensors.contents import DTYPES, as_bytes, random_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -55,7 +57,9 @@ def test_tensors_of_every_dtype(store: BlockingStore, dtype: torch.dtype, scatte
 
 @st.composite
 def strided(draw: st.DrawFn) -> torch.Tensor:
-    """A view of a tensor: sliced, with steps, permuted, somewhere in its storage; of some element size."""
+    """A view of a tensor: sliced, with steps, permuted, somewhere in its storage; of
+    some element size.
+    """
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
     dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.int32, 8: torch.complex64, 16: torch.complex128}

@@ -1,4 +1,6 @@
-"""CUDA itself, where there is a GPU. Everywhere else `test_devices` does the same over a CUDA that is faked."""
+"""CUDA itself, where there is a GPU. Everywhere else `test_devices` does the same over
+a CUDA that is faked.
+"""
 
 import os
 
@@ -6,11 +8,11 @@ import pytest
 import torch
 
 from infinistore.blocking import BlockingStore
-from infinistore.client.device_memory import device_memory
+from infinistore.client.memory.device_memory import device_memory
 from infinistore.tensors import LayerLoader, LayerWriter, devices, read_blocks, write_blocks
 from infinistore.tensors.cuda_runtime import cuda_bindings
-from infinistore.transports.cuda_driver import load_cuda
-from infinistore.transports.rdma_choice import NoRdma
+from infinistore.transports.cuda.driver import load_cuda
+from infinistore.transports.rdma.choice import NoRdma
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

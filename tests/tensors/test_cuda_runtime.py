@@ -1,6 +1,8 @@
-"""What is said to cuda-bindings and to PyTorch, as far as that can be seen without a GPU.
+"""What is said to cuda-bindings and to PyTorch, as far as that can be seen without a
+GPU.
 
-With cuda-bindings installed, its real functions take the arguments and fail for want of a driver.
+With cuda-bindings installed, its real functions take the arguments and fail for want of
+a driver.
 """
 
 # ruff: noqa: N802, N815 - the names are those of CUDA
@@ -16,7 +18,7 @@ from infinistore.errors import InfiniStoreException
 from infinistore.tensors import CudaError
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
 from infinistore.tensors.device_copies import Pieces, addresses_of
-from tests.tensors.conftest import random_bytes
+from tests.tensors.contents import random_bytes
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 GPU = torch.device("cuda", 1)

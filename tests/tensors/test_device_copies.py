@@ -1,6 +1,8 @@
-"""Copies between tensors and memory: the bytes, their order among other work, and how few calls they take.
+"""Copies between tensors and memory: the bytes, their order among other work, and how
+few calls they take.
 
-The GPU's part runs here over a CUDA that is faked (`fake_cuda`): what is decided is tested, the driver is not.
+The GPU's part runs here over a CUDA that is faked (`fake_cuda`): what is decided is
+tested, the driver is not.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from infinistore.core.arena import Arena, Mapping, create_arena
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena, Runtime
 from infinistore.tensors.device_copies import CpuCopies, DeviceCopies, Pieces, addresses_of, merge
 from infinistore.tensors.tensor_blocks import TensorBlocks, blocks_to_read, blocks_to_write
-from tests.tensors.conftest import as_bytes, random_bytes
+from tests.tensors.contents import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda, FakeStream, PyTorchCopies
 
 CPU = torch.device("cpu")
@@ -192,7 +194,9 @@ def test_after_an_error_nothing_is_under_way() -> None:
 
 
 class MappedPoolOfTest:
-    """Arenas, each mapped once for reading and once for writing, as a client of a server has them."""
+    """Arenas, each mapped once for reading and once for writing, as a client of a
+    server has them.
+    """
 
     def __init__(self, count: int, *, writable: bool = True) -> None:
         self.arenas: list[Arena] = [create_arena(index, 8192) for index in range(count)]

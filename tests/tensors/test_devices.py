@@ -1,4 +1,6 @@
-"""Tensors on a device, from end to end: over a faked CUDA, with real stores of every kind."""
+"""Tensors on a device, from end to end: over a faked CUDA, with real stores of every
+kind.
+"""
 
 import asyncio
 import gc
@@ -23,7 +25,8 @@ from infinistore.tensors import (
 )
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
 from tests.bad_days.servers import ServerProcess
-from tests.tensors.conftest import GatedStore, as_bytes, open_kind, random_bytes
+from tests.tensors.conftest import GatedStore, open_kind
+from tests.tensors.contents import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda
 
 BLOCK = 32_768
@@ -35,7 +38,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Every tensor is on the faked device."""
     fake = FakeCuda(batches=request.param)
     copies = CudaCopies(fake)
-    monkeypatch.setattr(devices, "_copies_for", lambda store, tensor: copies)
+    monkeypatch.setattr(devices, "copies_for", lambda store, tensor: copies)
     yield fake
     copies.close()
     assert fake.registered == {}
@@ -81,7 +84,9 @@ def test_copies_go_straight_to_the_pool_where_the_driver_takes_batches(
 
 
 def test_a_layer_is_stored_as_it_was_when_it_was_written(any_store: BlockingStore, cuda: FakeCuda) -> None:
-    """The device is behind: it has been told to compute the layer, and will go on with the tensor afterwards."""
+    """The device is behind: it has been told to compute the layer, and will go on with
+    the tensor afterwards.
+    """
     layers = [torch.zeros(16, BLOCK, dtype=torch.uint8) for _ in range(4)]
     with LayerWriter(any_store) as writer:
         for number, layer in enumerate(layers):
@@ -139,9 +144,11 @@ def test_a_block_that_rotted_in_the_pool_is_an_error(cuda: FakeCuda, tensor: tor
         write_blocks(store, NAMED, BLOCK, tensor)
         with store.lease(["block 3"]) as (view,):
             assert view is not None
-            offset = bytes(store._store.pool.arenas[0].memory).index(bytes(view))  # type: ignore[attr-defined]
+            ((reading, writing),) = store.mapped_arenas()
+            assert writing is not None
+            writing[bytes(reading).index(bytes(view))] ^= 1
             del view
-        store._store.pool.arenas[0].memory[offset] ^= 1  # type: ignore[attr-defined]
+        del reading, writing
         gc.collect()
         with pytest.raises(ChecksumMismatch):
             read_blocks(store, NAMED, BLOCK, tensor)
@@ -154,8 +161,6 @@ def test_what_is_refused_leaves_nothing_reserved(cuda: FakeCuda) -> None:
         cuda.copy_error = RuntimeError("the device fell off")
         with pytest.raises(RuntimeError, match="fell off"):
             write_blocks(store, NAMED, BLOCK, random_bytes(16, BLOCK))
-        cuda.copy_error = None  # with its traceback, and what that keeps
-        gc.collect()
         assert store.stats().store.reserved_bytes == 0
         assert store.keys() == []
 
@@ -166,9 +171,25 @@ def test_a_ticket_with_an_error_keeps_no_room_of_the_pool(cuda: FakeCuda, tensor
         ticket = writer.write(tensor, NAMED, BLOCK)
         with pytest.raises(RuntimeError, match="fell off"):
             ticket.wait()
-        gc.collect()
-        assert ticket.error is cuda.copy_error
+        assert ticket.failure is not None and repr(ticket.failure.again()) == repr(cuda.copy_error)
         assert store.stats().store.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("scheme", "pinned"), [("shm", 1), ("tcp", 0)])
+async def test_asynchronous_stores_use_the_pool_where_it_is_mapped(
+    server: ServerProcess, cuda: FakeCuda, tensor: torch.Tensor, scheme: str, pinned: int
+) -> None:
+    async with infinistore.open_store(server.url.replace("tcp", scheme)) as store:
+        await write_blocks(store, NAMED, BLOCK, tensor)  # the pool is mapped by the first call that needs it
+        before = cuda.count("pinned")
+        await write_blocks(store, NAMED, BLOCK, tensor)
+        back = torch.zeros_like(tensor)
+        await read_blocks(store, NAMED, BLOCK, back)
+        assert torch.equal(back[::2], tensor[::2])
+        assert (await store.stats()).store.reserved_bytes == 0
+    assert cuda.count("register") == pinned
+    if cuda.batches:
+        assert (cuda.count("pinned") == before) == bool(pinned)
 
 
 async def test_with_trio(cuda: FakeCuda, tensor: torch.Tensor) -> None:
@@ -195,11 +216,11 @@ def test_each_store_has_one_engine_which_ends_with_it(store: BlockingStore, monk
     monkeypatch.setattr(devices, "TorchCuda", lambda bindings: fake)
     tensor = torch.zeros(4, device="meta")  # not on the CPU; nothing is copied
     mine, other = GatedStore(store), GatedStore(store)
-    copies = devices._copies_for(mine, tensor)
-    assert devices._copies_for(mine, tensor) is copies
-    assert devices._copies_for(other, tensor) is not copies
+    copies = devices.copies_for(mine, tensor)
+    assert devices.copies_for(mine, tensor) is copies
+    assert devices.copies_for(other, tensor) is not copies
     assert isinstance(copies, CudaCopies)
-    copies.use_pool([MappedArena(*arena) for arena in store._mapped_arenas()], tensor.device)
+    copies.use_pool([MappedArena(*arena) for arena in store.mapped_arenas()], tensor.device)
     assert len(fake.registered) == 1
     del mine
     gc.collect()

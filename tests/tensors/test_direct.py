@@ -1,4 +1,6 @@
-"""Tensors on a GPU that is registered for RDMA: moved without the host where that goes, and with it where not."""
+"""Tensors on a GPU that is registered for RDMA: moved without the host where that goes,
+and with it where not.
+"""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -40,7 +42,9 @@ REMOTE_ACCESS = 10
 
 
 class Copies(CudaCopies):
-    """What PyTorch does on the GPU it does here to the same memory, seen as the CPU's."""
+    """What PyTorch does on the GPU it does here to the same memory, seen as the
+    CPU's.
+    """
 
     def to_host(self, blocks: TensorBlocks, targets: Sequence[memoryview], after: Any) -> None:
         super().to_host(_as_on_cpu(blocks), targets, after)
@@ -55,7 +59,9 @@ def _as_on_cpu(blocks: TensorBlocks) -> TensorBlocks:
 
 @attrs.frozen
 class Setting:
-    """A server, and a client with a GPU. `copies` is CUDA as blocks are copied by it, by way of the host."""
+    """A server, and a client with a GPU. `copies` is CUDA as blocks are copied by it,
+    by way of the host.
+    """
 
     fabric: Fabric
     server: RunningServer
@@ -74,7 +80,7 @@ async def setting() -> AsyncGenerator[Setting, None]:
         with gpu_in_use(fabric) as gpu, pytest.MonkeyPatch.context() as patch:
             cuda = FakeCuda(batches=True)
             copies = Copies(cuda)
-            patch.setattr(devices, "_copies_for", lambda store, tensor: copies)
+            patch.setattr(devices, "copies_for", lambda store, tensor: copies)
             patch.setattr(torch.cuda, "is_available", lambda: True)
             yield Setting(fabric, server, gpu, cuda)
             copies.close()

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "tensors.md"
 
 
 def test_the_examples_of_the_page_run_one_after_the_other(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(examples) == 4
     command = [sys.executable, "-P", "-W", "error", "-c", "\n".join(examples)]

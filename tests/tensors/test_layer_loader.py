@@ -1,4 +1,6 @@
-"""`LayerLoader`: layers come in order, `wait` says what is wrong with them, and nothing is written after it is left."""
+"""`LayerLoader`: layers come in order, `wait` says what is wrong with them, and nothing
+is written after it is left.
+"""
 
 import threading
 
@@ -8,7 +10,8 @@ import torch
 from infinistore.blocking import BlockingStore
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.tensors import BlockSizeMismatch, BlocksMissing, LayerLoader, write_blocks
-from tests.tensors.conftest import GatedStore, random_bytes, threads_named
+from tests.tensors.conftest import GatedStore, threads_named
+from tests.tensors.contents import random_bytes
 
 BLOCK = 10_000
 

@@ -1,4 +1,6 @@
-"""`LayerWriter`: what it stores, in which order, what it does when it is full, and where its errors come out."""
+"""`LayerWriter`: what it stores, in which order, what it does when it is full, and
+where its errors come out.
+"""
 
 import os
 import threading
@@ -14,12 +16,13 @@ from hypothesis import strategies as st
 import infinistore
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.operations import Batch
+from infinistore.client.extension import Batch, DeviceBatch
 from infinistore.errors import DeadlineExceeded, OutOfMemory, StoreUnavailable, ValueTooLarge
 from infinistore.tensors import LayerWriter, Ticket
 from tests.bad_days.servers import running_server_process
 from tests.bad_days.test_fork import in_child
-from tests.tensors.conftest import GatedStore, as_bytes, random_bytes, threads_named
+from tests.tensors.conftest import GatedStore, threads_named
+from tests.tensors.contents import as_bytes, random_bytes
 
 LAYER_BYTES = 40_000
 
@@ -178,7 +181,7 @@ def test_leaving_it_by_an_exception_gives_up_what_was_not_begun(gated: GatedStor
     with pytest.raises(LookupError):
         leave()
     assert tickets[0].done and tickets[1].done
-    if tickets[1].error is not None:  # else the gate was open before the block was left
+    if tickets[1].failure is not None:  # else the gate was open before the block was left
         with pytest.raises(StoreUnavailable, match="left before this was done"):
             tickets[1].wait()
         assert gated.inner.keys("L1") == []
@@ -201,7 +204,9 @@ def test_when_it_is_full_a_write_waits_for_room(gated: GatedStore) -> None:
     with LayerWriter(gated, max_pending_bytes=LAYER_BYTES, deadline_s=0.001) as writer:
         write_layer(writer, 1)
         gated.entered.acquire()
-        with pytest.raises(DeadlineExceeded, match=r"no room for 40000 bytes.*40000 of 40000 are pending"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"no room for 39.1 KiB \(40,000 bytes\).*40,000.* of .*40,000.* are pending"
+        ):
             write_layer(writer, 2)
         assert writer.statistics().pending_bytes == LAYER_BYTES
         gated.gate.set()
@@ -312,9 +317,9 @@ def test_a_write_that_the_store_refuses_does_not_fail_those_beside_it(gated: Gat
         refused = writer.write(large[: 14 << 20], [("large", 0)], 14 << 20)
         after = write_layer(writer, 2)
         gated.inner.put("fills", bytes(3 << 20))
-        with gated.inner._store:  # type: ignore[attr-defined]
-            pinned = gated.inner._store.core.open_client("test")  # type: ignore[attr-defined]
-            gated.inner._store.core.lease(pinned, ["fills"])  # type: ignore[attr-defined]
+        with gated.inner.embedded.lock:  # type: ignore[attr-defined]
+            pinned = gated.inner.embedded.core.open_client("test")  # type: ignore[attr-defined]
+            gated.inner.embedded.core.lease(pinned, ["fills"])  # type: ignore[attr-defined]
         gated.gate.set()
         assert before.wait() and after.wait()
         with pytest.raises(OutOfMemory):
@@ -349,7 +354,7 @@ def test_a_server_that_is_killed_midway_is_an_error_and_not_the_end(tmp_path: Pa
 @pytest.mark.parametrize("nice", [0, 7])
 def test_the_thread_stands_back_for_the_computation(store: BlockingStore, nice: int) -> None:
     class Noting(GatedStore):
-        def _put_batch(self, batch: Batch, replace: bool = True) -> list[str]:
+        def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True) -> list[str]:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             return []
 

@@ -1,4 +1,6 @@
-"""AIBrix's KV cache itself, where it is installed: `make test-integrations` brings an environment that has it."""
+"""AIBrix's KV cache itself, where it is installed: `make test-integrations` brings an
+environment that has it.
+"""
 
 import tempfile
 import warnings
@@ -28,7 +30,9 @@ def run_server(unix_socket: str) -> RegisteredServer:
 
 @pytest.fixture(params=["shm", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
-    """A server to which the best path is by shared memory, and one to which it is TCP."""
+    """A server to which the best path is by shared memory, and one to which it
+    is TCP.
+    """
     with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
         running = run_server(str(Path(folder, "s")) if request.param == "shm" else "off")
         yield running
@@ -39,7 +43,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
 def new_manager(
     request: pytest.FixtureRequest, server: RegisteredServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NewManager]:
-    """Makes cache managers as an engine does, by the environment, with the store as their only cache."""
+    """Makes cache managers as an engine does, by the environment, with the store as
+    their only cache.
+    """
     settings = {
         "L1_CACHE_ENABLED": "0",
         "L2_CACHE_BACKEND": "INFINISTORE",
@@ -52,7 +58,8 @@ def new_manager(
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"AIBRIX_KV_CACHE_OL_{name}", value)
-    # AIBrix chooses a device by the number of the GPU, of which it takes one to be there, and pins memory for it.
+    # AIBrix chooses a device by the number of the GPU, of which it takes one to be
+    # there, and pins memory for it.
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("aibrix_kvcache.cache_manager.TESTING_DISABLE_PIN_MEMORY", True)

@@ -1,4 +1,6 @@
-"""AIBrix's cache manager on its own InfiniStore connector, which imports this package."""
+"""AIBrix's cache manager on its own InfiniStore connector, which imports this
+package.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""LMCache itself, where it is installed: `make test-integrations` brings an environment that has it."""
+"""LMCache itself, where it is installed: `make test-integrations` brings an environment
+that has it.
+"""
 
 import os
 import warnings
@@ -19,5 +21,7 @@ if find_spec("lmcache") is not None:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask a server that was down again at once, where the next call would wait for a second."""
-    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 0.0)
+    """Ask a server that was down again at once, where the next call would wait for a
+    second.
+    """
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)

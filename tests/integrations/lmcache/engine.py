@@ -1,4 +1,6 @@
-"""LMCache's own classes, put together as its engine does: a loop in a thread, memory, a remote backend."""
+"""LMCache's own classes, put together as its engine does: a loop in a thread, memory, a
+remote backend.
+"""
 
 import asyncio
 import threading
@@ -26,7 +28,9 @@ PLUGIN = "remote_storage_plugin.infinistore."
 
 
 def engine_config(file: str, *, extra: dict[str, Any] | None = None, **overrides: Any) -> Any:
-    """A configuration as LMCache reads it, from a file in examples/ and what a test needs otherwise."""
+    """A configuration as LMCache reads it, from a file in examples/ and what a test
+    needs otherwise.
+    """
     small = {"chunk_size": CHUNK_TOKENS, "max_local_cpu_size": 0.03, "local_cpu": False}
     config = load_engine_config_with_overrides(str(EXAMPLES / file), {**small, **overrides})
     config.extra_config = {**(config.extra_config or {}), **(extra or {})}
@@ -67,7 +71,9 @@ def loop_in_thread(make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_e
 
 @attrs.frozen
 class Worker:
-    """What a worker has of LMCache, for storage: memory of its own, and the remote backend."""
+    """What a worker has of LMCache, for storage: memory of its own, and the remote
+    backend.
+    """
 
     memory: Any
     backend: Any
@@ -112,7 +118,9 @@ class Worker:
         return blocks
 
     def release(self) -> None:
-        """Let go of the memory objects that were made or loaded, as an engine does when it is done with them."""
+        """Let go of the memory objects that were made or loaded, as an engine does when
+        it is done with them.
+        """
         for block in self.blocks:
             while block.get_ref_count():
                 block.ref_count_down()

@@ -24,7 +24,9 @@ def builtin_config(server: ServerProcess, **overrides: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["asyncio", "uvloop"])
 def worker(request: pytest.FixtureRequest, shared_server: ServerProcess) -> Iterator[Worker]:
-    """A worker for all tests: the connector takes 1.25 GiB for its buffers, and seconds to clear them."""
+    """A worker for all tests: the connector takes 1.25 GiB for its buffers, and seconds
+    to clear them.
+    """
     make = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
     with running_worker(builtin_config(shared_server), engine_metadata(), plugin=None, make=make) as running:
         assert running.backend.connection is not None

@@ -1,4 +1,6 @@
-"""LMCache's own cache engine on a CPU: tokens in, KV cache out, by the plugin and by the built-in connector."""
+"""LMCache's own cache engine on a CPU: tokens in, KV cache out, by the plugin and by
+the built-in connector.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ _names = (f"engine-{number}" for number in itertools.count())
 
 
 class HostMemory(GPUConnectorInterface):  # type: ignore[misc, unused-ignore]
-    """An engine's KV cache in plain memory, where LMCache expects a GPU: [2, layers, tokens, heads x head size]."""
+    """An engine's KV cache in plain memory, where LMCache expects a GPU: [2, layers,
+    tokens, heads x head size].
+    """
 
     def __init__(self) -> None:
         self.kv = torch.zeros(2, 4, len(TOKENS), 16, dtype=torch.bfloat16)
@@ -57,7 +61,9 @@ class Engine:
         self.memory.kv.copy_(torch.randn(self.memory.kv.shape, generator=torch.Generator().manual_seed(1)))
 
     def store(self) -> None:
-        """Store the prompt, and wait until the backend, which works in the background, has stored it."""
+        """Store the prompt, and wait until the backend, which works in the background,
+        has stored it.
+        """
         self.lmcache.store(TOKENS)
         while self.lmcache.lookup(TOKENS) < STORED:
             pass

@@ -1,9 +1,12 @@
-"""The second level of LMCache's multi-process mode: its protocol and its locks, and LMCache's storage manager on it."""
+"""The second level of LMCache's multi-process mode: its protocol and its locks, and
+LMCache's storage manager on it.
+"""
 
 import json
 import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
+from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.lmcache.engine import EXAMPLES, Worker, engine_config, engine_metadata, running_worker
 from tests.integrations.other_version import server_of_another_version
 
@@ -122,6 +126,30 @@ def test_what_is_there_is_not_stored_again(adapter: InfiniStoreL2Adapter, memory
     assert result.bytes_transferred() == memory.make_block(0).get_size()
 
 
+def test_a_look_up_reads_ahead_what_is_on_disk_only_and_locks_it(tmp_path: Path, memory: Worker) -> None:
+    with running_server_with_disk(tmp_path) as server, running_adapter(server.url) as adapter:
+        keys, objects = object_keys(4), [memory.make_block(seed) for seed in range(4)]
+        store(adapter, [keys[0], keys[2]], [objects[0], objects[2]])
+        with blocking.open_store(server.url) as other:
+            names = leave_on_disk(other)
+            assert look_up(adapter, keys) == [0, 2]
+            wait_until_in_memory(other, names)
+            other.evict(0, 0)
+            assert other.exists_many(names).in_memory == 2
+        target = memory.make_block(99)
+        assert load(adapter, [keys[2]], [target]) == [0]
+        assert bytes(target.byte_array) == bytes(objects[2].byte_array)
+
+
+def test_a_look_up_of_what_is_in_memory_reads_nothing_ahead(
+    adapter: InfiniStoreL2Adapter, memory: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_prefetch(monkeypatch)
+    keys = object_keys(2)
+    store(adapter, keys, [memory.make_block(seed) for seed in range(2)])
+    assert look_up(adapter, keys) == [0, 1]
+
+
 def test_a_look_up_finds_what_comes_after_a_hole_too(adapter: InfiniStoreL2Adapter, memory: Worker) -> None:
     ranks = [object_keys(6, rank=rank) for rank in range(2)]
     present = [ranks[0][i] for i in (0, 1, 3, 5)] + [ranks[1][i] for i in (2, 3, 4)]
@@ -207,9 +235,12 @@ def test_lmcache_is_told_of_what_is_stored_loaded_and_deleted(adapter: InfiniSto
     store(adapter, keys, objects)
     load(adapter, object_keys(3), [memory.make_block(9) for _ in range(3)])
     assert adapter.get_usage().total_bytes_used == 2 * objects[0].get_size()
+    adapter.delete([*object_keys(4)[1:], *object_keys(1, rank=1)])
+    assert adapter.get_usage().total_bytes_used == objects[0].get_size()
+    adapter.delete(keys)
     adapter.delete(keys)
     assert adapter.get_usage().total_bytes_used == 0
-    assert told == ["stored 2", "loaded 2", "deleted 2"]
+    assert told == ["stored 2", "loaded 2", "deleted 1", "deleted 1"]
     assert look_up(adapter, keys) == []
 
 

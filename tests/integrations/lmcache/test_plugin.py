@@ -1,9 +1,12 @@
-"""`plugin://infinistore` in LMCache's own RemoteBackend: what is stored comes back, no trouble reaches the engine."""
+"""`plugin://infinistore` in LMCache's own RemoteBackend: what is stored comes back, no
+trouble reaches the engine.
+"""
 
 import asyncio
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ import uvloop
 pytest.importorskip("lmcache", reason="needs LMCache: make test-integrations")
 
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
+from lmcache.v1.storage_backend.connector import CreateConnector
 
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.lmcache.engine import (
     CHUNK_TOKENS,
     PLUGIN,
@@ -74,6 +79,24 @@ def test_blocks_come_back_as_they_were_stored(worker: Worker) -> None:
         assert got is not None
         assert torch.equal(got.tensor.view(torch.uint8), stored.tensor.view(torch.uint8))
     assert worker.connector.counts == {"stored": 5, "not_stored": 0, "hits": 5, "misses": 0}
+
+
+def test_without_metadata_those_of_the_memory_count(worker: Worker, server: ServerProcess) -> None:
+    def create(memory: Any) -> Any:
+        made = CreateConnector(
+            "plugin://infinistore", worker.loop, memory, plugin_config(server.url), plugin_name="infinistore"
+        )
+        return made.getWrappedConnector()
+
+    [key], [block] = keys_of(1), [worker.make_block(1)]
+    worker.put([key], [block])
+    connector = create(worker.memory)
+    got = worker.run(connector.get(key))
+    assert_same(got, block)
+    got.ref_count_down()
+    worker.run(connector.close())
+    with pytest.raises(ConfigError, match="needs LMCache's metadata: give it to CreateConnector"):
+        create(None)
 
 
 def test_one_block_by_the_calls_for_one(worker: Worker) -> None:
@@ -163,6 +186,35 @@ def test_a_pinned_look_up_holds_what_it_found_until_it_is_loaded(worker: Worker,
         assert store.stats().store.holds == 1
         assert len(worker.run(worker.backend.batched_get_non_blocking("request", keys))) == 3
         assert store.stats().store.holds == 0
+
+
+@pytest.mark.parametrize("kind", ["for threads", "for the loop", "pinned"])
+def test_a_look_up_reads_ahead_what_is_on_disk_only(kind: str, tmp_path: Path) -> None:
+    with (
+        running_server_with_disk(tmp_path) as server,
+        running_worker(plugin_config(server.url), engine_metadata()) as worker,
+        blocking.open_store(server.url) as store,
+    ):
+        keys, blocks = keys_of(4), [worker.make_block(seed) for seed in range(3)]
+        worker.put(keys[:3], blocks)
+        names = leave_on_disk(store)  # of the blocks, and of their descriptions
+        assert len(names) == 6
+        if kind == "for threads":
+            assert worker.backend.batched_contains(keys) == 3
+        else:
+            assert worker.run(worker.backend.batched_async_contains("request", keys, kind == "pinned")) == 3
+        wait_until_in_memory(store, names)
+        for got, stored in zip(worker.get(keys[:3]), blocks, strict=True):
+            assert_same(got, stored)
+
+
+def test_a_look_up_of_what_is_in_memory_reads_nothing_ahead(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_prefetch(monkeypatch)
+    keys = keys_of(3)
+    worker.put(keys, [worker.make_block(seed) for seed in range(3)])
+    assert worker.backend.batched_contains(keys) == 3
+    assert worker.run(worker.backend.batched_async_contains("request", keys, True)) == 3
+    assert len(worker.run(worker.backend.batched_get_non_blocking("request", keys))) == 3
 
 
 def test_memory_is_given_back_whatever_happens(worker: Worker, server: ServerProcess) -> None:
@@ -393,7 +445,7 @@ def test_a_configuration_that_cannot_be_used_is_told_and_the_engine_goes_on(
 
 
 def test_a_configuration_error_is_one_of_ours() -> None:
-    from infinistore.integrations.store_settings import StoreSettings
+    from infinistore.integrations.internal.store_settings import StoreSettings
 
     with pytest.raises(ConfigError, match=r"extra_config names no store; set url to infinistore://HOST:22345"):
         StoreSettings.from_mapping({}, where="extra_config", key_prefix="")

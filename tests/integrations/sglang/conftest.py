@@ -1,8 +1,11 @@
-"""SGLang's storage interface, backend factory and host pools, where SGLang is installed; without the rest of it.
+"""SGLang's storage interface, backend factory and host pools, where SGLang is
+installed; without the rest of it.
 
-SGLang runs on a GPU alone: its packages import kernels and drivers as soon as they are touched. So its packages are
-entered without running their `__init__`, and what the modules under test import of kernels and devices is replaced by
-names without content. What is tested (`hicache_storage`, `storage.backend_factory`, `pool_host`) is SGLang's own.
+SGLang runs on a GPU alone: its packages import kernels and drivers as soon as they are
+touched. So its packages are entered without running their `__init__`, and what the
+modules under test import of kernels and devices is replaced by names without content.
+What is tested (`hicache_storage`, `storage.backend_factory`, `pool_host`) is SGLang's
+own.
 """
 
 import sys

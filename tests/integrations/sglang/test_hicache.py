@@ -1,4 +1,6 @@
-"""HiCache's dynamic backend, made by SGLang's own factory, over SGLang's own host pools."""
+"""HiCache's dynamic backend, made by SGLang's own factory, over SGLang's own host
+pools.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.other_version import server_of_another_version
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sglang" / "hicache.json"
@@ -27,7 +30,9 @@ PAGE_TOKENS, PAGES, LAYERS = 4, 8, 3
 
 
 def host_pool(kind: str = "mha", layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    """SGLang's pool over memory of the test's own; its constructor wants the GPU's pool, which is not here."""
+    """SGLang's pool over memory of the test's own; its constructor wants the GPU's
+    pool, which is not here.
+    """
     pool_class = MHATokenToKVPoolHost if kind == "mha" else MLATokenToKVPoolHost
     pool = pool_class.__new__(pool_class)
     pool.layout, pool.dtype, pool.page_size, pool.layer_num = layout, dtype, PAGE_TOKENS, LAYERS
@@ -192,6 +197,57 @@ def test_what_a_look_up_found_is_held_until_it_is_loaded(server: ServerProcess) 
         assert backend.batch_exists(hashes(3)) == 3
         store.evict(0, 0)
         assert backend.batch_get_v1(hashes(3), indices([0, 1, 2])) == [True] * 3
+        assert store.stats().store.holds == 0
+
+
+def test_what_a_look_up_finds_on_disk_only_is_read_ahead_and_held(tmp_path: Path) -> None:
+    with (
+        running_server_with_disk(tmp_path) as server,
+        running_backend(storage_config(server.url), host_pool()) as backend,
+        blocking.open_store(server.url) as store,
+    ):
+        backend.batch_set_v1(hashes(3), indices([0, 1, 2]))
+        names = leave_on_disk(store)
+        assert backend.batch_exists(hashes(5)) == 3
+        wait_until_in_memory(store, names)
+        store.evict(0, 0)
+        assert store.exists_many(names).in_memory == len(names)
+        assert backend.batch_get_v1(hashes(3), indices([3, 4, 5])) == [True] * 3
+
+
+def test_a_look_up_of_what_is_in_memory_reads_nothing_ahead(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_prefetch(monkeypatch)
+    with running_backend(storage_config(server.url), host_pool()) as backend:
+        backend.batch_set_v1(hashes(3), indices([0, 1, 2]))
+        assert backend.batch_exists(hashes(5)) == 3
+        assert backend.counts == {"stored": 3, "not_stored": 0}
+
+
+def test_what_a_look_up_found_is_held_until_its_last_page_is_loaded(server: ServerProcess) -> None:
+    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
+        backend.batch_set_v1(hashes(6), indices(range(6)))
+        assert backend.batch_exists(hashes(8)) == 6
+        assert backend.batch_get_v1(hashes(4), indices(range(4))) == [True] * 4
+        store.evict(0, 0)
+        assert backend.batch_get_v1(hashes(2, first=4), indices([4, 5])) == [True] * 2
+        assert store.stats().store.holds == 0
+
+
+def test_a_load_that_leaves_out_the_head_ends_the_hold(server: ServerProcess) -> None:
+    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
+        backend.batch_set_v1(hashes(6), indices(range(6)))
+        assert [backend.batch_exists(hashes(3, first)) for first in (0, 3)] == [3, 3]
+        assert backend.batch_get_v1(hashes(5, first=1), indices(range(5))) == [True] * 5
+        assert store.stats().store.holds == 0
+
+
+def test_a_part_of_a_page_is_not_held(server: ServerProcess) -> None:
+    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
+        backend.batch_set_v1(hashes(1), indices([0]))
+        store.delete([name for name in store.keys("sglang/") if name.endswith("/1")])
+        assert backend.batch_exists(hashes(1)) == 0
         assert store.stats().store.holds == 0
 
 

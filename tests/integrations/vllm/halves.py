@@ -1,4 +1,6 @@
-"""The two halves of the connector without vLLM: requests and a KV cache made for a test."""
+"""The two halves of the connector without vLLM: requests and a KV cache made for a
+test.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ import attrs
 import torch
 
 from infinistore.blocking import BlockingStore
-from infinistore.integrations.record import Record
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -57,7 +59,9 @@ def make_worker(
 
 
 def make_cache(seed: int, *, blocks: int = 8) -> dict[str, torch.Tensor]:
-    """A KV cache with random contents: [blocks, heads, tokens, content] for each layer."""
+    """A KV cache with random contents: [blocks, heads, tokens, content] for
+    each layer.
+    """
     torch.manual_seed(seed)
     return {name: torch.randn(blocks, 2, BLOCK_TOKENS, 6) for name in LAYERS}
 

@@ -1,6 +1,8 @@
-"""vLLM itself, on a CPU, with a small model of random weights: engines in processes of their own share a store.
+"""vLLM itself, on a CPU, with a small model of random weights: engines in processes of
+their own share a store.
 
-An engine takes half a minute to start where others use the machine, too, so there are few of them, and each does a lot.
+An engine takes half a minute to start where others use the machine, too, so there are
+few of them, and each does a lot.
 """
 
 import random
@@ -40,7 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Engines:
-    """Starts engines with the connector; all end with the test's module. `log` is what one wrote."""
+    """Starts engines with the connector; all end with the test's module. `log` is what
+    one wrote.
+    """
 
     def __init__(self, model: Path, logs: Path, stack: ExitStack) -> None:
         self._model = model
@@ -49,12 +53,7 @@ class Engines:
 
     def start(self, name: str, role: str = "kv_both", extra: Any = None, **settings: Any) -> EngineProcess:
         if extra is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "InfiniStoreConnector",
-                "kv_connector_module_path": "infinistore.integrations.vllm",
-                "kv_role": role,
-                "kv_connector_extra_config": extra,
-            }
+            settings["kv_transfer_config"] = transfer_config(role, extra)
         with (self._logs / name).open("w") as log:
             settings = {"model": str(self._model), "max_model_len": 512, **settings}
             engine = EngineProcess("vllm_engine.py", settings, log=log)
@@ -84,6 +83,22 @@ def alone(engines: Engines) -> Callable[[list[list[int]]], list[list[int]]]:
     return lambda prompts: tokens_of(engine.ask(prompts))
 
 
+def transfer_config(role: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "InfiniStoreConnector",
+        "kv_connector_module_path": "infinistore.integrations.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def multi_config(url: str, **policy: str) -> dict[str, Any]:
+    """One of several connectors, of which vLLM's own is in charge."""
+    ours = transfer_config("kv_both", {"url": url, "namespace": "multi"})
+    extra = {"connectors": [ours]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **policy}
+
+
 def made_prompts(seed: int, count: int = 3, length: int = PROMPT) -> list[list[int]]:
     """Prompts that begin alike by a third, and then differ."""
     generator = random.Random(seed)
@@ -111,14 +126,16 @@ def test_one_engine_prefills_and_another_decodes_from_the_store(
     engines: Engines, server: ServerProcess, alone: Callable[[list[list[int]]], list[list[int]]]
 ) -> None:
     extra = {"url": url_of(server), "namespace": "pair"}
-    # Without a cache of their own, so that what was not computed was read from the store.
+    # Without a cache of their own, so that what was not computed was read from the
+    # store.
     producer = engines.start("producer", "kv_producer", extra, enable_prefix_caching=False)
     consumer = engines.start("consumer", "kv_consumer", extra, enable_prefix_caching=False)
     producer.wait_until_ready()
     consumer.wait_until_ready()
     prompts = made_prompts(1)
 
-    # A proxy lets the one compute the prompt, which ends with the first token, and then asks the other.
+    # A proxy lets the one compute the prompt, which ends with the first token, and then
+    # asks the other.
     prefilled = producer.ask(prompts, max_tokens=1)
     decoded = consumer.ask(prompts)
 
@@ -161,7 +178,8 @@ def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small
 ) -> None:
     with running_server_process("--prealloc-size", "1MiB") as small:
         small.kill()
-        # Two requests fit when they begin and not when they end: the younger one is preempted, and resumes by reading.
+        # Two requests fit when they begin and not when they end: the younger one is
+        # preempted, and resumes by reading.
         extra = {"url": url_of(small), "save_generated": True}
         engine = engines.start("both", "kv_both", extra, num_gpu_blocks_override=22)
         engine.wait_until_ready()
@@ -176,6 +194,31 @@ def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small
         small.start()
         for _ in range(3):
             assert first_tokens() == expected
+
+
+def test_within_a_multi_connector_where_a_lost_read_fails_a_request_vllm_does_not_start(engines: Engines) -> None:
+    failing = engines.start("failing", kv_transfer_config=multi_config("infinistore://127.0.0.1:9"))
+    with pytest.raises(RuntimeError, match="the engine ended"):
+        failing.wait_until_ready()
+    assert re.search('add "kv_load_failure_policy": "recompute".* beside .*MultiConnector', engines.log("failing"))
+
+
+def test_within_a_multi_connector_what_cannot_be_read_is_computed(
+    engines: Engines, alone: Callable[[list[list[int]]], list[list[int]]]
+) -> None:
+    with running_server_process("--prealloc-size", "64MiB") as server:
+        computing = multi_config(url_of(server), kv_load_failure_policy="recompute")
+        engine = engines.start("computing", kv_transfer_config=computing, enable_prefix_caching=False)
+        engine.wait_until_ready()
+        prompts = made_prompts(7)
+        expected = alone(prompts)
+        while cached(engine.ask(prompts)) != [CACHED] * 3:
+            pass
+        with blocking.open_store(server.url) as store:
+            store.put_many(dict.fromkeys(store.keys(), b"too short"))
+        assert tokens_of(engine.ask(prompts)) == expected
+        server.kill()
+        assert tokens_of(engine.ask(prompts)) == expected
 
 
 def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engines: Engines) -> None:

@@ -1,7 +1,10 @@
-"""The scheduler's half, with a store but without vLLM: what is read, held and written, and when."""
+"""The scheduler's half, with a store but without vLLM: what is read, held and written,
+and when.
+"""
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
+from infinistore.errors import StoreUnavailable
 from infinistore.integrations.vllm.names import BlockNames
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.step import Load, Step
 from tests.bad_days.servers import running_server_process
+from tests.integrations.disks import leave_on_disk, no_prefetch, wait_until_in_memory
 
 from .halves import BLOCK_TOKENS, MadeRequest, make_names, make_scheduler
 
@@ -26,14 +31,18 @@ def store() -> Iterator[blocking.BlockingStore]:
 
 
 def run(scheduler: SchedulerSide, request: MadeRequest, count: int) -> Step:
-    """One step that computes `count` tokens of a request in the blocks 10, 11, 12, ..."""
+    """One step that computes `count` tokens of a request in the blocks 10, 11,
+    12, ...
+    """
     step = scheduler.plan({request.request_id: count}, (), lambda _: range(10, 40))
     request.num_computed_tokens += count
     return step
 
 
 def start(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> int:
-    """What vLLM's scheduler does with a new request; returns how many tokens will be read."""
+    """What vLLM's scheduler does with a new request; returns how many tokens will be
+    read.
+    """
     tokens = scheduler.loadable_tokens(request, computed)
     scheduler.allocated(request, range(10, 40), tokens)
     request.num_computed_tokens = computed + tokens
@@ -115,6 +124,65 @@ def test_what_was_found_stays_until_it_is_read(store: blocking.BlockingStore) ->
     assert store.release_hold(load.hold)
     store.evict(0, 0)
     assert not any(store.exists_many(keys))
+
+
+@pytest.fixture
+def store_with_disk(tmp_path: Path) -> Iterator[blocking.BlockingStore]:
+    disk = f"{tmp_path / 'disk'}:64MiB"
+    with blocking.open_store(
+        pool_bytes=1 << 20, minimal_allocate_bytes=4096, disk=disk, disk_admission="eager"
+    ) as store:
+        yield store
+
+
+def test_what_is_on_disk_only_is_read_ahead_as_soon_as_it_is_found(store_with_disk: blocking.BlockingStore) -> None:
+    store = store_with_disk
+    found = fill(store, 3)
+    store.put("other", b"bytes")
+    leave_on_disk(store)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+
+    assert scheduler.loadable_tokens(request, BLOCK_TOKENS) == 2 * BLOCK_TOKENS
+    own = found[len(found) // 3 :]
+    wait_until_in_memory(store, own)
+    assert store.exists_many([*found, "other"]).in_memory == len(own)  # not what vLLM has itself, nor anything else
+    store.evict(0, 0)
+    assert store.exists_many(own).in_memory == len(own)  # held until a worker has read it
+
+
+def test_a_producer_has_nothing_read_ahead(
+    store_with_disk: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store_with_disk, 3)
+    leave_on_disk(store_with_disk)
+    no_prefetch(monkeypatch)
+    scheduler, request = make_scheduler(store_with_disk, reads=False), MadeRequest.of(TOKENS)
+
+    assert start(scheduler, request) == 0
+    assert [save.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
+
+
+def test_what_is_in_memory_costs_no_request_to_read_ahead(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 3)
+    no_prefetch(monkeypatch)
+
+    assert make_scheduler(store).loadable_tokens(MadeRequest.of(TOKENS), 0) == 3 * BLOCK_TOKENS
+
+
+def test_a_look_up_counts_even_if_nothing_can_be_read_ahead(
+    store_with_disk: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store_with_disk, 3)
+    leave_on_disk(store_with_disk)
+
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(blocking.BlockingStore, "prefetch", fail)
+
+    assert make_scheduler(store_with_disk).loadable_tokens(MadeRequest.of(TOKENS), 0) == 3 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("end", ["finished", "not used"])
@@ -224,7 +292,7 @@ def test_a_preempted_request_is_looked_up_again_and_no_longer_kept(store: blocki
 
 
 def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinistore.client.health._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
     now = 0.0
     with running_server_process() as server, blocking.open_store(server.url, lazy=True) as store:
         server.kill()

@@ -1,6 +1,9 @@
-"""A worker's half, with a store and tensors but without vLLM: what is written comes back, or is told as failed."""
+"""A worker's half, with a store and tensors but without vLLM: what is written comes
+back, or is told as failed.
+"""
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +16,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.integrations.vllm.step import Load, Save, Step
 from infinistore.integrations.vllm.worker import WorkerSide
+from tests.bad_days.held import held_after
 from tests.bad_days.servers import running_server_process
 
 from .halves import LAYERS, make_cache, make_names, make_worker, save
@@ -30,8 +34,19 @@ def store() -> Iterator[blocking.BlockingStore]:
         yield store
 
 
+@pytest.fixture
+def gone() -> Iterator[blocking.BlockingStore]:
+    """A store that is not there."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        with blocking.open_store(f"infinistore://127.0.0.1:{deaf.getsockname()[1]}", lazy=True) as store:
+            yield store
+
+
 def wait_for(worker: WorkerSide, *, sent: str = "", read: str = "") -> set[int]:
-    """Poll, as vLLM does, until a request is reported; return the blocks that failed."""
+    """Poll, as vLLM does, until a request is reported; return the blocks that
+    failed.
+    """
     worker.begin(Step())
     while True:
         sent_now, read_now = worker.poll([sent] if sent else [])
@@ -162,13 +177,13 @@ class Gate:
 
     def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        put = store._put_batch
+        put = store.put_batch
 
         def gated(*arguments: Any, **options: Any) -> list[str]:
             self.open.wait()
             return put(*arguments, **options)
 
-        monkeypatch.setattr(store, "_put_batch", gated)
+        monkeypatch.setattr(store, "put_batch", gated)
 
 
 def test_a_finished_request_is_told_as_sent_only_when_its_blocks_are_written(
@@ -226,10 +241,29 @@ def test_a_lost_store_fails_reads_and_drops_writes_and_raises_nothing(caplog: py
     assert {record.name for record in caplog.records} == {"vllm.infinistore"}
 
 
+def test_steps_without_a_store_keep_nothing_of_what_was_computed(gone: blocking.BlockingStore) -> None:
+    caches = make_cache(1)
+    worker = make_worker(gone, caches)
+    delivering = make_worker(gone, caches, delivers=True)
+
+    def step() -> None:
+        save(worker, SAVE)
+        wait_for(worker, sent="w")
+        save(worker, LOAD)
+        wait_for(worker, read="r")
+
+    def delivering_step() -> None:
+        save(delivering, SAVE)
+
+    assert held_after(*[step, delivering_step] * 4) == 0
+    worker.close()
+    delivering.close()
+
+
 def test_after_a_write_that_failed_the_next_is_written(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = store._put_batch
+    put = store.put_batch
     away = threading.Event()
     away.set()
 
@@ -238,7 +272,7 @@ def test_after_a_write_that_failed_the_next_is_written(
             raise StoreUnavailable("gone")
         return put(*arguments, **options)
 
-    monkeypatch.setattr(store, "_put_batch", failing)
+    monkeypatch.setattr(store, "put_batch", failing)
     worker = make_worker(store, make_cache(1), delivers=True)
 
     save(worker, SAVE)
