@@ -1,21 +1,50 @@
-"""What all tests share: how Hypothesis runs, and that Ctrl-C reaches the programs that they start.
+"""What all tests share: how Hypothesis runs, that Ctrl-C reaches the programs they
+start, what skips without PyTorch.
 
-A failing example prints the blob that replays it (`@reproduce_failure`). Examples have no deadline: on a shared machine
-the clock says nothing about the code. They are derived from the test, so that one commit has one verdict, wherever it
-is tested. To look for what they miss, HYPOTHESIS_PROFILE chooses: `explore` goes another way each run, and `thorough`
-does so for longer.
+A failing example prints the blob that replays it (`@reproduce_failure`). Examples have
+no deadline: on a shared machine the clock says nothing about the code. They are derived
+from the test, so that one commit has one verdict, wherever it is tested. To look for
+what they miss, HYPOTHESIS_PROFILE chooses: `explore` goes another way each run, and
+`thorough` does so for longer. `quick` tries few examples and makes none smaller: it is
+for mutants, of which each runs them all.
+
+TEST_TORCH=none says that PyTorch is left out on purpose. Only then the modules that
+import it skip, each by its name.
 """
 
 import os
 import signal
+from collections.abc import Iterable
+from pathlib import Path
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 
 settings.register_profile("repeatable", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=2000)
+settings.register_profile(
+    "quick", settings.get_profile("repeatable"), max_examples=25, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# A shell's job in the background ignores it, and so would every program that is started here.
+# A shell's job in the background ignores it, and so would every program that is started
+# here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _SkipsWithoutTorch(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if getattr(error.__cause__, "name", None) == "torch":
+                pytest.skip(f"{self.nodeid} needs PyTorch", allow_module_level=True)
+            raise
+
+
+if os.environ.get("TEST_TORCH") == "none":
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+        return _SkipsWithoutTorch.from_parent(parent, path=module_path)

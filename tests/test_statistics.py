@@ -9,12 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
-from infinistore.protocol.messages import Tree
-from infinistore.statistics import statistics_from_tree, statistics_to_tree
+from infinistore.protocol.fields import Tree
+from infinistore.protocol.statistics_tree import statistics_from_tree, statistics_to_tree
 
-from .monitor.made import make_client, make_details, make_operation, make_server, make_store
+from .monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
 
-PARTS = (make_server(), make_store(), make_details(operations=[make_operation()], clients=[make_client()]))
+PARTS = (
+    make_server(),
+    make_store(),
+    make_details(operations=[make_operation()], clients=[make_client()]),
+    make_disks(make_disk("/mnt/a"), make_disk("/mnt/b", state="off", alarm="the disk is off")),
+)
 TREE = statistics_to_tree(*PARTS)
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
@@ -37,7 +42,13 @@ def changed(path: tuple[Any, ...], value: Any) -> Tree:
 
 
 def test_statistics_come_back_as_they_were() -> None:
-    assert statistics_from_tree(TREE) == PARTS
+    assert tuple(statistics_from_tree(TREE)) == PARTS
+
+
+def test_a_store_without_disks_sends_what_the_last_release_did() -> None:
+    tree = statistics_to_tree(*PARTS[:3])
+    assert set(tree) == {"server", "store", "details"}
+    assert tuple(statistics_from_tree(tree)) == (*PARTS[:3], None)
 
 
 @given(

@@ -32,7 +32,9 @@ class RunningServer:
 
 @contextmanager
 def running_server(environment: Mapping[str, str], *flags: str) -> Iterator[RunningServer]:
-    """Start a server on a free port and wait for the line that says where it listens."""
+    """Start a server on a free port and wait for the line that says where it
+    listens.
+    """
     arguments = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *flags]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -50,7 +52,9 @@ def running_server(environment: Mapping[str, str], *flags: str) -> Iterator[Runn
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of every command: without settings of the person who runs the tests, and without colour."""
+    """The environment of every command: without settings of the person who runs the
+    tests, and without colour.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
     runtime_folder = tmp_path_factory.mktemp("run")
     return inherited | {"XDG_RUNTIME_DIR": str(runtime_folder), "TERM": "dumb", "NO_COLOR": "1"}

@@ -1,4 +1,6 @@
-"""The command line without a server: help, flags, near misses, exit codes, what is imported."""
+"""The command line without a server: help, flags, near misses, exit codes, what is
+imported.
+"""
 
 import re
 import subprocess
@@ -185,8 +187,7 @@ def test_each_error_has_its_exit_code_and_one_line(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("INFINISTORE_LOG_LEVEL", raising=False)
-    monkeypatch.setattr("infinistore.cli.failures._invoke", _raise(error))
-    assert run([]) == code
+    assert run([], _raise(error)) == code
     assert code in EXIT_CODES
     shown = capsys.readouterr().err
     assert shown.count("\n") == (0 if code == 130 else 1)
@@ -197,8 +198,7 @@ def test_a_traceback_is_shown_for_debug_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("INFINISTORE_LOG_LEVEL", "debug")
-    monkeypatch.setattr("infinistore.cli.failures._invoke", _raise(errors.StoreUnavailable("gone")))
-    assert run([]) == 3
+    assert run([], _raise(errors.StoreUnavailable("gone"))) == 3
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert shown.endswith("infinistore: gone\n")

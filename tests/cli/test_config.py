@@ -1,6 +1,8 @@
 """Where a setting comes from, what is refused, and what the refusal says."""
 
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +11,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinistore.addresses import default_socket_path, is_loopback
+from infinistore.client.options.options import make_options
 from infinistore.config import (
     ServerConfig,
-    default_socket_path,
-    is_loopback,
     load_server_config,
     misspelt_variables,
-    read_token,
     server_settings,
 )
 from infinistore.errors import ConfigError
 from infinistore.sizes import GIB, KIB, MIB
+from infinistore.token_file import read_token
 
 SETTINGS = {setting.key: setting for setting in server_settings()}
 
@@ -31,14 +33,26 @@ VALUES: dict[str, list[Any]] = {
     "manage_port": [2, "65535", "off"],
     "unix_socket": ["auto", "off", "/run/infinistore.sock"],
     "spin_time": [0, "50", 10_000],
+    "unix_socket_access": ["user", "User"],
     "shm_writes": ["on", "off"],
     "drain_timeout": [0, "2.5", 86400],
+    "shards": [1, "1"],
+    "cluster": ["infinistore+static://a,b", "infinistore+file:///etc/nodes.json"],
+    "node_id": ["a", "rack 1"],
+    "advertise": ["10.0.0.7", "there.example:22345"],
+    "node_weight": [0, "250"],
+    "node_zone": ["z"],
+    "node_warm_up": [0, "2.5"],
+    "pin_cores": [True, "off"],
     "prealloc_size": [1, "512MiB", 0.5, "2GiB"],
     "minimal_allocate_size": [16, "64", "1MiB"],
     "auto_increase": [True, False, "yes"],
     "max_pool_size": [4096, "3TiB"],
     "allocator": ["bitmap", "slab"],
     "huge_pages": [True, "0"],
+    "disk": ["/mnt/a:1TiB", "/mnt/a:64MiB,/mnt/b:0.5", "~/cache:2G"],
+    "disk_admission": ["lazy", "Second-Use"],
+    "disk_wait": [1, "2.5"],
     "enable_periodic_evict": ["on", "off"],
     "evict_interval": [5, 0.25, "1"],
     "evict_min_threshold": [0, 0.5, ".25"],
@@ -117,6 +131,34 @@ def test_a_bare_pool_size_is_in_gb(written: object, size_bytes: int) -> None:
     assert load_server_config({"prealloc_size": written}, environment={}).prealloc_bytes == size_bytes
 
 
+@pytest.mark.parametrize(
+    "written", ["/a:1TiB,/b c:0.5", ["/a:1TiB", "/b c:0.5"], ("/a:1T", "/b c:512MiB"), "/a:1024, /b c:0.5G"]
+)
+def test_several_disks_are_a_list_or_text_with_commas(written: Any) -> None:
+    disks = load_server_config({"disk": written}, environment={}).disks
+    assert list(map(str, disks)) == ["/a:1TiB", "/b c:512MiB"]
+
+
+@pytest.mark.parametrize("written", ["/mnt", "/mnt/a:1GiB:", ["/a:1T", "/a/../a:1T"], ":1GiB", 3, [None]])
+def test_disks_of_an_embedded_store_are_checked_when_it_is_opened(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"PATH:SIZE|twice"):
+        make_options(None, {"disk": written})
+
+
+def test_disks_need_numpy_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    load_server_config({}, environment={})
+    with pytest.raises(ConfigError, match="pip install numpy"):
+        load_server_config({"disk": "/mnt/a:1TiB"}, environment={})
+    with pytest.raises(ConfigError, match="pip install numpy"):
+        make_options(None, {"disk": "/mnt/a:1TiB"})
+
+
+def test_a_disk_is_not_for_the_client_of_a_server() -> None:
+    with pytest.raises(ConfigError, match="disk is for an embedded store"):
+        make_options("tcp://127.0.0.1:1", {"disk": "/mnt/a:1TiB"})
+
+
 def test_a_bare_minimal_allocation_is_in_kb() -> None:
     assert load_server_config({"minimal_allocate_size": "16"}, environment={}).minimal_allocate_bytes == 16 * KIB
 
@@ -139,6 +181,22 @@ def test_the_default_pool_is_at_most_16_gib_and_at_most_half_of_the_memory() -> 
         ({}, {}, "a: [1", "FILE:1: cannot be read as YAML: expected ',' or ']', but got '<stream end>'"),
         ({}, {}, "ib_port: 1\nhost: a\nib_port: 2", "FILE: ib_port is set more than once; keep one of the lines"),
         ({}, {}, "- host", "FILE: must hold settings, one a line, such as `service_port: 22345`"),
+        ({"disk": ("/mnt/a",)}, {}, "", "--disk /mnt/a: must be PATH:SIZE, such as /mnt/nvme0:1TiB"),
+        (
+            {"disk": ("/mnt/a:large",)},
+            {},
+            "",
+            "--disk /mnt/a:large: must be PATH:SIZE, such as /mnt/nvme0:1TiB: 'large' is not a size",
+        ),
+        ({}, {"INFINISTORE_DISK": "/mnt/a:1MiB"}, "", "INFINISTORE_DISK=/mnt/a:1MiB: has a size of 1MiB; it must be"),
+        (
+            {"disk": ("/mnt/a:1T", "/mnt/./a:2T")},
+            {},
+            "",
+            "--disk /mnt/a:1T --disk /mnt/./a:2T: names /mnt/a twice; give each disk once",
+        ),
+        ({}, {}, "disk: 5", "FILE: disk: 5: must be PATH:SIZE"),
+        ({}, {}, "disk: [5]", "FILE: disk: [5]: must be PATH:SIZE"),
         (
             {"log_level": "inf"},
             {},
@@ -245,11 +303,87 @@ def test_the_token_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("  secret \nnot this\n")
     assert read_token(path) == "secret"
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_token(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_token(tmp_path / "nowhere")
+
+
+UNUSABLE_TOKENS = {
+    "nothing": (b"", "is empty"),
+    "an empty line": (b"\nsecret", "is empty"),
+    "spaces": (b" \t\n", "is empty"),
+    "bytes": (b"\xff\xfe", "not text"),
+    "too much": (b"x" * 1025, "longer than 1024 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE_TOKENS)
+@pytest.mark.parametrize("reader", ["server", "client"])
+def test_a_token_that_cannot_be_is_refused_by_servers_and_clients_alike(what: str, reader: str, tmp_path: Path) -> None:
+    content, says = UNUSABLE_TOKENS[what]
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    read: Callable[[Path], object] = (
+        read_token if reader == "server" else lambda path: make_options(f"tcp://host?token_file={path}", {})
+    )
+    with pytest.raises(ConfigError, match=says):
+        read(path)
+
+
+@pytest.mark.parametrize(("mode", "open_to_others"), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
+def test_a_token_file_that_is_open_to_others_is_used_and_warned_of(
+    mode: int, open_to_others: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(mode)
+    assert read_token(path) == "secret"
+    warned = [record.__dict__ for record in caplog.records]
+    assert [(record["file"], record["remedy"]) for record in warned] == (
+        [(str(path), f"chmod o-rw {path}")] if open_to_others else []
+    )
+
+
+def test_a_token_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token").write_text("secret")
+    assert read_token("~/token") == "secret"
+    with pytest.raises(ConfigError, match="home folder is not known"):
+        read_token("~nobody-of-this-name/token")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [("false", "off"), ("No", "off"), ("0", "off"), ("off", "off"), ("true", "auto"), ("on", "auto"), ("1", "auto")],
+)
+def test_the_words_of_a_switch_are_no_path(written: str, expected: str, tmp_path: Path) -> None:
+    assert load_server_config({}, environment={"INFINISTORE_UNIX_SOCKET": written}).unix_socket == expected
+    file = tmp_path / "server.yaml"
+    file.write_text(f"unix_socket: {written}\n")
+    assert load_server_config({}, file=file, environment={}).unix_socket == expected
+
+
+@pytest.mark.parametrize("written", ["false", "no", "off"])
+def test_the_management_port_is_turned_off_by_the_same_words(written: str) -> None:
+    assert load_server_config({}, environment={"INFINISTORE_MANAGE_PORT": written}).manage_port is None
+
+
+def test_clients_are_told_a_path_that_means_the_same_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_server_config({"unix_socket": "here.sock"}, environment={})
+    assert config.socket_path(5) == tmp_path / "here.sock"
+
+
+@pytest.mark.parametrize("access", ["group", "all"])
+def test_who_may_open_the_socket_is_said_together_with_its_path(access: str) -> None:
+    config = load_server_config({"unix_socket": "/run/s", "unix_socket_access": access}, environment={})
+    assert config.unix_socket_access == access
+    with pytest.raises(ConfigError, match="--unix-socket PATH"):
+        load_server_config({"unix_socket_access": access}, environment={})
+
+
+def test_a_socket_in_a_home_folder_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="home folder that is not known"):
+        load_server_config({"unix_socket": "~nobody-of-this-name/s"}, environment={})
 
 
 def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> None:

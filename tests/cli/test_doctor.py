@@ -1,4 +1,6 @@
-"""`infinistore doctor` as it is typed: what it prints, its exit codes, and what it leaves behind on a server."""
+"""`infinistore doctor` as it is typed: what it prints, its exit codes, and what it
+leaves behind on a server.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM, output that nobody reads any more, and terminals. Real processes; nothing waits for time to pass."""
+"""Ctrl-C, SIGTERM, output that nobody reads any more, and terminals. Real processes;
+nothing waits for time to pass.
+"""
 
 import os
 import pty
@@ -84,7 +86,13 @@ def test_output_that_is_closed_half_way_ends_quietly(unbuffered: str, server: An
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("arguments", ["ls", "stat", "stat --json", "--help", "help exit-codes", "--version"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("ls", "stat", "stat --json", "--help", "serve --help", "help exit-codes", "--version"),
+        *("demo --pool-size 64MiB --layers 1", "doctor", "completion bash"),
+    ],
+)
 def test_output_that_nobody_reads_ends_quietly(arguments: str, server: Any, environment: dict[str, str]) -> None:
     with blocking.open_store(server.url) as store:
         store.put("some-key", b"x")
@@ -145,7 +153,9 @@ def test_colour_is_for_terminals_and_no_color_is_respected(environment: dict[str
 
 
 def _on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[int, bytes, bytes]:
-    """Run the command with a terminal for standard output; return exit code, what it showed, and standard error."""
+    """Run the command with a terminal for standard output; return exit code, what it
+    showed, and standard error.
+    """
     ours, theirs = pty.openpty()
     process = subprocess.Popen([*INFINISTORE, *arguments], env=environment, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)

@@ -1,4 +1,6 @@
-"""The server's log: one line for each event, whatever a client puts into its name, and no keys above debug."""
+"""The server's log: one line for each event, whatever a client puts into its name, and
+no keys above debug.
+"""
 
 import json
 import logging
@@ -54,7 +56,9 @@ def test_a_traceback_is_a_field_in_json_and_follows_on_a_terminal() -> None:
 
 
 def log_of(running_server: Callable[..., Any], level: str) -> list[dict[str, Any]]:
-    """What a server in a process of its own logs of a few requests, one of them refused."""
+    """What a server in a process of its own logs of a few requests, one of them
+    refused.
+    """
     with running_server("--prealloc-size", "1MiB", "--log-level", level) as own:
         with blocking.open_store(own.url, name="me") as store:
             store.put("secret-key", b"secret value")
@@ -67,7 +71,8 @@ def log_of(running_server: Callable[..., Any], level: str) -> list[dict[str, Any
 
 def test_the_log_of_a_server_is_json_without_requests_and_keys(running_server: Callable[..., Any]) -> None:
     lines = log_of(running_server, "info")
-    assert [line["event"] for line in lines if line["event"] != "serving without RDMA"] == ["draining"]
+    may_be = ("serving without RDMA", "taking the pool")  # as the machine has no RDMA, or is slow
+    assert [line["event"] for line in lines if line["event"] not in may_be] == ["draining"]
     assert lines[-1]["signal"] == "SIGTERM"
     assert "secret" not in str(lines)
 

@@ -1,4 +1,6 @@
-"""`infinistore selftest`: a sound store passes, and whatever is wrong is named and ends in its own exit code."""
+"""`infinistore selftest`: a sound store passes, and whatever is wrong is named and ends
+in its own exit code.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,7 @@ from unittest import mock
 import pytest
 
 from infinistore.cli.failures import run
-from infinistore.client.blocking_store import BlockingStore
+from infinistore.client.api.blocking_store import BlockingStore
 
 CHECKS = ["connect", "put", "exists", "get", "get into memory", "match and hold a prefix", "list keys"]
 CHECKS += ["delete", "is gone"]
@@ -35,6 +37,14 @@ def test_a_server_is_checked_over_tcp_and_its_unix_socket_and_keeps_nothing(stor
     assert [path.partition(":")[0] for path in paths] == ["tcp", "unix"]
     assert len(document(ended)["checks"]) == 2 * len(CHECKS)
     assert json.loads(store("ls", "infinistore-selftest/", "--json").stdout)["keys"] == []
+
+
+def test_a_store_with_disks_must_make_blocks_durable(running_server: Any, command: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ssd"
+    with running_server("--prealloc-size", "1MiB", "--unix-socket", "off", "--disk", f"{folder}:300MiB") as own:
+        ended = command("selftest", "--json", url=own.url)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        assert [one["check"] for one in document(ended)["checks"]] == [*CHECKS[:2], "flush to disk", *CHECKS[2:]]
 
 
 def test_a_person_gets_a_table(store: Any) -> None:

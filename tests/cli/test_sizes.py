@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.sizes import GIB, KIB, MIB, TIB, describe_size, format_size, parse_size
+from infinistore.sizes import GIB, KIB, MIB, TIB, describe_size, format_size, in_units, parse_size
 
 sizes = st.one_of(
     st.integers(0, 1 << 60), st.builds(int.__mul__, st.integers(0, 1023), st.sampled_from([1, KIB, MIB, GIB, TIB]))
@@ -26,6 +26,28 @@ def test_a_unit_is_stronger_than_the_bare_unit(size_bytes: int, bare_unit_bytes:
 @given(sizes)
 def test_a_described_size_is_within_one_percent(size_bytes: int) -> None:
     assert abs(parse_size(describe_size(size_bytes)) - size_bytes) <= size_bytes * 0.01
+
+
+@given(sizes)
+def test_a_size_in_an_error_can_be_read_back_to_the_byte(size_bytes: int) -> None:
+    rounded, _, exact = in_units(size_bytes).partition(" (")
+    exact = exact.removesuffix(")") or rounded
+    assert parse_size(exact.replace(",", "").removesuffix("bytes")) == size_bytes
+    assert len(rounded) <= len("1023.5 KiB")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "told"),
+    [
+        (0, "0 bytes"),
+        (1000, "1000 bytes"),
+        (64 * GIB, "64 GiB"),
+        (1536 * MIB, "1.5 GiB"),
+        (MIB + 1, "1 MiB (1,048,577 bytes)"),
+    ],
+)
+def test_a_size_in_an_error_is_in_units_that_people_read(size_bytes: int, told: str) -> None:
+    assert in_units(size_bytes) == told
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([1, KIB, GIB]))

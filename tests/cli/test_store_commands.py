@@ -129,6 +129,25 @@ def test_stat_names_the_transport_and_counts(store: Run) -> None:
     assert "64 MiB" in table
 
 
+def test_stat_names_disks_only_of_a_store_that_has_some(
+    store: Run, running_server: Any, command: Run, tmp_path: Path
+) -> None:
+    assert "disk" not in json.loads(_ok(store("stat", "--json")))
+    assert b"disk" not in _ok(store("stat"))
+    folder = tmp_path / "ssd"
+    with running_server("--prealloc-size", "1MiB", "--disk", f"{folder}:300MiB", "--disk-admission", "eager") as own:
+        tier = json.loads(_ok(command("stat", "--json", url=own.url)))["disk"]
+        assert (tier["disks"][0]["path"], tier["queued_bytes"]) == (str(folder), 0)
+        assert tier["disks"][0]["capacity_bytes"] > 0
+        shown = dict(
+            text.strip().partition(" ")[::2] for text in _ok(command("stat", url=own.url)).decode().splitlines()[1:]
+        )
+    assert shown["disk.disks.0.path"].strip() == str(folder)
+    assert shown["disk.disks.0.state"].strip() in ("recovering", "healthy")
+    assert shown["disk.disks.0.capacity_bytes"].strip().endswith("MiB")
+    assert shown["disk.queued_bytes"].strip() == "0 B"
+
+
 def test_a_file_that_does_not_fit_exits_with_5(store: Run, tmp_path: Path) -> None:
     (tmp_path / "huge").write_bytes(bytes(65 << 20))
     ended = store("put", "huge", "huge")
@@ -152,8 +171,9 @@ def test_a_server_that_does_not_answer_exits_with_4(command: Run) -> None:
 
 
 def test_a_server_with_a_token_wants_it(running_server: Any, command: Run, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret\n")
-    (tmp_path / "wrong").write_text("guess\n")
+    for name, token in (("token", "secret\n"), ("wrong", "guess\n")):
+        (tmp_path / name).write_text(token)
+        (tmp_path / name).chmod(0o600)  # else there is a warning
     flags = ("--prealloc-size", "1MiB", "--token-file", str(tmp_path / "token"), "--unix-socket", "off")
     with running_server(*flags) as own:
         for arguments in ((), ("--token-file", "wrong")):
@@ -207,7 +227,8 @@ def test_a_pool_larger_than_the_memory_is_one_line_and_exit_code_2(command: Run)
 def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: Any, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        # The first visit finds somebody who hangs up: it has started, and it has not given up.
+        # The first visit finds somebody who hangs up: it has started, and it has not
+        # given up.
         arguments = [sys.executable, "-m", "infinistore", "stat", "--wait", "60", "--url", f"tcp://127.0.0.1:{port}"]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         listener.accept()[0].close()

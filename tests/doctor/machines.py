@@ -1,4 +1,6 @@
-"""Machines for the doctor to look at: the kernel's files below a folder, limits, and what is installed."""
+"""Machines for the doctor to look at: the kernel's files below a folder, limits, and
+what is installed.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What the doctor says of machines that are described: which lines are not good, and which remedy they name."""
+"""What the doctor says of machines that are described: which lines are not good, and
+which remedy they name.
+"""
 
 import os
 from ipaddress import IPv4Address, IPv6Address
@@ -9,7 +11,7 @@ import pytest
 
 from infinistore.doctor import Finding, Level, Software, Wanted, examine, this_host, this_software, worst
 from infinistore.doctor.host import UNLIMITED, Host
-from infinistore.transports.rdma_choice import NoRdma
+from infinistore.transports.rdma.choice import NoRdma
 
 from .machines import SOFTWARE, machine, with_memfd_problem
 
@@ -112,8 +114,6 @@ CASES: dict[str, tuple[dict[str, str], dict[str, int], str, Level, str]] = {
     "file size": ({}, {"fsize": 1 << 20}, "file size", Level.BAD, "ulimit -f unlimited"),
     "address space": ({}, {"as": 64 * GIGABYTE}, "address space", Level.WARNING, "ulimit -v unlimited"),
     "old kernel": ({"proc/sys/kernel/osrelease": "5.10.0-32\n"}, {}, "kernel", Level.WARNING, "newer kernel"),
-    "few descriptors": ({}, {"nofile": 256}, "file descriptors", Level.WARNING, "ulimit -n"),
-    "hardly any": ({}, {"nofile": 16}, "file descriptors", Level.BAD, "ulimit -n"),
     "short queue": ({"proc/sys/net/core/somaxconn": "128\n"}, {}, "somaxconn", Level.WARNING, "sysctl net.core"),
     "small buffers": (
         {"proc/sys/net/ipv4/tcp_wmem": "4096\t16384\t65536\n"}, {}, "send buffers", Level.WARNING, "tcp_wmem='4096 ",
@@ -133,6 +133,19 @@ def test_what_is_wrong_is_said_with_its_remedy(
     finding = diagnose(machine(tmp_path, files, **limits))[subject]
     assert finding.level is level, finding
     assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("hard", "level"),
+    [(UNLIMITED, Level.GOOD), (1 << 20, Level.GOOD), (1024, Level.WARNING), (16, Level.BAD)],
+)
+def test_descriptors_are_judged_by_the_limit_that_a_server_can_raise_its_own_to(
+    hard: int, level: Level, tmp_path: Path
+) -> None:
+    host = machine(tmp_path)
+    finding = diagnose(attrs.evolve(host, limits=dict(host.limits) | {"nofile": (16, hard)}))["file descriptors"]
+    assert finding.level is level
+    assert ("LimitNOFILE=" in finding.remedy) == (level is not Level.GOOD)
 
 
 def test_a_graphics_driver_that_exports_memory_is_good(tmp_path: Path) -> None:
@@ -173,7 +186,8 @@ def test_packages_that_are_missing_or_old_are_bad(tmp_path: Path) -> None:
     software = attrs.evolve(SOFTWARE, version_of={"trio": "0.9"}.get)
     finding = diagnose(machine(tmp_path), software)["packages"]
     assert finding.text == "missing: attrs; too old: trio 0.9 (needs 0.25)"
-    assert (finding.level, "pip install" in finding.remedy) == (Level.BAD, True)
+    assert finding.level is Level.BAD
+    assert finding.remedy == "/opt/venv/bin/python -m pip install 'trio>=0.25' 'attrs>=23.2'"
 
 
 def test_pyverbs_is_missed_only_where_there_is_a_device(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Servers and monitors as people start them: processes of their own, the monitors in pseudo-terminals."""
+"""Servers and monitors as people start them: processes of their own, the monitors in
+pseudo-terminals.
+"""
 
 import os
 import pty
@@ -18,7 +20,8 @@ import pytest
 from .emulator import Emulator
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
-# The terminal becomes the one that controls the new session, as a terminal window makes it.
+# The terminal becomes the one that controls the new session, as a terminal window makes
+# it.
 _LAUNCH = """
 import os, sys
 terminal = os.open(sys.argv[1], os.O_RDWR)
@@ -89,7 +92,9 @@ class Session:
         os.write(self._ours, keys.encode())
 
     def wait_until(self, condition: Callable[[Emulator], object]) -> None:
-        """Read what the program writes until the screen is as wanted. pytest's timeout bounds it."""
+        """Read what the program writes until the screen is as wanted. pytest's timeout
+        bounds it.
+        """
         while not condition(self.screen):
             self.screen.feed(os.read(self._ours, 65536))
 
@@ -144,7 +149,9 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 
 @pytest.fixture
 def monitor(start: Start, url: str) -> Session:
-    """A monitor of the server in a terminal of 80 x 24, which has drawn its first screen."""
+    """A monitor of the server in a terminal of 80 x 24, which has drawn its first
+    screen.
+    """
     session = start(*INFINISTORE, "monitor", url, "--interval", "0.2")
     session.wait_for("serving")
     session.wait_for("client, by traffic")

@@ -1,4 +1,6 @@
-"""As much of a terminal as the monitor needs. What it does not know is an error: nothing else may be sent."""
+"""As much of a terminal as the monitor needs. What it does not know is an error:
+nothing else may be sent.
+"""
 
 import codecs
 import re

@@ -6,21 +6,24 @@ from typing import Any
 
 import attrs
 
-from infinistore.allocators.base import AllocatorStatistics
-from infinistore.core.statistics import EvictionStatistics, StoreStatistics
 from infinistore.monitor.model import Model, Snapshot
 from infinistore.sizes import GIB, MIB
 from infinistore.statistics import (
     LATENCY_BOUNDS_S,
+    AllocatorStatistics,
     ArenaStatistics,
     ClientStatistics,
+    DiskStatistics,
+    DiskTierStatistics,
+    EvictionStatistics,
     OperationStatistics,
     PrefixStatistics,
     ServerDetails,
     ServerStatistics,
+    SpinStatistics,
     Stats,
+    StoreStatistics,
 )
-from infinistore.transports.spin import SpinStatistics
 
 NOON = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
 BUCKETS = len(LATENCY_BOUNDS_S) + 1
@@ -73,13 +76,26 @@ def make_client(name: str = "decode-0", **given: Any) -> ClientStatistics:
     return ClientStatistics(**(values | {"name": name, "transport": "tcp", "connected_s": 50.0} | given))
 
 
+def make_disk(path: str = "/mnt/nvme0", **given: Any) -> DiskStatistics:
+    values: dict[str, Any] = {field.name: 0 for field in attrs.fields(DiskStatistics)}
+    values |= {"state": "healthy", "alarm": "", "direct": True, "capacity_bytes": 64 * GIB}
+    return DiskStatistics(**(values | {"path": path} | given))
+
+
+def make_disks(*disks: DiskStatistics, **given: Any) -> DiskTierStatistics:
+    values: dict[str, Any] = {field.name: 0 for field in attrs.fields(DiskTierStatistics)}
+    return DiskTierStatistics(**(values | {"disks": list(disks)} | given))
+
+
 def make_stats(
     *,
     store: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
     details: ServerDetails | None = None,
+    disk: DiskTierStatistics | None = None,
 ) -> Stats:
-    return Stats("tcp", "the URL asks for TCP", make_store(**(store or {})), make_server(**(server or {})), details)
+    reason = "the URL asks for TCP"
+    return Stats("tcp", reason, make_store(**(store or {})), make_server(**(server or {})), details, disk)
 
 
 def watched(*samples: Stats, url: str = "tcp://127.0.0.1:22345") -> Model:
@@ -162,7 +178,7 @@ def loaded_stats(second: int, *, with_details: bool = True, **more: Any) -> Stat
     store |= more.get("store", {})
     server |= more.get("server", {})
     details = attrs.evolve(details, **more.get("details", {}))
-    return make_stats(store=store, server=server, details=details if with_details else None)
+    return make_stats(store=store, server=server, details=details if with_details else None, disk=more.get("disk"))
 
 
 def worried_stats(second: int) -> Stats:
@@ -191,6 +207,46 @@ def worried_stats(second: int) -> Stats:
     )
 
 
+def on_disks(second: int, disks: int = 2) -> Stats:
+    """A server under load that has disks, as many as given."""
+    done = second + 1
+    made = [
+        make_disk(
+            f"/mnt/nvme{number}",
+            used_bytes=(16 + number) * GIB,
+            keys=9000,
+            read_blocks=200 * done,
+            read_bytes=200 * MIB * done,
+            written_blocks=300 * done,
+            written_bytes=(300 + number) * MIB * done,
+            queued_reads=3,
+            queued_writes=2,
+        )
+        for number in range(disks)
+    ]
+    return loaded_stats(second, disk=make_disks(*made, queued_bytes=12 * MIB))
+
+
+def bad_disks(second: int) -> Stats:
+    """A server that has something to say of each of its disks."""
+    done = second + 1
+    look = "check it, replace it if need be, and start the store again"
+    off = f"the disk is off: its device is gone (ENODEV); {look}"
+    read_only = f"the disk is read-only: its file system is read-only; {look}"
+    disks = make_disks(
+        make_disk("/mnt/well"),
+        make_disk("/mnt/new", state="recovering"),
+        make_disk("/mnt/late", hung_jobs=4),
+        make_disk("/mnt/bad", read_errors=done, damaged_blocks=2 * done, write_errors=7),
+        make_disk("/mnt/locked", state="read-only", alarm=read_only),
+        make_disk("/mnt/gone", state="off", alarm=off),
+        queued_bytes=512 * MIB,
+        skipped_blocks=50 * done,
+        unsafe_keys=3,
+    )
+    return loaded_stats(second, disk=disks)
+
+
 def states() -> dict[str, Snapshot]:
     """Every state that a screen can be in, by name."""
     idle = [
@@ -215,4 +271,6 @@ def states() -> dict[str, Snapshot]:
         "lost": lost.snapshot(),
         "restarted": restarted.snapshot(),
         "without details": watched(*without).snapshot(),
+        "disks": watched(*map(on_disks, range(5))).snapshot(),
+        "bad disks": watched(*map(bad_disks, range(5))).snapshot(),
     }

@@ -1,4 +1,6 @@
-"""From samples to rates, history, percentiles and warnings, whatever the samples are."""
+"""From samples to rates, history, percentiles and warnings, whatever the
+samples are.
+"""
 
 import json
 from collections.abc import Iterator
@@ -10,23 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.core.statistics import EvictionStatistics
 from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.document import document
 from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
 from infinistore.monitor.quantiles import Quantile, quantile
 from infinistore.monitor.rates import is_restart
-from infinistore.sizes import GIB
-from infinistore.statistics import LATENCY_BOUNDS_S, Stats
+from infinistore.sizes import GIB, MIB
+from infinistore.statistics import LATENCY_BOUNDS_S, EvictionStatistics, Stats
 
 from .made import (
     BUCKETS,
     NOON,
+    bad_disks,
     loaded_stats,
     make_client,
     make_details,
+    make_disk,
+    make_disks,
     make_operation,
     make_stats,
+    on_disks,
     states,
     watched,
     worried_stats,
@@ -54,6 +59,11 @@ clients = st.builds(
     sent_bytes=counts,
     pinned_bytes=counts,
 )
+disks = st.builds(
+    make_disk,
+    st.sampled_from(["/a", "/b"]),
+    **dict.fromkeys(("read_blocks", "read_bytes", "written_bytes", "capacity_bytes", "used_bytes"), counts),
+)
 details = st.none() | st.builds(
     make_details, operations=st.lists(operations, max_size=4), clients=st.lists(clients, max_size=4)
 )
@@ -68,6 +78,7 @@ stats = st.builds(
         | {"uptime_s": st.floats(0, 1e9), "instance": st.sampled_from(["a", "a", "a", "b"])}
     ),
     details=details,
+    disk=st.none() | st.builds(make_disks, *[disks] * 2, skipped_blocks=counts, queued_bytes=counts),
 )
 steps = st.lists(st.tuples(st.floats(0, 100), st.none() | stats), max_size=12)
 
@@ -80,6 +91,8 @@ def numbers_by_second(snapshot: Snapshot) -> Iterator[float]:
         yield from (rates.elapsed_s, rates.hit_rate or 0.0, *rates.evicted.values())
     for point in snapshot.history:
         yield from (point.span_s, point.received_bytes or 0.0, point.sent_bytes or 0.0, point.hit_rate or 0.0)
+    for disk in snapshot.disks:
+        yield from (disk.read_bytes_per_s or 0.0, disk.written_bytes_per_s or 0.0, disk.hits_per_s or 0.0)
     for operation in snapshot.operations:
         yield from (operation.per_s or 0.0, operation.bytes_per_s or 0.0, operation.errors_per_s or 0.0)
     for client in snapshot.clients:
@@ -250,6 +263,18 @@ def kinds(alarms: "tuple[Alarm, ...] | Any") -> set[str]:
     return {alarm.kind for alarm in alarms}
 
 
+def test_a_disk_that_fails_hangs_or_is_too_slow_has_its_warning() -> None:
+    calm = attrs.evolve(make_stats(), disk=make_disks(make_disk()))
+    assert watched(calm, calm).snapshot().alarms == ()
+    off = make_disks(make_disk(state="off", alarm="it hung 3 times"), skipped_blocks=7)
+    hung = make_disks(make_disk(hung_jobs=2))
+    failed = watched(calm, attrs.evolve(calm, disk=off)).snapshot().alarms
+    assert [(one.kind, one.severity) for one in failed] == [("disk", "error"), ("disk_skips", "notice")]
+    assert failed[0].text == "/mnt/nvme0: it hung 3 times"
+    (late,) = watched(calm, attrs.evolve(calm, disk=hung)).snapshot().alarms
+    assert (late.kind, late.severity) == ("disk_hangs", "warning")
+
+
 def test_every_worry_has_its_warning_and_the_worst_comes_first() -> None:
     alarms = watched(*map(worried_stats, range(3))).snapshot().alarms
     assert kinds(alarms) == {
@@ -290,3 +315,48 @@ def test_a_checksum_drop_is_an_error_when_it_is_new_and_stays_a_warning() -> Non
     (fresh,) = watched(*samples).snapshot().alarms
     (old,) = watched(samples[1], attrs.evolve(samples[1])).snapshot().alarms
     assert (fresh.severity, old.severity) == ("error", "warning")
+
+
+def test_rates_of_a_disk_are_those_between_two_samples() -> None:
+    (first, second) = watched(*map(on_disks, range(3))).snapshot().disks
+    assert (first.hits_per_s, first.read_bytes_per_s, first.written_bytes_per_s) == (200, 200 * MIB, 300 * MIB)
+    assert (second.path, second.written_bytes_per_s, second.queue, second.errors) == ("/mnt/nvme1", 301 * MIB, 5, 0)
+
+
+def test_what_is_wrong_with_a_disk_is_an_alarm_that_names_it() -> None:
+    found = [alarm for alarm in watched(*map(bad_disks, range(3))).snapshot().alarms if alarm.kind.startswith("disk")]
+    assert [(alarm.kind, alarm.severity) for alarm in found] == [
+        *(("disk", "error"), ("disk", "error"), ("disk_deletions", "error")),
+        *(("disk_hangs", "warning"), ("disk_errors", "warning"), ("disk_skips", "notice")),
+    ]
+    assert found[0].text.startswith("/mnt/locked: the disk is read-only")
+    assert found[1].text.startswith("/mnt/gone: the disk is off: its device is gone")
+    text = {alarm.kind: alarm.text for alarm in found}
+    assert text["disk_hangs"].startswith("/mnt/late: 4 reads and writes are late")
+    assert "/mnt/bad: 2 reads failed, 4 blocks did not match their checksum" in text["disk_errors"]
+    assert text["disk_skips"].startswith("50 blocks/s are not written to disk: 512 MiB wait")
+
+
+def test_disks_that_are_well_again_or_still_recover_are_no_alarm() -> None:
+    assert watched(*map(on_disks, range(3))).snapshot().alarms == ()
+    well = bad_disks(5)  # old errors, and blocks that were skipped long ago
+    assert well.disk is not None
+    well = attrs.evolve(well, disk=attrs.evolve(well.disk, disks=well.disk.disks[:2], unsafe_keys=0))
+    assert watched(well, well).snapshot().alarms == ()
+
+
+def test_a_document_of_a_store_without_disks_does_not_name_them() -> None:
+    assert not [name for name in json_names(document(states()["loaded"])) if "disk" in name]
+    with_disks = document(states()["disks"])
+    assert [one["path"] for one in with_disks["disks"]] == ["/mnt/nvme0", "/mnt/nvme1"]
+    assert with_disks["stats"]["disk"]["queued_bytes"] == 12 * MIB
+
+
+def json_names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from json_names(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from json_names(inner)

@@ -1,4 +1,6 @@
-"""The whole monitor: a real server, a real terminal, keys and signals. Every wait is for something that is shown."""
+"""The whole monitor: a real server, a real terminal, keys and signals. Every wait is
+for something that is shown.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""The screen, in every state and at many sizes: it fits, it says what matters, and nothing moves."""
+"""The screen, in every state and at many sizes: it fits, it says what matters, and
+nothing moves.
+"""
 
 import re
 from datetime import timedelta
@@ -18,9 +20,21 @@ from infinistore.monitor.lines import ASCII, UNICODE, Glyphs, fit, line, memory_
 from infinistore.monitor.model import Snapshot
 from infinistore.monitor.quantiles import Quantile
 from infinistore.monitor.view import screen
-from infinistore.statistics import ArenaStatistics
+from infinistore.sizes import GIB
+from infinistore.statistics import ArenaStatistics, PrefixStatistics
 
-from .made import NOON, loaded_stats, make_client, make_details, make_stats, states, watched
+from .made import (
+    NOON,
+    loaded_stats,
+    make_client,
+    make_details,
+    make_disk,
+    make_disks,
+    make_stats,
+    on_disks,
+    states,
+    watched,
+)
 
 SIZES = ((80, 24), (200, 60), (20, 10), (40, 12), (60, 16), (100, 30), (160, 24), (159, 50), (12, 4), (11, 3), (1, 1))
 STATES = states()
@@ -70,9 +84,78 @@ def test_a_loaded_server_shows_all_its_parts(size: tuple[int, int]) -> None:
         assert part in text, part
 
 
+def test_how_far_off_an_estimate_may_be_is_shown_beside_it() -> None:
+    def rows(error_bytes: int) -> list[str]:
+        stats = loaded_stats(50)
+        assert stats.details is not None
+        prefixes = [PrefixStatistics("model/", 4000, GIB, 100, error_bytes)]
+        snapshot = watched(attrs.evolve(stats, details=attrs.evolve(stats.details, prefixes=prefixes))).snapshot()
+        lines = shown(snapshot, 80, 24)
+        first = next(index for index, text in enumerate(lines) if text.startswith("prefix, by"))
+        return [text.rstrip() for text in lines[first : first + 2]]
+
+    assert rows(GIB // 40)[0].endswith("share       +-")
+    assert rows(GIB // 40)[1].endswith("1.00 GiB    100 %    2.5 %")
+    assert rows(0)[1].endswith("1.00 GiB    100 %")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (200, 60), (160, 16), (60, 16)])
+def test_every_disk_has_a_line(size: tuple[int, int]) -> None:
+    lines = shown(STATES["disks"], *size)
+    heading = next(index for index, text in enumerate(lines) if text.startswith("disk, 12.0 MiB due "))
+    assert lines[heading].split()[4:6] in (["state", "used"], ["state", "read/s"])
+    shown_disks = 2 if size[1] > 16 else 1
+    for number, text in enumerate(lines[heading + 1 : heading + 1 + shown_disks]):
+        assert text.startswith(f"/mnt/nvme{number} ")
+        assert re.search(rf" healthy .* 200 MiB +{300 + number} MiB", text)
+    if size[0] >= 80:
+        assert lines[heading + 1].split()[2:4] == ["25.0", "%"]
+        assert lines[heading + 1].split()[-2:] == ["200", "5"]  # hits a second, and the queue
+    assert "nothing to report" in lines[1]
+
+
+def test_a_store_without_disks_has_no_word_of_them() -> None:
+    for size in SIZES:
+        assert "disk" not in "\n".join(shown(STATES["loaded"], *size))
+
+
+def test_the_worst_disk_is_shown_when_there_is_no_room_for_all() -> None:
+    lines = shown(STATES["bad disks"], 60, 16)
+    heading = next(index for index, text in enumerate(lines) if text.startswith("disk, "))
+    assert lines[heading + 1].split()[:2] == ["/mnt/gone", "off"]
+    tall = shown(STATES["bad disks"], 80, 50)
+    first = next(index for index, text in enumerate(tall) if text.startswith("disk, ")) + 1
+    assert [text.split()[0].rpartition("/")[2] for text in tall[first : first + 6]] == [
+        *("gone", "locked", "new", "well", "late", "bad"),
+    ]
+    assert tall[first + 5].endswith(" 22")  # errors
+    assert tall[first + 4].split()[-1] == "4"  # late ones are in the queue, too
+
+
+def test_disks_with_long_paths_are_told_apart_by_their_ends() -> None:
+    paths = [f"/var/lib/infinistore/volumes/nvme{number}" for number in range(2)]
+    snapshot = watched(make_stats(details=make_details(), disk=make_disks(*map(make_disk, paths)))).snapshot()
+    lines = shown(snapshot, 80, 24)
+    names = [text.split()[0] for text in lines if "healthy" in text]
+    assert [name[0] for name in names] == ["…", "…"]
+    assert [name[-6:] for name in names] == ["/nvme0", "/nvme1"]
+
+
+def test_a_small_terminal_says_how_full_the_disks_are() -> None:
+    text = "\n".join(shown(STATES["disks"], 40, 12))
+    assert re.search(r"disks +25\.8 % [█▓▒░·]+", text)
+
+
+def test_without_an_earlier_sample_a_disk_has_no_rates() -> None:
+    (line_of_disk,) = (text for text in shown(watched(on_disks(0, 1)).snapshot(), 80, 24) if "healthy" in text)
+    assert line_of_disk.split()[4:8] == ["-", "-", "-", "5"]
+
+
 def test_columns_are_aligned_and_nothing_moves_from_sample_to_sample() -> None:
     def columns(snapshot: Snapshot) -> list[list[int]]:
-        """Where the words of each line end that has a label, without those whose first figures change in width."""
+        """Where the words of each line end that has a label, without those whose first
+        figures change in width.
+        """
         return [
             [match.end() for match in re.finditer(r"(GiB|MiB|%|us|ms)\b|/s\b|keys|leases|holds", text)]
             for text in shown(snapshot, 80, 24)[2:]
@@ -164,9 +247,9 @@ def test_names_cannot_move_the_cursor() -> None:
     assert "\\x1b[2J" in "\n".join(shown(snapshot, 200, 60))
 
 
-@given(st.text(), st.integers(0, 60), st.sampled_from([ASCII, UNICODE]))
-def test_a_text_is_fitted_to_the_cell(text: str, width: int, glyphs: Glyphs) -> None:
-    assert line([(fit(text, width, glyphs), "")], width, glyphs).cell_len == width
+@given(st.text(), st.integers(0, 60), st.sampled_from([ASCII, UNICODE]), st.booleans())
+def test_a_text_is_fitted_to_the_cell(text: str, width: int, glyphs: Glyphs, keeps_end: bool) -> None:
+    assert line([(fit(text, width, glyphs, keeps_end=keeps_end), "")], width, glyphs).cell_len == width
 
 
 def test_plain_characters_are_enough() -> None:

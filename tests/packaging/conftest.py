@@ -1,7 +1,9 @@
-"""InfiniStore as people install it: editable, from a wheel, and from a wheel that was built from an sdist.
+"""InfiniStore as people install it: editable, from a wheel, and from a wheel that was
+built from an sdist.
 
-Everything is built from this checkout and installed into fresh virtual environments without the network: the
-dependencies come from the environment that runs the tests, through a path file, and the build backend runs unisolated.
+Everything is built from this checkout and installed into fresh virtual environments
+without the network: the dependencies come from the environment that runs the tests,
+through a path file, and the build backend runs unisolated.
 """
 
 import os
@@ -20,7 +22,9 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @attrs.frozen
 class Installation:
-    """A virtual environment with InfiniStore in it, and a working directory far from the checkout."""
+    """A virtual environment with InfiniStore in it, and a working directory far from
+    the checkout.
+    """
 
     kind: str
     root: Path
@@ -44,7 +48,9 @@ class Installation:
         return run(arguments, cwd=self.root)
 
     def execute(self, source: str, *arguments: str) -> str:
-        """Run Python source here and return what it printed. A failure shows the traceback."""
+        """Run Python source here and return what it printed. A failure shows the
+        traceback.
+        """
         done = self.run(self.python, "-c", source, *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -96,8 +102,8 @@ def installation(
 ) -> Installation:
     made = Installation(kind=request.param, root=tmp_path_factory.mktemp("environment").resolve())
     venv.create(made.root, with_pip=False, symlinks=True)
-    # Folders named in a path file are searched, but their own path files are not read: an editable InfiniStore in the
-    # environment of the tests does not shine through.
+    # Folders named in a path file are searched, but their own path files are not read:
+    # an editable InfiniStore in the environment of the tests does not shine through.
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (made.site_packages / "dependencies_of_the_tests.pth").write_text("\n".join(sorted(dependencies)) + "\n")
     what: dict[str, list[str | Path]] = {
@@ -106,7 +112,8 @@ def installation(
         "wheel of the sdist": [distributions.wheel_of_sdist],
     }
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", made.python, "install", "--quiet", "--no-index"]
-    # --ignore-installed: pip must neither count nor touch the InfiniStore of the environment that runs the tests.
+    # --ignore-installed: pip must neither count nor touch the InfiniStore of the
+    # environment that runs the tests.
     options = ["--ignore-installed", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     run_or_fail([*pip, *options, *what[made.kind]], cwd=made.root)
     return made

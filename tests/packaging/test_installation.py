@@ -1,6 +1,10 @@
-"""From an editable install, a wheel and an sdist, the same modules can be imported, under one name each."""
+"""From an editable install, a wheel and an sdist, the same modules can be imported,
+under one name each.
+"""
 
+import email
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -11,7 +15,8 @@ from .conftest import PROJECT, Distributions, Installation, run
 
 LINKED_FOLDERS = ["allocators", "transports"]
 
-# Adapters import what they adapt, which is not there: then it is enough that they are found.
+# Adapters import what they adapt, which is not there: then it is enough that they are
+# found.
 IMPORT_ALL = """
 import importlib, importlib.util, sys
 for name in sys.argv[1:]:
@@ -26,7 +31,9 @@ for name in sys.argv[1:]:
 
 
 def files_of_the_package() -> set[Path]:
-    """Every file that belongs into a wheel, relative to the folder that holds the package, links followed."""
+    """Every file that belongs into a wheel, relative to the folder that holds the
+    package, links followed.
+    """
     return {
         (Path(folder) / file).relative_to(PROJECT)
         for folder, _, files in os.walk(PROJECT / "infinistore", followlinks=True)
@@ -61,7 +68,8 @@ def test_a_linked_folder_is_refused_under_its_bare_name(installation: Installati
     done = installation.run(installation.python, "-c", f"import {folder}")
 
     assert done.returncode != 0
-    # An editable install puts the checkout on sys.path, so that the folder is found: it refuses by itself.
+    # An editable install puts the checkout on sys.path, so that the folder is found: it
+    # refuses by itself.
     assert (f"ImportError: import infinistore.{folder}" in done.stderr) == (installation.kind == "editable")
     assert (f"No module named '{folder}'" in done.stderr) == (installation.kind != "editable")
 
@@ -103,10 +111,60 @@ def test_a_wheel_puts_one_name_into_site_packages_and_says_that_it_is_typed(dist
 def test_the_version_is_the_same_everywhere(installation: Installation) -> None:
     printed = installation.execute(
         "import importlib.metadata, infinistore\n"
-        "print(infinistore.__version__, importlib.metadata.version('infinistore'))\n"
+        "print(infinistore.__version__, importlib.metadata.version('infinistore-trio'))\n"
     )
     package, metadata = printed.split()
     assert package == metadata
+
+
+def test_the_distribution_has_a_name_that_is_not_the_originals(distributions: Distributions) -> None:
+    """`infinistore` is another project's on PyPI: a requirement of that name, of ours
+    too, would bring that.
+    """
+    for wheel in (distributions.wheel, distributions.wheel_of_sdist):
+        assert wheel.name.startswith("infinistore_trio-")
+        with zipfile.ZipFile(wheel) as archive:
+            (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            headers = email.message_from_bytes(archive.read(metadata))
+        assert headers["Name"] == "infinistore-trio"
+        needed = [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in headers.get_all("Requires-Dist", [])]
+        assert "infinistore" not in needed
+
+
+ORIGINAL = {
+    "infinistore/__init__.py": "from .lib import InfinityConnection\n",
+    "infinistore/lib.py": "class InfinityConnection: ...\n",
+    "infinistore/server.py": "def main(): ...\n",
+}
+"""What pip writes for the original, into the same folder, without a word."""
+
+
+@pytest.mark.parametrize("last", ["ours", "original"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("import infinistore", "import infinistore.blocking", "from infinistore.server import main"),
+        *("from infinistore.cli import main; main(['--help'])", "import infinistore.tensors"),
+    ],
+)
+def test_beside_the_original_everything_refuses_and_says_what_helps(
+    distributions: Distributions, tmp_path: Path, last: str, source: str
+) -> None:
+    if source == "import infinistore" and last == "original":
+        pytest.skip("then it is the original that is imported, and nothing of ours runs")
+    with zipfile.ZipFile(distributions.wheel) as archive:
+        archive.extractall(tmp_path)
+    for name, text in ORIGINAL.items():
+        if last == "original" or not (tmp_path / name).exists():
+            (tmp_path / name).write_text(text)
+
+    start = "import sys; sys.path.insert(0, sys.argv.pop()); "
+    done = run([sys.executable, "-P", "-c", start + source, tmp_path], cwd=tmp_path)
+
+    assert done.returncode != 0
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("ImportError: the original InfiniStore"), done.stderr
+    assert "pip uninstall -y infinistore infinistore-trio" in last_line
 
 
 def test_every_registered_strategy_can_be_loaded(installation: Installation) -> None:

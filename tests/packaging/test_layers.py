@@ -1,75 +1,273 @@
-"""Who may import whom: the table in docs/architecture.md, held here. An import inside a function counts, too."""
+"""Who may import whom: the table in docs/architecture.md, held here.
+
+Every folder and every file directly under `infinistore/` has a rule. So has every
+folder in `client/`, `server/` and `transports/`, for imports within these three. An
+import inside a function or under `TYPE_CHECKING` counts, too.
+"""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from collections.abc import Mapping
 
 import pytest
 
-from .conftest import PROJECT
+from .imports import PACKAGE, import_graph, product_files
 
-PACKAGE = PROJECT / "infinistore"
+GROUND: dict[str, set[str]] = {
+    "addresses": {"settings"},
+    "buggify": set(),
+    "cluster_settings": {"addresses", "settings"},
+    "config": {
+        "addresses",
+        "cluster_settings",
+        "config_sources",
+        "disk_settings",
+        "machine_memory",
+        "settings",
+        "shard_settings",
+        "sizes",
+    },
+    "config_sources": {"errors", "settings"},
+    "disk_settings": {"errors", "settings", "sizes"},
+    "errors": {"namesake"},
+    "forks": set(),
+    "kept_errors": set(),
+    "keys": set(),
+    "machine_memory": set(),
+    "namesake": set(),
+    "new_threads": {"errors"},
+    "settings": {"errors", "sizes"},
+    "shard_settings": {"disk_settings", "sizes"},
+    "sizes": set(),
+    "statistics": set(),
+    "summed_statistics": {"statistics"},
+    "token_file": {"errors"},
+    "version": set(),
+}
+"""The modules beside the folders that know nothing of the store, and what each may
+import of the others.
+"""
 
-GROUND = {"errors", "keys", "sizes", "settings", "config", "config_sources", "statistics"}
-"""Modules beside the folders that know nothing of the store."""
-ENGINE = {"allocators", "core", "protocol", "transports"}
 PUBLIC = {"aio", "blocking", "client", "server"}
-"""What the command line and the demonstration see of the store: they name public things of these, nothing deeper."""
+"""What the command line and the demonstration see of the store: they name public things
+of these, nothing deeper.
+"""
 
-MAY_IMPORT = {
-    "allocators": {"errors"},
-    "core": {"errors", "keys", "allocators"},
-    "protocol": {"errors", "keys"},
-    "transports": {"errors", "protocol", "core"},
-    "server": GROUND | ENGINE,
-    "client": GROUND | ENGINE,
-    "dropin": GROUND | PUBLIC,
-    "tensors": GROUND | {"blocking", "client"},
-    "demo": GROUND | PUBLIC,
-    "monitor": GROUND | PUBLIC,
-    "integrations": GROUND | PUBLIC | {"tensors"},
-    # allocators: `prepare_process` must be the first thing that a server's process does.
-    "cli": GROUND | PUBLIC | {"demo", "monitor", "doctor", "allocators"},
+ENGINE = {"allocators", "core", "protocol", "transports"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    **GROUND,
+    "allocators": {"errors", "sizes", "statistics"},
+    "core": {"buggify", "errors", "keys", "sizes", "statistics", "machine_memory", "allocators"},
+    # Jobs and decisions; what runs them lies above. numpy is all it needs besides.
+    "disk": {"errors", "keys", "sizes", "statistics", "allocators", "core"},
+    "disk_io": {"disk_settings", "errors", "forks", "new_threads", "sizes", "statistics", "disk"},
+    "protocol": {"errors", "keys", "statistics"},
+    "transports": {"errors", "kept_errors", "new_threads", "sizes", "statistics", "protocol"},
+    # Decisions; what asks etcd and reads files lies above.
+    "cluster": {"addresses", "errors", "settings", "sizes"},
+    # protocol, transports: a node is asked who it is.
+    "cluster_io": {"addresses", "errors", "new_threads", "token_file", "cluster", "protocol", "transports"},
+    # cluster_io, disk, disk_io: imported late, when a cluster or a disk is asked for.
+    "server": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
+    "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
+    "aio": {"client"},
+    "blocking": {"client"},
+    "dropin": {*GROUND, *PUBLIC},
+    "tensors": {*GROUND, "blocking", "client"},
+    # "infinistore" stands for names taken from the package itself: what is public.
+    "demo": {*GROUND, *PUBLIC, "infinistore"},
+    "monitor": {*GROUND, *PUBLIC},
+    "integrations": {*GROUND, *PUBLIC, "tensors"},
+    # allocators: `prepare_process` must be the first thing that a server's process
+    # does.
+    "cli": {
+        *GROUND,
+        *PUBLIC,
+        *("infinistore", "demo", "monitor", "doctor", "allocators", "disk", "disk_io", "cluster", "cluster_io"),
+    },
     # What it says of a machine is what the store itself would find there.
-    "doctor": GROUND | {"core", "transports"},
+    "doctor": {*GROUND, "core", "transports"},
+    # A test suite: it looks at a server from the inside.
+    "mover_contract": {*GROUND, *PUBLIC, *ENGINE},
+    "infinistore": {"errors", "version", "dropin", *PUBLIC},
+    "__main__": {"cli"},
 }
 
+WITHIN: dict[str, dict[str, set[str]]] = {
+    "client": {
+        "environment": {"movers"},
+        "cluster": {"connection", "environment", "memory", "movers", "options", "requests"},
+        "options": set(),
+        "memory": set(),
+        "worker_threads": set(),
+        "requests": {"memory"},
+        "movers": {"requests", "memory", "options", "worker_threads"},
+        "operations": {"movers", "requests", "memory", "options"},
+        "connection": {"operations", "movers", "requests", "memory", "options"},
+        "api": {"movers", "requests", "memory", "options"},
+        "drivers": {
+            *("api", "cluster", "connection", "environment", "operations", "movers", "requests", "memory", "options"),
+            "worker_threads",
+        },
+        "extension": {"drivers", "environment", "memory", "options", "requests", "worker_threads"},
+        "__init__": {"api", "drivers", "memory", "options", "requests"},
+    },
+    "server": {
+        "budgets": set(),
+        "maintenance": set(),
+        "statistics": set(),
+        "disk": {"maintenance"},
+        "connection": {"disk", "maintenance"},
+        "movers": {"connection"},
+        "session": {"budgets", "disk", "maintenance", "statistics", "connection", "movers"},
+        "session_registry": {"connection", "session"},
+        "telemetry": {"statistics", "session", "session_registry"},
+        "listeners": set(),
+        "environment": {"budgets", "disk", "listeners"},
+        "buggified": {"budgets", "environment"},
+        "server": {"session", "session_registry", "telemetry", "listeners", "environment"},
+        "management": {"budgets", "maintenance", "server"},
+        "cluster": {"environment", "maintenance", "server"},
+        "composition": {
+            *("budgets", "disk", "maintenance", "statistics", "connection", "movers", "session", "session_registry"),
+            *("telemetry", "listeners", "environment", "buggified", "server", "management", "cluster"),
+        },
+        "shards": {"composition", "environment", "listeners", "management", "server"},
+        "__init__": {"composition", "listeners", "server", "shards"},
+        "__main__": set(),
+    },
+    "transports": {
+        "base": set(),
+        "registry": {"base"},
+        "sockets": {"base"},
+        "rdma": {"base"},
+        "cuda": {"base", "rdma"},  # it registers the memory of a GPU with an RDMA device
+        "__init__": {"base", "registry"},
+    },
+}
+"""Who may import whom within a folder, from the lowest to the highest: the drivers of
+the client stand on its API, and on connections, these on operations, and these on
+movers, which move bytes to and from memory. In the server, sessions stand on movers,
+these on what one connection has, and `composition` on all that it composes."""
 
-def imported_modules(file: Path) -> Iterator[str]:
-    """The dotted names under infinistore that a file imports; a name taken from the package itself counts as one."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "infinistore":
-            names = [f"infinistore.{alias.name}" for alias in node.names if (PACKAGE / alias.name).exists()]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [node.module]
-        else:
-            names = []
-        yield from (name.removeprefix("infinistore.") for name in names if name.startswith("infinistore."))
+KNOWN: dict[str, set[tuple[str, str]]] = {
+    "client": set(),
+    "server": set(),
+    "transports": set(),
+}
+"""What is still imported against that order. The list may only become shorter."""
+
+
+def rooms(names: list[str]) -> set[str]:
+    """What these dotted names have first: of `server.session.doorway`, `server`."""
+    return {name.partition(".")[0] for name in names}
+
+
+def graph_under(folder: str) -> dict[str, set[str]]:
+    """The imports of the files under a folder that name files under it; names are
+    relative to it.
+    """
+    prefix = f"infinistore.{folder}." if folder else "infinistore."
+    package = prefix.removesuffix(".")
+
+    def relative(name: str) -> str:
+        return ("__init__" if folder else "infinistore") if name == package else name.removeprefix(prefix)
+
+    def within(name: str) -> bool:
+        return name == package or name.startswith(prefix)
+
+    return {
+        relative(name): {relative(other) for other in imported if within(other)}
+        for name, imported in import_graph().items()
+        if within(name)
+    }
+
+
+def against(graph: Mapping[str, set[str]], rules: Mapping[str, set[str]]) -> dict[tuple[str, str], list[str]]:
+    """The imports from one room to another that no rule allows, by these two rooms."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, imported in graph.items():
+        room = name.partition(".")[0]
+        for other in sorted(imported):
+            other_room = other.partition(".")[0]
+            if other_room != room and other_room not in rules.get(room, set()):
+                found.setdefault((room, other_room), []).append(f"{name} imports {other}")
+    return found
+
+
+def test_every_folder_and_every_file_has_a_rule() -> None:
+    assert rooms(list(graph_under(""))) == set(MAY_IMPORT)
+    for folder, rules in WITHIN.items():
+        assert rooms(list(graph_under(folder))) == set(rules), folder
+
+
+@pytest.mark.parametrize("rules", [MAY_IMPORT, *WITHIN.values()])
+def test_no_rules_let_two_import_each_other(rules: Mapping[str, set[str]]) -> None:
+    assert [(low, high) for low in rules for high in rules[low] if low in rules.get(high, set())] == []
 
 
 @pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
-def test_a_folder_imports_only_what_lies_below_it(layer: str) -> None:
-    # A __main__.py is a command, wherever it stands.
-    files = sorted(file for file in (PACKAGE / layer).rglob("*.py") if file.name != "__main__.py")
-    assert files
-    allowed = MAY_IMPORT[layer] | {layer}
-    wrong = [
-        f"{file.relative_to(PACKAGE)} imports infinistore.{name}"
-        for file in files
-        for name in imported_modules(file)
-        if name.partition(".")[0] not in allowed
-    ]
-    assert wrong == []
+def test_a_layer_imports_only_what_lies_below_it(layer: str) -> None:
+    graph = {
+        name: imported
+        for name, imported in graph_under("").items()
+        # A __main__.py is a command, wherever it stands.
+        if name.partition(".")[0] == layer and not name.endswith(".__main__")
+    }
+    assert graph
+    assert against(graph, MAY_IMPORT) == {}
 
 
-@pytest.mark.parametrize("layer", ["cli", "demo", "integrations", "monitor"])
+@pytest.mark.parametrize("folder", sorted(WITHIN))
+def test_within_a_folder_imports_point_downwards(folder: str) -> None:
+    found = against(graph_under(folder), WITHIN[folder])
+    assert {pair: imports for pair, imports in found.items() if pair not in KNOWN[folder]} == {}
+    assert KNOWN[folder] - found.keys() == set()  # what is on the list is still needed
+
+
+@pytest.mark.parametrize("layer", ["cli", "demo", "dropin", "integrations", "monitor", "tensors"])
 def test_commands_and_adapters_see_of_the_store_only_what_is_public(layer: str) -> None:
+    allowed = {"client.extension"} if layer in ("dropin", "tensors") else set()
     wrong = [
-        f"{file.relative_to(PACKAGE)} imports infinistore.{name}"
-        for file in sorted((PACKAGE / layer).rglob("*.py"))
-        for name in imported_modules(file)
-        if name.partition(".")[0] in PUBLIC and "." in name
+        f"{name} imports {other}"
+        for name, imported in graph_under("").items()
+        for other in sorted(imported - allowed)
+        if name.partition(".")[0] == layer and "." in other and other.partition(".")[0] in PUBLIC
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("layer", ["cli", "demo", "integrations", "monitor", "tensors"])
+def test_commands_and_adapters_use_no_private_name_of_the_store(layer: str) -> None:
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} has {ast.unparse(node)}"
+        for name, file in product_files().items()
+        if name.startswith(f"infinistore.{layer}.")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and "store" in ast.unparse(node.value)
+    ]
+    assert wrong == []
+
+
+def test_an_import_against_the_rules_is_found() -> None:
+    assert against(
+        {"low.file": {"high.file", "low.other"}, "high.file": {"low.file"}}, {"low": set(), "high": {"low"}}
+    ) == {("low", "high"): ["low.file imports high.file"]}
+    assert "client.api.store" in graph_under("")  # that is, files are found at all
+    assert set(product_files().values()) >= set(PACKAGE.glob("*.py"))
+
+
+def test_only_suites_for_other_packages_need_what_tests_need() -> None:
+    """Such a suite is imported by whoever runs it, and by nothing else."""
+    suites = {"infinistore.allocators.contract", "infinistore.mover_contract"}
+    needing = {
+        name
+        for name, file in product_files().items()
+        if re.search(r"^ *(import|from) (hypothesis|pytest)\b", file.read_text(), re.MULTILINE)
+    }
+    assert needing == suites
+    assert {name for name, imported in import_graph().items() if imported & suites} == set()

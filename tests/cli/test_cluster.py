@@ -1,0 +1,211 @@
+"""`infinistore cluster`, against servers in this process, and a real etcd where there
+is one.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+from infinistore.cli.failures import run
+from tests.cluster_client.clusters import Cluster, running_cluster
+from tests.cluster_io.etcd import Etcd, needs_etcd
+
+Answer = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Cluster]:
+    with running_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(servers: Cluster) -> Cluster:
+    servers.clear()
+    return servers
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Run `infinistore cluster` here; return the exit code, the output and the
+    errors.
+    """
+    monkeypatch.delenv("INFINISTORE_URL", raising=False)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(["cluster", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, and nobody else can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def fill(cluster: Cluster, count: int = 20) -> None:
+    with blocking.open_store(cluster.url()) as store:
+        store.put_many([(f"key {number}", b"x") for number in range(count)])
+
+
+def test_status_shows_each_node_as_it_answers(cluster: Cluster, ask: Answer) -> None:
+    fill(cluster)
+    code, shown, errors = ask("status", cluster.url())
+    assert (code, errors) == (0, "")
+    assert f"{cluster.url()}: 2 nodes, 1 copy of each block\nthe view cannot change\n" in shown
+    for member in cluster.members:
+        (line,) = (line for line in shown.splitlines() if line.startswith(f" {member.address} "))
+        words = line.split()
+        assert words[1:4] == [f"infinistore://{member.address}", "serving", "100"]
+        assert str(len(member.keys())) in words
+        assert words[-1] == "yes"
+
+
+def test_status_as_json_has_what_the_table_has(cluster: Cluster, ask: Answer) -> None:
+    fill(cluster)
+    code, shown, _ = ask("status", "--json", cluster.url("copies=2"))
+    document = json.loads(shown)
+    assert code == 0
+    assert (document["copies"], document["view_age_s"], len(document["nodes"])) == (2, 0.0, 2)
+    assert sum(node["blocks"] for node in document["nodes"]) == 20
+    for node, member in zip(document["nodes"], sorted(cluster.members, key=lambda one: one.address), strict=True):
+        assert member.server is not None
+        assert node["instance"] == member.server.server.telemetry.instance
+        assert (node["capacity_bytes"], node["answers"], node["problem"]) == (
+            member.core.pool.capacity_bytes,
+            True,
+            "",
+        )
+
+
+def test_a_node_that_does_not_answer_is_a_row_and_exit_code_1(cluster: Cluster, ask: Answer, nobody: str) -> None:
+    code, shown, errors = ask("status", f"{cluster.url()},{nobody}")
+    assert code == 1
+    (row,) = (line for line in shown.splitlines() if line.startswith(f" {nobody} "))
+    assert row.split()[-1] == "no"
+    assert errors.startswith(f"infinistore: {nobody} does not answer: cannot connect to {nobody}: ")
+    assert errors.count("\n") == 1
+
+
+def test_a_node_that_is_silent_is_not_waited_for_longer_than_the_deadline(cluster: Cluster, ask: Answer) -> None:
+    silent = cluster.members[0]
+    silent.silence()
+    try:
+        code, shown, _ = ask("status", cluster.url(), "--deadline", "0.5", "--json")
+    finally:
+        silent.wake()
+    assert code == 1
+    answers = {node["id"]: node["answers"] for node in json.loads(shown)["nodes"]}
+    assert answers == {member.address: member is not silent for member in cluster.members}
+
+
+def test_purge_empties_all_nodes(cluster: Cluster, ask: Answer) -> None:
+    fill(cluster)
+    names = sorted(member.address for member in cluster.members)
+    assert ask("purge", "--yes", cluster.url()) == (0, f"purged 2 nodes: {', '.join(names)}\n", "")
+    assert [member.keys() for member in cluster.members] == [set(), set()]
+
+
+def test_purge_without_a_terminal_wants_to_be_told_that_it_is_meant(cluster: Cluster, ask: Answer) -> None:
+    fill(cluster)
+    code, shown, errors = ask("purge", cluster.url())
+    assert (code, shown) == (2, "")
+    assert "add --yes to say that you mean it" in errors
+    assert sum(len(member.keys()) for member in cluster.members) == 20
+
+
+def test_purge_names_the_nodes_that_it_did_not_reach(cluster: Cluster, ask: Answer, nobody: str) -> None:
+    fill(cluster)
+    code, shown, errors = ask("purge", "--yes", "--json", f"{cluster.url()},{nobody}")
+    assert code == 3
+    assert list(json.loads(shown)["not_purged"]) == [nobody]
+    assert errors.startswith(f"infinistore: {nobody} is not purged: cannot connect to {nobody}: ")
+    assert [member.keys() for member in cluster.members] == [set(), set()]
+
+
+def test_a_file_names_the_nodes(cluster: Cluster, ask: Answer, tmp_path: Path) -> None:
+    nodes = [{"id": "a", "address": cluster.members[0].address, "state": "draining", "weight": 7}]
+    (tmp_path / "nodes.json").write_text(json.dumps({"nodes": nodes}))
+    url = f"infinistore+file://{tmp_path}/nodes.json"
+    code, shown, _ = ask("status", url)
+    assert code == 0
+    assert "the view was confirmed 0." in shown
+    (row,) = (line for line in shown.splitlines() if line.startswith(" a "))
+    assert row.split()[2:4] == ["draining", "7"]
+    fill(Cluster(cluster.members[:1]))
+    assert ask("purge", "--yes", url)[:2] == (0, "purged 1 node: a\n")
+    assert cluster.members[0].keys() == set()
+
+
+def test_a_cluster_without_nodes_is_told(ask: Answer, tmp_path: Path) -> None:
+    (tmp_path / "nodes.json").write_text('{"nodes": []}')
+    code, _, errors = ask("status", f"infinistore+file://{tmp_path}/nodes.json")
+    assert code == 1
+    assert errors.startswith("infinistore: no node is in infinistore+file://")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (("status", "infinistore://h:1"), 2, "is a single store, no cluster; use `infinistore stat --url infinistore"),
+        (("purge", "--yes", "tcp://h:1"), 2, "is a single store, no cluster; use `infinistore purge --url tcp://h:1`"),
+        (("status", "infinistore+etc://h/c"), 2, "names no cluster; did you mean infinistore+etcd?"),
+        (("status", "infinistore+static://h?nonsense=1"), 2, "unknown option 'nonsense'"),
+        (("status", "infinistore+file:///no/such/file", "--deadline", "0.1"), 3, "No such file or directory"),
+        (("status",), 2, "missing argument 'URL'"),
+        (("state", "x"), 2, "no such command 'state'"),
+    ],
+)
+def test_bad_input_is_one_line(ask: Answer, arguments: tuple[str, ...], code: int, error: str) -> None:
+    ended, shown, errors = ask(*arguments)
+    assert (ended, shown, errors.count("\n")) == (code, "", 1)
+    assert error in errors
+
+
+def test_an_etcd_that_does_not_answer_is_one_line(ask: Answer, nobody: str) -> None:
+    code, _, errors = ask("status", f"infinistore+etcd://{nobody}/test", "--deadline", "0.2")
+    assert (code, errors.count("\n")) == (3, 1)
+    assert f"{nobody} cannot be reached" in errors
+    code, _, errors = ask("purge", "--yes", f"infinistore+etcd://{nobody}/test")
+    assert (code, errors.count("\n")) == (3, 1)
+    assert f"the cluster may not be purged; etcd: {nobody} cannot be reached" in errors
+
+
+@needs_etcd
+def test_a_cluster_in_etcd_is_shown_and_purged(ask: Answer, tmp_path: Path) -> None:
+    etcd = Etcd(tmp_path)
+    try:
+        code, _, errors = ask("purge", "--yes", etcd.url)
+        assert (code, errors) == (
+            2,
+            "infinistore: etcd knows no cluster 'test': no server has registered there yet\n",
+        )
+        with running_cluster(2, cluster=etcd.url, node_warm_up_s=0) as cluster:
+            nodes = _until_there_are(2, ask, etcd.url)
+            assert {node["id"] for node in nodes} == {member.address for member in cluster.members}
+            assert {node["state"] for node in nodes} == {"serving"}
+            assert all(node["answers"] and node["generation"] for node in nodes)
+            fill(cluster)
+            code, shown, _ = ask("purge", "--yes", "--json", etcd.url)
+            assert code == 0
+            assert json.loads(shown)["not_purged"] == {}
+            assert sorted(json.loads(shown)["purged"]) == sorted(member.address for member in cluster.members)
+            assert [member.keys() for member in cluster.members] == [set(), set()]
+    finally:
+        etcd.close()
+
+
+def _until_there_are(count: int, ask: Answer, url: str) -> list[dict[str, Any]]:
+    while True:
+        nodes: list[dict[str, Any]] = json.loads(ask("status", "--json", url)[1])["nodes"]
+        if len(nodes) == count:
+            return nodes
