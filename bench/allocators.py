@@ -1,19 +1,25 @@
-"""What placing blocks costs, and how full a pool stays: every allocation strategy in one run.
+"""What placing blocks costs, and how full a pool stays: every allocation strategy in
+one run.
 
     python bench/allocators.py [--quick] [--json] [--plot PICTURE.png] [--reads SHARE ...] [--policies]
 
 Three parts:
 
-- Batches of 64 blocks of 64 KiB in a pool of 16 GiB that is 50 % or 95 % full, with holes at random: time per block to
-  allocate and to free. Beside it, in the same rounds: a plain Python list of free offsets, which is the least that any
-  allocator in Python can cost, and one memcpy of the same 4 MiB, which is what the store does with them.
-- What a refusal costs: a value for which there is no hole, in the same pools. First as it comes, then again after each
-  of the frees that follow, as when a store evicts until there is room.
-- Ten pools full of mixed values (chunks of three models, single layers, short tails) through a pool that is always
-  full, where the least recently used blocks are evicted, one by one, and no more than it takes: the share of the pool
-  that holds stored bytes, after ten volumes. `--reads` is the share of operations that read a batch, any of those that
-  are stored, and so make it the most recent: the more of them, the less does age say about place. `--policies` adds
-  plain rules of placement to compare with, and takes minutes.
+- Batches of 64 blocks of 64 KiB in a pool of 16 GiB that is 50 % or 95 % full, with
+  holes at random: time per block to allocate and to free. Beside it, in the same
+  rounds: a plain Python list of free offsets, which is the least that any allocator in
+  Python can cost, and one memcpy of the same 4 MiB, which is what the store does with
+  them.
+- What a refusal costs: a value for which there is no hole, in the same pools. First as
+  it comes, then again after each of the frees that follow, as when a store evicts until
+  there is room.
+- Ten pools full of mixed values (chunks of three models, single layers, short tails)
+  through a pool that is always full, where the least recently used blocks are evicted,
+  one by one, and no more than it takes: the share of the pool that holds stored bytes,
+  after ten volumes. `--reads` is the share of operations that read a batch, any of
+  those that are stored, and so make it the most recent: the more of them, the less does
+  age say about place. `--policies` adds plain rules of placement to compare with, and
+  takes minutes.
 
 No memory is touched except by the memcpy.
 """
@@ -57,7 +63,9 @@ TRACE_BATCHES = (
 
 
 class ListAllocator:
-    """The yardstick: a list of free offsets, used as a stack. It checks nothing and knows one size of block."""
+    """The yardstick: a list of free offsets, used as a stack. It checks nothing and
+    knows one size of block.
+    """
 
     def __init__(self) -> None:
         self._free = list(range(POOL_BYTES - UNIT_BYTES, -1, -UNIT_BYTES))
@@ -71,7 +79,9 @@ class ListAllocator:
 
 
 class Holes:
-    """A pool of equal blocks with holes at random, whose occupancy stays as it is while batches come and go."""
+    """A pool of equal blocks with holes at random, whose occupancy stays as it is while
+    batches come and go.
+    """
 
     def __init__(self, allocator: Any, occupancy: float) -> None:
         self.allocator = allocator
@@ -88,7 +98,9 @@ class Holes:
         self.live = live[:kept]
 
     def one_batch(self) -> tuple[float, float]:
-        """Allocate a batch and free another that was chosen at random; seconds for each."""
+        """Allocate a batch and free another that was chosen at random; seconds for
+        each.
+        """
         start = time.perf_counter()
         extents = self.allocator.allocate(self._sizes)
         allocated = time.perf_counter()
@@ -147,7 +159,9 @@ def batches(strategies: list[str], *, rounds: int, calls: int) -> Iterator[dict[
 
 
 def refusals(holes: Holes, name: str, occupancy: float) -> Iterator[dict[str, Any]]:
-    """Yield what it costs to be told that a large value has no place: at first, and after each free that follows."""
+    """Yield what it costs to be told that a large value has no place: at first, and
+    after each free that follows.
+    """
     allocator = holes.allocator
     times = []
     for _ in range(20):
@@ -218,7 +232,9 @@ class Trace:
 
 
 def trace(name: str, reads: float, seed: int, *, volumes: float, pool_bytes: int) -> dict[str, Any]:
-    """Return the share of the pool that is stored bytes: along the way, and on average over one more volume."""
+    """Return the share of the pool that is stored bytes: along the way, and on average
+    over one more volume.
+    """
     allocator = new_allocator(name, TRACE_UNIT_BYTES, pool_bytes)
     run = Trace(allocator, reads, seed)
     course = []
@@ -249,7 +265,9 @@ def traces(strategies: list[str], reads: list[float], *, quick: bool) -> Iterato
 
 
 class Policy:
-    """One rule for every block: where the bitmap strategy's own choice stands. Slow and plain; for the trace only."""
+    """One rule for every block: where the bitmap strategy's own choice stands. Slow and
+    plain; for the trace only.
+    """
 
     def __init__(self, rule: str) -> None:
         self._rule = rule
@@ -336,7 +354,9 @@ def show(console: Console, speed: list[dict[str, Any]], stored: list[dict[str, A
 
 
 def plot(stored: list[dict[str, Any]], path: Path) -> None:
-    """Draw the share of the pool that is stored bytes over the volumes written. Needs the extra `plot`."""
+    """Draw the share of the pool that is stored bytes over the volumes written. Needs
+    the extra `plot`.
+    """
     import matplotlib as mpl  # type: ignore[import-not-found, unused-ignore]
 
     mpl.use("Agg")
@@ -374,9 +394,7 @@ def main() -> None:
         "--quick", action="store_true", help="fewer rounds, one seed and three volumes: a look, no figures"
     )
     parser.add_argument("--json", action="store_true", help="print JSON and no tables")
-    parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the third part (pip install 'infinistore[plot]')"
-    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the third part (pip install '.[plot]')")
     parser.add_argument("--reads", type=float, nargs="*", default=[0.0, 0.3], help="shares of reads in the third part")
     parser.add_argument(
         "--policies", action="store_true", help="compare with plain rules of placement in the third part"

@@ -1,9 +1,10 @@
-"""The asyncio and Trio clients against the blocking client: the same batches, the same server, one run.
+"""The asyncio and Trio clients against the blocking client: the same batches, the same
+server, one run.
 
     python bench/asyncio_client.py [--quick] [--json]
 
-Each figure is a rate as a part of the blocking client's, for 64 x 64 KiB with checksums off and on. uvloop is measured
-too where it is installed.
+Each figure is a rate as a part of the blocking client's, for 64 x 64 KiB with checksums
+off and on. uvloop is measured too where it is installed.
 """
 
 import argparse

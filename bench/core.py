@@ -1,15 +1,19 @@
-"""What the store's own bookkeeping costs, without any transport: time per batch, memory per block, and eviction.
+"""What the store's own bookkeeping costs, without any transport: time per batch, memory
+per block, and eviction.
 
     python bench/core.py [--quick] [--json]
 
 Three parts, each against something measured in the same run:
 
-- A batch of 64 blocks: reserve and commit, lease and release, against one memcpy of 64 x 64 KiB into the pool.
-  Lookups of 1,000 keys against the same lookups in a plain dict.
-- Memory per stored block, beside its bytes: growth of the resident set with a million blocks, against a plain dict from
-  the same keys to the same tuples. Each is measured in a process of its own.
-- Eviction per block: early against late, in a store of a million blocks that is emptied; after a million evictions;
-  after nearly a million deletions. And the same for a plain dict walked from the front, which is why it is not used.
+- A batch of 64 blocks: reserve and commit, lease and release, against one memcpy of 64
+  x 64 KiB into the pool. Lookups of 1,000 keys against the same lookups in a plain
+  dict.
+- Memory per stored block, beside its bytes: growth of the resident set with a million
+  blocks, against a plain dict from the same keys to the same tuples. Each is measured
+  in a process of its own.
+- Eviction per block: early against late, in a store of a million blocks that is
+  emptied; after a million evictions; after nearly a million deletions. And the same for
+  a plain dict walked from the front, which is why it is not used.
 """
 
 import argparse
@@ -131,7 +135,9 @@ def resident_bytes() -> int:
 
 
 def measure_memory(kind: str, blocks: int) -> None:
-    """Print {bytes of the resident set, of the keys' characters, of the key objects} for so many blocks."""
+    """Print {bytes of the resident set, of the keys' characters, of the key objects}
+    for so many blocks.
+    """
     generator = random.Random(1)
     core, client = open_core(blocks, UNIT_BYTES, watermarks=Watermarks(1.0, 1.0))
     plain: dict[str, tuple[int, int, int, int]] = {}
@@ -176,7 +182,9 @@ def eviction_times(core: StoreCore, count: int, batch: int = 500) -> list[float]
 
 
 def eviction(quick: bool) -> dict[str, float]:
-    """Compare eviction early and late. Medians of slices of 500 blocks, so that one pause does not decide."""
+    """Compare eviction early and late. Medians of slices of 500 blocks, so that one
+    pause does not decide.
+    """
     blocks = 100_000 if quick else 1_000_000
     part = blocks // 10
     core, client = open_core(blocks, UNIT_BYTES, watermarks=Watermarks(0.98, 1.0))

@@ -1,10 +1,13 @@
-"""Blocks between a GPU and a store's pool, against a plain copy between the GPU and pinned memory.
+"""Blocks between a GPU and a store's pool, against a plain copy between the GPU and
+pinned memory.
 
     python bench/cuda_copies.py [--quick] [--json]
 
-16 MiB at a time, in blocks of 16 KiB to 1 MiB: neighbours in the tensor, and every other one. The store is embedded, so
-that its pool is in this process as that of a server on the same host would be; checksums are off, and once on. The
-yardstick copies the same bytes as one piece. Ratios are rates: store / plain copy, 1.0 is as fast. Needs a GPU.
+16 MiB at a time, in blocks of 16 KiB to 1 MiB: neighbours in the tensor, and every
+other one. The store is embedded, so that its pool is in this process as that of a
+server on the same host would be; checksums are off, and once on. The yardstick copies
+the same bytes as one piece. Ratios are rates: store / plain copy, 1.0 is as fast. Needs
+a GPU.
 """
 
 import argparse
@@ -30,7 +33,9 @@ def blocking_copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def measure(store: BlockingStore, block_bytes: int, step: int, rounds: int) -> dict[str, float]:
-    """Measure one size of blocks, `step` blocks apart; return the ratios of writing and reading."""
+    """Measure one size of blocks, `step` blocks apart; return the ratios of writing and
+    reading.
+    """
     tensor = torch.randint(0, 256, (step * BATCH_BYTES,), dtype=torch.uint8, device="cuda")
     plain = torch.empty(BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
     on_device = tensor[:BATCH_BYTES].clone()

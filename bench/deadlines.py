@@ -1,10 +1,12 @@
-"""How long calls run beyond their deadline, for every client and everything that they can wait for.
+"""How long calls run beyond their deadline, for every client and everything that they
+can wait for.
 
     python bench/deadlines.py [--quick] [--json]
 
-The peers are listeners on loopback that accept nobody, say nothing, or stop reading. Printed are milliseconds beyond
-the deadline, median and worst, and the worst of a plain sleep of the same length, measured in between: what the
-machine itself is late by. The promise is 50 ms on an idle machine.
+The peers are listeners on loopback that accept nobody, say nothing, or stop reading.
+Printed are milliseconds beyond the deadline, median and worst, and the worst of a plain
+sleep of the same length, measured in between: what the machine itself is late by. The
+promise is 50 ms on an idle machine.
 """
 
 import argparse
@@ -111,7 +113,9 @@ async def _nothing(_: object) -> float:
 
 
 def run(kind: str, url: str, body: Body) -> float:
-    """Open a store of this kind and run `body` in its loop; an opening that is late is what is measured."""
+    """Open a store of this kind and run `body` in its loop; an opening that is late is
+    what is measured.
+    """
     start = time.perf_counter()
     try:
         if kind == "blocking":

@@ -1,8 +1,10 @@
-"""The programming interface of the original against the asyncio store that it stands on: what the addresses cost.
+"""The programming interface of the original against the asyncio store that it stands
+on: what the addresses cost.
 
     python bench/dropin.py [--quick] [--json]
 
-Each figure is a rate as a part of the asyncio store's, in the same run, by the best path there is on this host.
+Each figure is a rate as a part of the asyncio store's, in the same run, by the best
+path there is on this host.
 """
 
 import argparse

@@ -1,9 +1,12 @@
-"""An engine in a process of its own that is asked line by line; what runs in it is a program beside this file.
+"""An engine in a process of its own that is asked line by line; what runs in it is a
+program beside this file.
 
-The program's argument is its settings, as JSON. It prints a line of JSON when it is ready, and then answers each line
-of JSON on its standard input, {"prompts": [[token, ...], ...], "max_tokens": 8, "salt": ""}, with one that tells for
-each prompt its tokens, after how many seconds the first one came, and how many tokens of the prompt were not computed.
-What it has to say goes to standard error. At the end of its input it ends.
+The program's argument is its settings, as JSON. It prints a line of JSON when it is
+ready, and then answers each line of JSON on its standard input, {"prompts": [[token,
+...], ...], "max_tokens": 8, "salt": ""}, with one that tells for each prompt its
+tokens, after how many seconds the first one came, and how many tokens of the prompt
+were not computed. What it has to say goes to standard error. At the end of its input it
+ends.
 """
 
 import json
@@ -33,7 +36,9 @@ Ask = Callable[[list[list[int]], int, str], list[Answer]]
 
 
 class EngineProcess:
-    """A program in another process, which runs an engine; `log` is where its standard error goes."""
+    """A program in another process, which runs an engine; `log` is where its standard
+    error goes.
+    """
 
     def __init__(
         self,
@@ -81,7 +86,9 @@ class EngineProcess:
 
 
 def answer_questions(running: Callable[[dict[str, Any]], AbstractContextManager[Ask]]) -> None:
-    """In the process: run an engine with the settings in the argument, and answer until the input ends."""
+    """In the process: run an engine with the settings in the argument, and answer until
+    the input ends.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whoever prints to standard output from here on does not disturb the answers
     with running(json.loads(sys.argv[1])) as ask:

@@ -1,19 +1,23 @@
-"""What storing a prompt's KV cache layer by layer costs the computation: a transformer's prefill step on the CPU.
+"""What storing a prompt's KV cache layer by layer costs the computation: a
+transformer's prefill step on the CPU.
 
     python bench/layer_writer.py [--quick] [--json] [--hidden N] [--tokens N] [--layers N] [--kv-heads N]
 
-A few layers of a Llama-like model (random weights, float32, two torch threads) compute a prompt's chunk over and over.
-Each layer's keys and values go into a paged cache, blocks of 16 tokens, and a `LayerWriter` stores them while the next
-layer computes. There are two caches that take turns, so that a step does not wait for the writes of the one before;
-the time of the steps includes waiting for a cache to be free, and for the last write. The server, where there is one,
-runs on the same cores.
+A few layers of a Llama-like model (random weights, float32, two torch threads) compute
+a prompt's chunk over and over. Each layer's keys and values go into a paged cache,
+blocks of 16 tokens, and a `LayerWriter` stores them while the next layer computes.
+There are two caches that take turns, so that a step does not wait for the writes of the
+one before; the time of the steps includes waiting for a cache to be free, and for the
+last write. The server, where there is one, runs on the same cores.
 
-The ratio is time: with writing / without, in turns; 1.05 would be 5 % slower. One step takes as long as the machine
-lets it, so each round has two without, and what is compared is the time with writing and the mean of those two. Printed
-is the median of the rounds, with the quartiles: half of the rounds are between them. Of the two without, it is the one
-against the other, which shows what the machine alone does.
-With OMP_WAIT_POLICY=passive in the environment, threads that wait for each other sleep. Then a busy machine distorts
-less, and there is another ratio, of the processor time of this process, which others hardly change.
+The ratio is time: with writing / without, in turns; 1.05 would be 5 % slower. One step
+takes as long as the machine lets it, so each round has two without, and what is
+compared is the time with writing and the mean of those two. Printed is the median of
+the rounds, with the quartiles: half of the rounds are between them. Of the two without,
+it is the one against the other, which shows what the machine alone does. With
+OMP_WAIT_POLICY=passive in the environment, threads that wait for each other sleep. Then
+a busy machine distorts less, and there is another ratio, of the processor time of this
+process, which others hardly change.
 """
 
 import argparse
@@ -45,7 +49,9 @@ HEAD_DIM = 64
 
 
 class Layer:
-    """One layer: attention, where heads may share keys and values, and a gated feed-forward part."""
+    """One layer: attention, where heads may share keys and values, and a gated
+    feed-forward part.
+    """
 
     def __init__(self, hidden: int, kv_heads: int) -> None:
         def weights(rows: int, columns: int) -> torch.Tensor:
@@ -58,7 +64,9 @@ class Layer:
         self._gate, self._up, self._down = weights(wide, hidden), weights(wide, hidden), weights(hidden, wide)
 
     def attend(self, states: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """The attention part; the keys and values are left in `cache`: (2, tokens, kv heads, head dimension)."""
+        """The attention part; the keys and values are left in `cache`: (2, tokens, kv
+        heads, head dimension).
+        """
         tokens = len(states)
         normal = functional.rms_norm(states, states.shape[1:])
         query = (normal @ self._query.T).view(tokens, self._heads, HEAD_DIM).transpose(0, 1)
@@ -73,7 +81,9 @@ class Layer:
 
 
 class Prefill:
-    """Steps of a prefill worker. With a writer, each layer's cache is stored while the rest is computed."""
+    """Steps of a prefill worker. With a writer, each layer's cache is stored while the
+    rest is computed.
+    """
 
     def __init__(self, layers: list[Layer], hidden: int, tokens: int, kv_heads: int, steps: int) -> None:
         self._layers = layers
@@ -87,14 +97,18 @@ class Prefill:
         self.waited = 0
 
     def fill(self, store: BlockingStore) -> None:
-        """Store every block that will be stored, so that no page of the pool is touched for the first time later."""
+        """Store every block that will be stored, so that no page of the pool is touched
+        for the first time later.
+        """
         for _ in range(self._prompts):
             self._prompt = (self._prompt + 1) % self._prompts
             for number, cache in enumerate(self._caches[0]):
                 write_blocks(store, self._blocks(number), self._block_bytes, cache)
 
     def run(self, writer: LayerWriter | None) -> None:
-        """Compute as many steps as were asked for; with a writer, end when everything is stored."""
+        """Compute as many steps as were asked for; with a writer, end when everything
+        is stored.
+        """
         busy: list[list[Ticket]] = [[], []]
         for step in range(self._steps):
             for ticket in busy[step % 2]:
@@ -145,7 +159,8 @@ def stores() -> Iterator[dict[str, BlockingStore]]:
     with ExitStack() as stack:
         opened = {"embedded": stack.enter_context(open_store(pool_bytes=POOL_BYTES, minimal_allocate_bytes=16384))}
         for name, url in stack.enter_context(server()).items():
-            # Waiting awake for a quick server, or copying with two threads, takes a core from the computation.
+            # Waiting awake for a quick server, or copying with two threads, takes a
+            # core from the computation.
             opened[name] = stack.enter_context(open_store(url, spin_us=0, copy_threads=1))
         yield opened
 
@@ -188,7 +203,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def quartiles(times: dict[str, list[float]], name: str) -> tuple[float, float, float]:
-    """The median, and the lower and the upper quartile, of how long one took in each round / without."""
+    """The median, and the lower and the upper quartile, of how long one took in each
+    round / without.
+    """
     first, second = times["without"], times["without, again"]
     without = first if name == "without, again" else [(a + b) / 2 for a, b in zip(first, second, strict=True)]
     lower, middle, upper = statistics.quantiles([a / b for a, b in zip(times[name], without, strict=True)], n=4)

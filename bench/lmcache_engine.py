@@ -1,9 +1,11 @@
-"""LMCache's RemoteBackend on a store, by the plugin and by LMCache's own connector, against the store's own client.
+"""LMCache's RemoteBackend on a store, by the plugin and by LMCache's own connector,
+against the store's own client.
 
     make .venvs/lmcache/.installed && .venvs/lmcache/bin/python bench/lmcache_engine.py [--quick] [--json]
 
-Each figure is a rate as a part of the blocking client's for the same bytes, by the same path, in the same run. What
-LMCache adds is in it: a memory object for each block, its loop in another thread, a serializer that does nothing.
+Each figure is a rate as a part of the blocking client's for the same bytes, by the same
+path, in the same run. What LMCache adds is in it: a memory object for each block, its
+loop in another thread, a serializer that does nothing.
 """
 
 import argparse
@@ -104,7 +106,9 @@ class ThroughLMCache:
             stored.acquire()
 
     def put(self) -> None:
-        """Store the blocks under new keys, and delete them, so that the pool never fills."""
+        """Store the blocks under new keys, and delete them, so that the pool never
+        fills.
+        """
         keys = self.new_keys()
         self.store(keys)
         self._store.delete([self._prefix + key.to_string() for key in keys])

@@ -1,8 +1,10 @@
-"""LMCache 0.5.6 inside vLLM on a CPU: LMCache copies between its memory and a KV cache on a GPU only.
+"""LMCache 0.5.6 inside vLLM on a CPU: LMCache copies between its memory and a KV cache
+on a GPU only.
 
-On a GPU none of this is needed: the connector to name is vLLM's own, `LMCacheConnectorV1`. Here, a chunk of LMCache is
-a number of whole blocks of vLLM, and is copied as such, without a look at how keys and values lie in them. So a chunk
-must be a multiple of a block.
+On a GPU none of this is needed: the connector to name is vLLM's own,
+`LMCacheConnectorV1`. Here, a chunk of LMCache is a number of whole blocks of vLLM, and
+is copied as such, without a look at how keys and values lie in them. So a chunk must be
+a multiple of a block.
 """
 
 from typing import Any
@@ -17,7 +19,8 @@ class LMCacheConnectorOnCpu(LMCacheConnectorV1):  # type: ignore[misc, unused-ig
     """vLLM's connector for LMCache."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        # Not before: vLLM looks through the modules that are there when it starts, and stumbles over LMCache's.
+        # Not before: vLLM looks through the modules that are there when it starts, and
+        # stumbles over LMCache's.
         from lmcache.v1 import gpu_connector
 
         gpu_connector.CreateGPUConnector = lambda config, metadata, *_, **__: HostMemoryConnector(metadata)
@@ -25,7 +28,9 @@ class LMCacheConnectorOnCpu(LMCacheConnectorV1):  # type: ignore[misc, unused-ig
 
 
 class HostMemoryConnector:
-    """What LMCache calls a GPU connector: copies blocks, [heads, tokens, content] in each layer."""
+    """What LMCache calls a GPU connector: copies blocks, [heads, tokens, content] in
+    each layer.
+    """
 
     def __init__(self, metadata: Any) -> None:
         layers, two, _, heads, head_size = metadata.kv_shape

@@ -1,23 +1,29 @@
-"""The blocking client by shared memory, against numpy's memcpy of the same blocks; and single calls against memcached.
+"""The blocking client by shared memory, against numpy's memcpy of the same blocks; and
+single calls against memcached.
 
     python bench/local.py [--quick] [--json]
 
-The server is a process of its own on this machine. Blocks are page-aligned. Each batch comes from, and goes to, other
-memory than the one before: the pool, the memory that the yardstick copies to (as long as the pool) and the caller's
-buffers are each larger than the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is against
-the copying get, and against one that copies with a single thread, as memcpy does.
+The server is a process of its own on this machine. Blocks are page-aligned. Each batch
+comes from, and goes to, other memory than the one before: the pool, the memory that the
+yardstick copies to (as long as the pool) and the caller's buffers are each larger than
+the last-level cache. Ratios are rates, store / memcpy: 1.0 is as fast. A lease is
+against the copying get, and against one that copies with a single thread, as memcpy
+does.
 
-A client knows where blocks lie that it has read or written, and reads them again without asking the server. Asking
-(known_blocks=0) is what reading a block for the first time takes.
+A client knows where blocks lie that it has read or written, and reads them again
+without asking the server. Asking (known_blocks=0) is what reading a block for the first
+time takes.
 
-Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its mapping is populated by a
-thread in the background meanwhile, and every page that it has not come to yet is a page fault.
+Warm is what a long-lived client sees. Cold is a store that was opened a moment ago: its
+mapping is populated by a thread in the background meanwhile, and every page that it has
+not come to yet is a page fault.
 
-Single calls are against pymemcache (apt-get install memcached; pip install pymemcache) over a Unix socket, in a closed
-loop and with 2 ms of thinking between two calls. Its cheapest call, getting one byte, stands against exists. Where the
-two ends run decides much of that: on one core a server need not be woken across cores, which on a virtual machine takes
-longer than all that memcached does. So they are measured with a core for each end, and once more wherever the kernel
-puts them.
+Single calls are against pymemcache (apt-get install memcached; pip install pymemcache)
+over a Unix socket, in a closed loop and with 2 ms of thinking between two calls. Its
+cheapest call, getting one byte, stands against exists. Where the two ends run decides
+much of that: on one core a server need not be woken across cores, which on a virtual
+machine takes longer than all that memcached does. So they are measured with a core for
+each end, and once more wherever the kernel puts them.
 """
 
 import argparse
@@ -64,7 +70,9 @@ class Blocks:
 
 
 class Batches:
-    """Batches of one shape that take turns, made beforehand: what is measured begins with a list of pairs."""
+    """Batches of one shape that take turns, made beforehand: what is measured begins
+    with a list of pairs.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         source, target, room = (Blocks(n, size) for n in (BUFFER_BYTES, BUFFER_BYTES, POOL_BYTES))
@@ -90,8 +98,10 @@ def copy(pairs: list[tuple[Any, Any]]) -> None:
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """Start a server on a private socket; give its URL."""
+def server(*flags: str) -> Iterator[str]:
+    """Start a server on a private socket, with more flags if there are; give
+    its URL.
+    """
     with tempfile.TemporaryDirectory(prefix="infinistore-bench-") as folder:
         path = f"{folder}/store.sock"
         command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "0"]
@@ -102,6 +112,7 @@ def server() -> Iterator[str]:
             f"{POOL_BYTES // MIB}MiB",
             "--log-level",
             "warning",
+            *flags,
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -113,7 +124,9 @@ def server() -> Iterator[str]:
 
 
 def lease(store: BlockingStore, batches: list[list[str]]) -> None:
-    """Have views of each batch where it lies in the pool, and let go of them. Nobody reads or copies a byte."""
+    """Have views of each batch where it lies in the pool, and let go of them. Nobody
+    reads or copies a byte.
+    """
     for keys in batches:
         with store.lease(keys) as views:
             assert len(views) == len(keys)
@@ -121,7 +134,9 @@ def lease(store: BlockingStore, batches: list[list[str]]) -> None:
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Run on this core, and what is started inside, too; None: wherever the kernel likes."""
+    """Run on this core, and what is started inside, too; None: wherever the kernel
+    likes.
+    """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores if core is None else {core})
     try:
@@ -131,7 +146,9 @@ def on_core(core: int | None) -> Iterator[None]:
 
 
 def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[str, float]:
-    """Put, and get, the first few batches in a store that was opened a moment ago; returns medians in seconds."""
+    """Put, and get, the first few batches in a store that was opened a moment ago;
+    returns medians in seconds.
+    """
     medians = {}
     for kind in ("put", "get"):
         times = []
@@ -147,7 +164,9 @@ def measure_cold(url: str, verify: str, batches: Batches, calls: int) -> dict[st
 
 @contextmanager
 def stores(url: str) -> Iterator[tuple[BlockingStore, BlockingStore, BlockingStore]]:
-    """Open a store, one that copies with a single thread, and one that asks the server each time."""
+    """Open a store, one that copies with a single thread, and one that asks the server
+    each time.
+    """
     with (
         open_store(url) as store,
         open_store(f"{url}&copy_threads=1") as single,
@@ -159,7 +178,9 @@ def stores(url: str) -> Iterator[tuple[BlockingStore, BlockingStore, BlockingSto
 def measure_warm(
     opened: tuple[BlockingStore, BlockingStore, BlockingStore], batches: Batches, rounds: int, calls: int
 ) -> dict[str, float]:
-    """Measure batches in `stores` whose mapping has been walked through; returns medians in seconds."""
+    """Measure batches in `stores` whose mapping has been walked through; returns
+    medians in seconds.
+    """
     store, single, asking = opened
     for put, get in zip(batches.puts, batches.gets, strict=True):
         store.put_many(put)
@@ -212,7 +233,9 @@ def measure_batches(url: str, rounds: int) -> dict[str, float]:
 
 @contextmanager
 def memcached() -> Iterator[Any]:
-    """Start memcached on a private socket, and give a client of it. `LookupError`: why that cannot be."""
+    """Start memcached on a private socket, and give a client of it. `LookupError`: why
+    that cannot be.
+    """
     program = shutil.which("memcached")
     try:
         client_module = importlib.import_module("pymemcache.client.base")
@@ -256,7 +279,9 @@ def p50_s(call: Callable[[], object], calls: int, thinking_s: float) -> float:
 
 
 def measure_single_calls(rounds: int) -> dict[str, float]:
-    """Measure single calls with a core for each end, if there are two, and wherever the kernel runs them."""
+    """Measure single calls with a core for each end, if there are two, and wherever the
+    kernel runs them.
+    """
     results: dict[str, float] = {}
     cores = sorted(os.sched_getaffinity(0))
     placements: list[tuple[str, int | None, int | None]] = [("anywhere", None, None)]
@@ -269,7 +294,9 @@ def measure_single_calls(rounds: int) -> dict[str, float]:
 
 
 def compare_single_calls(url: str, other: Any, where: str, rounds: int) -> dict[str, float]:
-    """Measure single calls, in a closed loop and with time to think; returns ratios, and p50s in microseconds."""
+    """Measure single calls, in a closed loop and with time to think; returns ratios,
+    and p50s in microseconds.
+    """
     results: dict[str, float] = {}
     with open_store(url) as store, open_store(f"{url}?known_blocks=0") as asking:
         value = bytes(range(256)) * 16

@@ -2,10 +2,12 @@
 
     python bench/metrics_cost.py [--quick] [--json]
 
-Servers in processes of their own serve the same client in turn. One counts as always, and its metrics are scraped once
-a second. The others' recorders do nothing, and nobody asks them for metrics. The ratio is time: counted / not, 1.02
-would be 2 % slower; two servers that do not count show how much of that is the machine. Besides, the recorder alone, in
-this process: microseconds for one request, and the part that it is of the time of a batch. And a scrape.
+Servers in processes of their own serve the same client in turn. One counts as always,
+and its metrics are scraped once a second. The others' recorders do nothing, and nobody
+asks them for metrics. The ratio is time: counted / not, 1.02 would be 2 % slower; two
+servers that do not count show how much of that is the machine. Besides, the recorder
+alone, in this process: microseconds for one request, and the part that it is of the
+time of a batch. And a scrape.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.protocol.messages import Put
-from infinistore.server.recorder import OK, Recorder
+from infinistore.server.statistics.recorder import OK, Recorder
 from rounds import interleaved
 from tcp import KIB, MIB, blocks
 
@@ -28,7 +30,7 @@ POOL_BYTES = 256 * MIB
 BATCH, BLOCK_BYTES = 64, 64 * KIB
 _SILENT_SERVER = """
 import sys
-from infinistore.server.recorder import Recorder
+from infinistore.server.statistics.recorder import Recorder
 Recorder.record = lambda *_: None
 Recorder.clock = lambda *_: 0.0
 Recorder.__init__ = lambda self: None
@@ -90,7 +92,9 @@ class Batches:
 
 
 def recorder_us() -> float:
-    """Microseconds that the recorder takes for one request: two looks at the clock and one record."""
+    """Microseconds that the recorder takes for one request: two looks at the clock and
+    one record.
+    """
     recorder = Recorder()
     count = 100_000
     start = time.perf_counter()

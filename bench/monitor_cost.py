@@ -1,8 +1,10 @@
-"""What `infinistore monitor` costs: the part of one core that it takes, and what it makes the server do.
+"""What `infinistore monitor` costs: the part of one core that it takes, and what it
+makes the server do.
 
-A server and a load (`monitor_load.py`) run on this machine, and the monitor in a pseudo-terminal that is read all the
-time. Once it draws, the processor time of the monitor and of the server is taken from /proc and compared with the wall
-time of the same stretch. The server's share is measured again over as long without a monitor.
+A server and a load (`monitor_load.py`) run on this machine, and the monitor in a
+pseudo-terminal that is read all the time. Once it draws, the processor time of the
+monitor and of the server is taken from /proc and compared with the wall time of the
+same stretch. The server's share is measured again over as long without a monitor.
 """
 
 import argparse
@@ -26,15 +28,18 @@ INFINISTORE = (sys.executable, "-m", "infinistore")
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process has taken, all threads, user and system."""
+    """Seconds of processor time that a process has taken, all threads, user and
+    system.
+    """
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 @contextmanager
-def server(pool: str) -> Iterator[tuple[int, str]]:
-    flags = ["--service-port", "0", "--manage-port", "0", "--unix-socket", "off", "--prealloc-size", pool]
+def server(pool: str, *more: str) -> Iterator[tuple[int, str]]:
+    """Run a server with these flags, too; yield its process and its address."""
+    flags = ["--service-port", "0", "--manage-port", "0", "--unix-socket", "off", "--prealloc-size", pool, *more]
     with subprocess.Popen([*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         try:

@@ -1,13 +1,15 @@
-"""Load for a server that is watched: prefill and decode workers of two models, a scheduler, and one that errs.
+"""Load for a server that is watched: prefill and decode workers of two models, a
+scheduler, and one that errs.
 
-Threads of this process, each with a client of its own, bounded in what they do a second and in how long they do it.
+Threads of this process, each with a client of its own, bounded in what they do a second
+and in how long they do it.
 """
 
 import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from infinistore import LimitExceeded, StoreUnavailable, blocking
@@ -48,6 +50,12 @@ def decode(model: str) -> Work:
     return work
 
 
+def resume(store: blocking.BlockingStore, turn: int) -> object:
+    """Reads what memory has had no room for since, if the server has a disk."""
+    model = MODELS[turn % len(MODELS)]
+    return store.get_many(chunk_keys(model, max(0, newest[model] - 150 - turn % 50)))
+
+
 def schedule(store: blocking.BlockingStore, turn: int) -> object:
     model = MODELS[turn % len(MODELS)]
     last = newest[model]
@@ -68,16 +76,23 @@ WORKERS: tuple[tuple[str, Work, float], ...] = (
 )
 
 
+RESUMING: tuple[str, Work, float] = ("resumed", resume, 0.1)
+"""For servers with a disk."""
+
+
 @contextmanager
-def load(url: str, *, pace: float = 1.0) -> Iterator[None]:
-    """Load the server at `url` until the block is left. `pace` multiplies the pauses between two turns."""
+def load(url: str, *, pace: float = 1.0, workers: Sequence[tuple[str, Work, float]] = WORKERS) -> Iterator[None]:
+    """Load the server at `url` until the block is left. `pace` multiplies the pauses
+    between two turns.
+    """
     stop = threading.Event()
     end_s = time.monotonic() + LONGEST_S
 
     def worker(name: str, work: Work, pause_s: float) -> None:
         with contextlib.suppress(StoreUnavailable), blocking.open_store(url, name=name) as store:
             turn = 0
-            # It rises and falls, as traffic does: between a half and one and a half of the pause, twice a minute.
+            # It rises and falls, as traffic does: between a half and one and a half of
+            # the pause, twice a minute.
             while (
                 not stop.wait(pause_s * pace * (1 + 0.5 * math.sin(time.monotonic() / 5))) and time.monotonic() < end_s
             ):
@@ -85,7 +100,7 @@ def load(url: str, *, pace: float = 1.0) -> Iterator[None]:
                     work(store, turn)
                 turn += 1
 
-    threads = [threading.Thread(target=worker, args=arguments) for arguments in WORKERS]
+    threads = [threading.Thread(target=worker, args=arguments) for arguments in workers]
     for thread in threads:
         thread.start()
     try:

@@ -1,11 +1,14 @@
-"""RDMA: what a work request costs in Python, and what is left of the device's own speed.
+"""RDMA: what a work request costs in Python, and what is left of the device's own
+speed.
 
-The first part needs no device: the server's path from a batch's places to posted work and back, over a queue pair that
-completes at once. Work requests are pyverbs' own where it can be imported. The cost is given for each block and for
-each request: of blocks that touch on both sides, many make one request.
+The first part needs no device: the server's path from a batch's places to posted work
+and back, over a queue pair that completes at once. Work requests are pyverbs' own where
+it can be imported. The cost is given for each block and for each request: of blocks
+that touch on both sides, many make one request.
 
-The second part runs where there is a device, `make test-rdma` shows how: 64 blocks of 64 KiB are got into registered
-memory, and `ib_write_bw` writes messages of that size, as many at a time, in the same run and in turns.
+The second part runs where there is a device, `make test-rdma` shows how: 64 blocks of
+64 KiB are got into registered memory, and `ib_write_bw` writes messages of that size,
+as many at a time, in the same run and in turns.
 
     python bench/rdma.py [--rounds N] [--server-device rxe0 --client-device rxe1 [--peer 10.77.0.1]]
 """
@@ -26,12 +29,12 @@ import trio
 import infinistore
 from infinistore import ServerConfig, serve
 from infinistore.core import create_arena
-from infinistore.server.rdma import RdmaPool
-from infinistore.transports.ibverbs import load_pyverbs
-from infinistore.transports.rdma_mover import RdmaMover
-from infinistore.transports.rdma_plan import Piece, Placement, plan_transfer
-from infinistore.transports.rdma_queue import CHAIN, WorkRequests
-from infinistore.transports.rdma_verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
+from infinistore.server.movers.rdma.pool import RdmaPool
+from infinistore.transports.rdma.ibverbs.bindings import load_pyverbs
+from infinistore.transports.rdma.ibverbs.queue import CHAIN, WorkRequests
+from infinistore.transports.rdma.plan import Piece, Placement, plan_transfer
+from infinistore.transports.rdma.requester import Requester
+from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
 from rounds import interleaved
 
 BLOCKS = 1024
@@ -40,7 +43,9 @@ BATCH = 64
 
 
 class StubQueue:
-    """Sets work requests up as a real queue pair does, and says at once that they are done."""
+    """Sets work requests up as a real queue pair does, and says at once that they are
+    done.
+    """
 
     def __init__(self, work: WorkRequests) -> None:
         self.fd = -1
@@ -120,7 +125,7 @@ def python_cost(rounds: int) -> bool:
         async def move(
             extents: list[tuple[int, int, int]] = extents, remote: Placement = remote, lengths: list[int] = lengths
         ) -> None:
-            mover = RdmaMover(queue, device.limits.depth, "stub")
+            mover = Requester(queue, device.limits.depth, "stub")
             pieces = plan_transfer(pool.placement(extents), remote, lengths, longest_bytes=device.limits.longest_bytes)
             await mover.move(Operation.WRITE, pieces)
 

@@ -1,7 +1,8 @@
 """Measuring two or more things against each other on a noisy machine.
 
-Every round runs each thing once, in an order that changes, so that a neighbour's load falls on all of them. What is
-reported is the ratio of medians; a figure on its own says little on a shared machine.
+Every round runs each thing once, in an order that changes, so that a neighbour's load
+falls on all of them. What is reported is the ratio of medians; a figure on its own says
+little on a shared machine.
 """
 
 import random
@@ -17,7 +18,9 @@ __all__ = ["interleaved", "interleaved_times"]
 def interleaved(
     things: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, seed: int = 1, warm_up: int = 2
 ) -> dict[str, float]:
-    """Return the median time of one call of each thing, in seconds; the arguments are those of `interleaved_times`."""
+    """Return the median time of one call of each thing, in seconds; the arguments are
+    those of `interleaved_times`.
+    """
     times = interleaved_times(things, rounds=rounds, calls=calls, seed=seed, warm_up=warm_up)
     return {name: statistics.median(of_one) for name, of_one in times.items()}
 
@@ -27,7 +30,8 @@ def interleaved_times(
 ) -> dict[str, list[float]]:
     """Return for each thing the time of one call in each round, in seconds.
 
-    In each of `rounds` rounds each thing is called `calls` times in a row; the first `warm_up` rounds do not count.
+    In each of `rounds` rounds each thing is called `calls` times in a row; the first
+    `warm_up` rounds do not count.
     """
     generator = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in things}

@@ -2,8 +2,9 @@
 
     python bench/small_llama.py FOLDER [--layers 8] [--hidden 768]
 
-Its answers mean nothing, but they are answers: the same tokens for the same prompt, and others for another one. The
-tokenizer knows the words w0, w1, w2, ..., so that the folder can be served, too.
+Its answers mean nothing, but they are answers: the same tokens for the same prompt, and
+others for another one. The tokenizer knows the words w0, w1, w2, ..., so that the
+folder can be served, too.
 """
 
 import argparse
@@ -16,7 +17,9 @@ VOCABULARY = 2048
 
 
 def make_small_llama(folder: Path, *, layers: int = 8, hidden: int = 768, seed: int = 0) -> None:
-    """Write a model of `layers` layers, with keys and values for a third of its heads of 64 numbers each."""
+    """Write a model of `layers` layers, with keys and values for a third of its heads
+    of 64 numbers each.
+    """
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,9 +1,11 @@
-"""Whether a server's memory grows under load: 100,000 puts, gets and deletes of a working set twice the pool.
+"""Whether a server's memory grows under load: 100,000 puts, gets and deletes of a
+working set twice the pool.
 
     python bench/soak.py [--quick] [--json]
 
-The server is a process of its own with a pool of 64 MiB. What is compared is its private memory (RssAnon: the pool is
-shared memory and does not count) after the first tenth of the operations, when every code path has run, and at the end.
+The server is a process of its own with a pool of 64 MiB. What is compared is its
+private memory (RssAnon: the pool is shared memory and does not count) after the first
+tenth of the operations, when every code path has run, and at the end.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""The blocking client over TCP, against raw blocking sockets that move the same bytes in the same pattern.
+"""The blocking client over TCP, against raw blocking sockets that move the same bytes
+in the same pattern.
 
     python bench/tcp.py [--quick] [--json]
 
-The server of the store and the raw server are processes of their own, on loopback. A raw put sends the blocks in one
-sendmsg and waits for 64 bytes; a raw get sends 64 bytes and receives into the same buffers. The raw server walks
-through a span of memory as large as the pool, so that both have the same caches. Ratios are rates: store / raw, 1.0
+The server of the store and the raw server are processes of their own, on loopback. A
+raw put sends the blocks in one sendmsg and waits for 64 bytes; a raw get sends 64 bytes
+and receives into the same buffers. The raw server walks through a span of memory as
+large as the pool, so that both have the same caches. Ratios are rates: store / raw, 1.0
 is as fast.
 """
 
@@ -92,7 +94,9 @@ class Raw:
 
 @contextmanager
 def servers() -> Iterator[tuple[str, int]]:
-    """Start the store's server and the raw one; give the URL of the one and the port of the other."""
+    """Start the store's server and the raw one; give the URL of the one and the port of
+    the other.
+    """
     store = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
     store += ["--prealloc-size", str(POOL_BYTES // MIB) + "MiB", "--log-level", "warning"]
     with (

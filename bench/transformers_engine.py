@@ -1,6 +1,8 @@
-"""A model of transformers with its cache in a store, as `engine_process` runs it: settings are `model` and `url`.
+"""A model of transformers with its cache in a store, as `engine_process` runs it:
+settings are `model` and `url`.
 
-python bench/transformers_engine.py '{"model": FOLDER, "url": "infinistore://127.0.0.1:22345"}'
+python bench/transformers_engine.py '{"model": FOLDER, "url":
+"infinistore://127.0.0.1:22345"}'
 """
 
 import time

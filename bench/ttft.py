@@ -1,16 +1,22 @@
-"""Time to first token, cold and warm: vLLM with the connector, vLLM with LMCache, and transformers, over one store.
+"""Time to first token, cold and warm: vLLM with the connector, vLLM with LMCache, and
+transformers, over one store.
 
     make ttft TTFT_ARGS="--plot ttft.png"
     python bench/ttft.py [--ways vllm lmcache lmcache-plugin transformers pair] [--tokens 256 1024 2048] [--plot FILE]
 
-A small Llama with random weights is made here. Cold is a prompt that nobody has seen, in an engine that has the store
-but finds nothing there; warm is the same prompt in another process, which reads what the first has written. Before
-either is timed, the engine has answered another prompt of the same length. Engines have no prefix cache of their own.
-Figures are medians of several prompts. Cold and warm must answer with the same tokens.
+A small Llama with random weights is made here. Cold is a prompt that nobody has seen,
+in an engine that has the store but finds nothing there; warm is the same prompt in
+another process, which reads what the first has written. Before either is timed, the
+engine has answered another prompt of the same length. Engines have no prefix cache of
+their own. Figures are medians of several prompts. Cold and warm must answer with the
+same tokens.
 
-`pair` is one vLLM that only prefills and one that only decodes, each in its process. `overhead` is vLLM with the
-connector and nothing to reuse, against vLLM without, prompt by prompt in turns. `read` is how fast the connector reads
-a prompt's blocks, against one `get_many_into` of the same keys.
+`pair` is one vLLM that only prefills and one that only decodes, each in its process.
+`overhead` is vLLM with the connector and nothing to reuse, against vLLM without, prompt
+by prompt in turns. `read` is how fast the connector reads a prompt's blocks, against
+one `get_many_into` of the same keys. `disk` is the longest prompt in vLLM: warm from memory,
+and from a disk after a restart of the server, which then has nothing in memory; each in
+a process of its own.
 """
 
 import argparse
@@ -34,7 +40,7 @@ from engine_process import Answer, EngineProcess
 from rounds import interleaved
 from small_llama import VOCABULARY
 
-WAYS = ("vllm", "lmcache", "lmcache-plugin", "transformers", "pair", "overhead", "read")
+WAYS = ("vllm", "lmcache", "lmcache-plugin", "transformers", "pair", "overhead", "read", "disk")
 TITLES = {
     "vllm": "vLLM + connector",
     "lmcache": "vLLM + LMCache + drop-in API",
@@ -52,7 +58,9 @@ ANSWER_TOKENS = 4
 
 
 class Timing(NamedTuple):
-    """One way at one length: medians in seconds, and how many tokens of the prompt were not computed when warm."""
+    """One way at one length: medians in seconds, and how many tokens of the prompt were
+    not computed when warm.
+    """
 
     way: str
     tokens: int
@@ -74,7 +82,8 @@ class Bench:
         self.url = url
         self.lengths: list[int] = given.tokens
         self.prompts: int = given.prompts
-        self._folder = folder
+        self.pool: str = given.pool
+        self.folder = folder
         self._status = status
         self._made = 0
 
@@ -90,7 +99,7 @@ class Bench:
     def log(self, name: str) -> IO[str]:
         """Return where an engine writes what it has to say."""
         self._made += 1
-        return (self._folder / f"{self._made:02d}-{name}.log").open("w")
+        return (self.folder / f"{self._made:02d}-{name}.log").open("w")
 
     @contextmanager
     def vllm(self, transfer: dict[str, Any] | None, name: str, **environment: str) -> Iterator[EngineProcess]:
@@ -135,19 +144,26 @@ class Bench:
                 f"{place}class_name": "InfiniStoreConnectorAdapter",
                 f"{place}url": self.url,
             }
-        file = self._folder / f"{way}.yaml"
+        file = self.folder / f"{way}.yaml"
         file.write_text(json.dumps(config))  # which is YAML, too
         return file
 
     def ask_all(self, engine: EngineProcess, what: str, *, warm_up: int, max_tokens: int) -> dict[int, list[Answer]]:
-        """Ask each prompt by itself, longest first; return the answers by length. `warm_up` tells a prompt apart."""
-        answers: dict[int, list[Answer]] = {}
-        for tokens in sorted(self.lengths, reverse=True):
-            engine.ask([self.prompt(tokens, -warm_up)], max_tokens=max_tokens)
-            answers[tokens] = []
-            for number in range(self.prompts):
-                self.tell(f"{what}: {tokens} tokens, prompt {number + 1} of {self.prompts}")
-                answers[tokens] += engine.ask([self.prompt(tokens, number)], max_tokens=max_tokens)
+        """Ask each prompt by itself, longest first; return the answers by length.
+        `warm_up` tells a prompt apart.
+        """
+        return {
+            tokens: self.ask(engine, what, tokens, warm_up=warm_up, max_tokens=max_tokens)
+            for tokens in sorted(self.lengths, reverse=True)
+        }
+
+    def ask(self, engine: EngineProcess, what: str, tokens: int, *, warm_up: int, max_tokens: int) -> list[Answer]:
+        """Ask the prompts of one length."""
+        engine.ask([self.prompt(tokens, -warm_up)], max_tokens=max_tokens)
+        answers: list[Answer] = []
+        for number in range(self.prompts):
+            self.tell(f"{what}: {tokens} tokens, prompt {number + 1} of {self.prompts}")
+            answers += engine.ask([self.prompt(tokens, number)], max_tokens=max_tokens)
         return answers
 
     def timings(self, way: str, cold: dict[int, list[Answer]], warm: dict[int, list[Answer]]) -> Iterator[Timing]:
@@ -186,7 +202,9 @@ def pair(bench: Bench) -> list[Timing]:
 
 
 def overhead(bench: Bench) -> dict[str, float]:
-    """Prefill with the connector and nothing to reuse, and without the connector, in turns."""
+    """Prefill with the connector and nothing to reuse, and without the connector, in
+    turns.
+    """
     tokens = max(bench.lengths)
     rounds = 2 * bench.prompts + 1
     with bench.vllm(None, "without") as without, bench.engine("overhead", "kv_both") as using:
@@ -201,13 +219,15 @@ def overhead(bench: Bench) -> dict[str, float]:
 
 
 def read(bench: Bench) -> dict[str, float]:
-    """What the connector's worker reads of a prompt, and one get of the same keys into the same memory."""
+    """What the connector's worker reads of a prompt, and one get of the same keys into
+    the same memory.
+    """
     import logging
 
     import torch
 
     from infinistore import blocking
-    from infinistore.integrations.record import Record
+    from infinistore.integrations.internal.record import Record
     from infinistore.integrations.vllm.names import block_names, layer_labels
     from infinistore.integrations.vllm.settings import ConnectorSettings
     from infinistore.integrations.vllm.step import Load, Step
@@ -251,9 +271,47 @@ def read(bench: Bench) -> dict[str, float]:
     return {**rates, "ratio": times["direct"] / times["connector"]}
 
 
+def disk(bench: Bench) -> dict[str, float]:
+    """The longest prompt, from memory, and from disk after a restart of the server."""
+    from infinistore import blocking
+
+    tokens = max(bench.lengths)
+
+    def ask(role: str, what: str, warm_up: int) -> list[Answer]:
+        with bench.engine("vllm", role) as engine:
+            return bench.ask(engine, f"disk, {what}", tokens, warm_up=warm_up, max_tokens=ANSWER_TOKENS)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, bench, "url", bench.url)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=bench.folder)))
+        with running_store(folder, bench.pool, disk=True) as bench.url:
+            cold = ask("kv_both", "cold", 1)
+            memory = ask("kv_consumer", "from memory", 2)
+            with blocking.open_store(bench.url) as store:
+                keys = store.keys(limit=100_000)
+                if store.flush(keys) < len(keys):
+                    raise RuntimeError("the disk has no room for all that was stored")
+        with running_store(folder, bench.pool, disk=True) as bench.url:
+            from_disk = ask("kv_consumer", "from disk", 3)
+            with blocking.open_store(bench.url) as store:
+                figures = store.stats().disk
+    if figures is None or not sum(each.read_blocks for each in figures.disks):
+        raise RuntimeError("nothing was read from disk")
+    for answers in (memory, from_disk):
+        if any(not answer.cached_tokens for answer in answers):
+            raise RuntimeError("the store had lost a prompt")
+        if [answer.tokens for answer in answers] != [answer.tokens for answer in cold]:
+            raise RuntimeError("a prompt was answered with other tokens")
+    times = {"cold_s": first_s(cold), "memory_s": first_s(memory), "disk_s": first_s(from_disk)}
+    return {**times, "ratio": times["disk_s"] / times["memory_s"]}
+
+
+OTHERS = {"overhead": overhead, "read": read, "disk": disk}
+
+
 @contextmanager
-def running_store(folder: Path, pool: str) -> Iterator[str]:
-    """Run a server; yield its address."""
+def running_store(folder: Path, pool: str, *, disk: bool = False) -> Iterator[str]:
+    """Run a server, with as much disk as memory or none; yield its address."""
     flags = [
         "--host",
         "127.0.0.1",
@@ -263,6 +321,7 @@ def running_store(folder: Path, pool: str) -> Iterator[str]:
         "0",
         "--unix-socket",
         str(folder / "socket"),
+        *(["--disk", f"{folder / 'disk'}:{pool}", "--disk-admission", "eager"] if disk else []),
     ]
     command = [sys.executable, "-P", "-m", "infinistore", *flags, "--prealloc-size", pool, "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -348,8 +407,8 @@ def main() -> int:
         bench = Bench(given, folder, stack.enter_context(running_store(folder, given.pool)), status)
         try:
             for way in given.ways:
-                if way in ("overhead", "read"):
-                    more[way] = (overhead if way == "overhead" else read)(bench)
+                if way in OTHERS:
+                    more[way] = OTHERS[way](bench)
                     errors.print(f"{way}: {more[way]['ratio']:.3f}")
                     continue
                 of_way = pair(bench) if way == "pair" else reuse(bench, way)
@@ -381,6 +440,9 @@ def report(given: argparse.Namespace, timings: Sequence[Timing], more: dict[str,
         if "read" in more:
             text = "the connector's read of a longest prompt: {ratio:.2f} of one get ({connector_gib_s:.2f} GiB/s)"
             console.print(text.format(**more["read"]))
+        if "disk" in more:
+            text = "a longest prompt from disk after a restart: {disk_s:.3f} s, {ratio:.2f} of from memory"
+            console.print(text.format(**more["disk"]))
     if given.plot and timings:
         plot(timings, given.plot)
         Console(stderr=True).print(f"plot saved to {given.plot}")

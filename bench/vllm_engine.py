@@ -1,4 +1,5 @@
-"""vLLM on a CPU, as `engine_process` runs it: settings are arguments of `vllm.LLM`, on top of what suits a small model.
+"""vLLM on a CPU, as `engine_process` runs it: settings are arguments of `vllm.LLM`, on
+top of what suits a small model.
 
 python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}'
 """
