@@ -1,4 +1,5 @@
-"""Makes `monitor.svg`, the picture of the monitor: a real server under a real load, as the screen shows it.
+"""Makes `monitor.svg`, the picture of the monitor: a real server under a real load, as
+the screen shows it.
 
     python docs/images/monitor_picture.py
 
@@ -10,7 +11,9 @@ import sys
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import attrs
 import trio
 from rich.console import Console
 
@@ -23,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "bench"))
 
 from monitor_cost import server  # noqa: E402
-from monitor_load import load  # noqa: E402
+from monitor_load import RESUMING, WORKERS, load  # noqa: E402
 
 WIDTH, HEIGHT = 100, 37
 SAMPLES = 62
@@ -47,13 +50,18 @@ async def watch(url: str) -> Snapshot:
 
 def main() -> None:
     """Write the picture beside this file."""
-    with server("256MiB") as (_, url), load(url):
-        snapshot = trio.run(watch, url)
+    with TemporaryDirectory(dir=HERE.parents[1]) as folder:  # not in memory, as /tmp may be
+        disk = ("--disk", f"{folder}/nvme0:2GiB", "--disk-admission", "eager")
+        with server("256MiB", *disk) as (_, url), load(url, workers=[*WORKERS, RESUMING]):
+            snapshot = trio.run(watch, url)
+    # Where it was is nobody's business, and other than where disks usually are.
+    snapshot = attrs.evolve(snapshot, disks=[attrs.evolve(disk, path="/mnt/nvme0") for disk in snapshot.disks])
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
     for one in screen(snapshot, Controls(), WIDTH, HEIGHT):
         console.print(one)
     picture = console.export_svg(title="infinistore monitor", unique_id="monitor")
-    # No fonts from elsewhere: a reader's own monospaced font does, and a document should not call other hosts.
+    # No fonts from elsewhere: a reader's own monospaced font does, and a document
+    # should not call other hosts.
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
     (HERE / "monitor.svg").write_text(picture + "\n", encoding="utf-8")
 
