@@ -1,9 +1,10 @@
-"""The client for programs with threads and no event loop, against a server.
+"""The blocking client, for programs with threads and no event loop, with a server.
 
     infinistore --prealloc-size 512MiB &
     python examples/blocking_client.py tcp://127.0.0.1:22345
 
-A store may be used from many threads at once. Each call has a deadline: 5 seconds here, 30 unless you say.
+Any number of threads can use a store. Each call has a deadline: 5 seconds here, 30 by
+default.
 """
 
 import sys

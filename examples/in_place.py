@@ -1,9 +1,9 @@
-"""Blocks without a copy: written where they will lie, and read where they are, as numpy arrays.
+"""Zero-copy: blocks written and read in place, as numpy arrays.
 
-    python examples/in_place.py                                   # embedded: the pool of this process
-    python examples/in_place.py infinistore://127.0.0.1:22345     # a server on this host: its pool, by shared memory
+    python examples/in_place.py                                 # embedded
+    python examples/in_place.py infinistore://127.0.0.1:22345   # by shared memory
 
-To a server elsewhere the same program works with copies.
+With a server on another host, the same program works with copies.
 """
 
 import sys
@@ -17,22 +17,23 @@ SHAPE = (16, 2048)  # tokens, numbers each
 
 def main(url: str | None) -> None:
     with blocking.open_store(url) as store:
-        # Room for two blocks. What is computed into it is stored when the block of code is left, both at once.
+        # Space for two blocks, which become visible together at the end.
         size_bytes = int(np.prod(SHAPE)) * 4
         with store.reserve({"layer0/keys": size_bytes, "layer0/values": size_bytes}) as views:
             keys, values = (np.frombuffer(view, np.float32).reshape(SHAPE) for view in views)
             np.multiply.outer(np.arange(16), np.ones(2048), out=keys)
             values[:] = 0.5
-            del keys, values  # after the block nobody may write there
+            del keys, values  # do not write to them after the statement
 
-        # Views of the pool: read-only, and pinned. One that is not there is None.
+        # Views of the pool: read-only, and pinned. None for a missing block.
         with store.lease(["layer0/keys", "layer0/values", "layer1/keys"], verify=True) as (first, second, missing):
             assert first is not None and second is not None and missing is None
             scores = np.frombuffer(first, np.float32).reshape(SHAPE) @ np.frombuffer(second, np.float32)[:2048]
             print("scores:", scores[:4].tolist())
             print("pinned:", store.stats().store.pinned_bytes, "bytes")
 
-        # The pins went with the last array. An array that outlives the block keeps them; LeaseStillInUse warns of that.
+        # The pins end with the last array. LeaseStillInUse warns about arrays that
+        # outlive the statement.
         print("the bytes went by:", store.stats().transport)
         store.delete(["layer0/keys", "layer0/values"])
 

@@ -1,10 +1,11 @@
-"""Store a prompt's KV cache layer by layer, each layer while the next is being computed.
+"""Store a prompt's KV cache layer by layer, during computation.
 
     python examples/layer_by_layer.py                          # embedded
     python examples/layer_by_layer.py tcp://127.0.0.1:22345    # against a server
 
-The model computes in a thread, as a real one would keep a GPU busy. A channel of length 1 between the two tasks makes a
-slow store hold the model up, instead of piling layers up in memory.
+The model computes in a thread, like a real one on a GPU. A channel of length 1 between
+the two tasks applies backpressure: a slow store delays the model instead of filling the
+memory with layers.
 """
 
 import sys
@@ -17,13 +18,13 @@ import infinistore
 LAYERS = 12
 CHUNKS = 4
 BLOCK_BYTES = 512 * 1024
-LAYER_S = 0.02  # how long the pretended model works on one layer
+LAYER_S = 0.02  # time that the simulated model takes per layer
 
 Layer = list[tuple[str, bytes]]
 
 
 def compute_layer(layer: int) -> Layer:
-    """Pretend to compute: one block for each chunk of the prompt, under a key that names chunk and layer."""
+    """Simulate a layer: one block per chunk of the prompt."""
     time.sleep(LAYER_S)
     return [(f"example/chunk{chunk}/L{layer:02d}", bytes([layer]) * BLOCK_BYTES) for chunk in range(CHUNKS)]
 
@@ -42,12 +43,13 @@ async def main(url: str | None) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute, to_write)
             async for layer in computed:
-                await store.put_many(layer)  # the next layer is being computed meanwhile
+                await store.put_many(layer)  # while the next layer is computed
                 keys += [key for key, _ in layer]
         took_s = time.perf_counter() - started
         print(f"computing alone: {LAYERS * LAYER_S:.2f} s; computing and storing {len(keys)} blocks: {took_s:.2f} s")
 
-        # Reading back goes by layers too: a decoder can start with layer 0 while layer 1 is on its way.
+        # Layers are also read one by one: a decoder can start with layer 0 while
+        # layer 1 is loaded.
         memory = [bytearray(BLOCK_BYTES) for _ in range(CHUNKS)]
         for number in range(LAYERS):
             layer_keys = [f"example/chunk{chunk}/L{number:02d}" for chunk in range(CHUNKS)]

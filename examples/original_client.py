@@ -1,11 +1,12 @@
-"""A program for the original InfiniStore: it runs there and here, without a line changed.
+"""A program for the original InfiniStore, which runs unchanged on both.
 
     infinistore --service-port 22345 &
     python examples/original_client.py 127.0.0.1 22345
 
 A third argument is the RDMA device to use, such as mlx5_0.
 
-Blocks move in an event loop, in a thread of its own, as engines do it; look-ups come from the main thread.
+As in engines, blocks move in an event loop in a separate thread, and lookups come from
+the main thread.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ def send_one_value(config: infinistore.ClientConfig) -> None:
         value = bytearray(b"a value for TCP")
         connection.tcp_write_cache("value", pointer(value), len(value))
         received = connection.tcp_read_cache("value")
-        assert received is not None  # what is missing, here; the original hangs
+        assert received is not None  # None for a missing key; the original hangs
         print("by TCP:", bytes(received).decode())
         connection.delete_keys(["value"])
     finally:
@@ -83,4 +84,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in {3, 4} or not sys.argv[2].isdecimal():
+        sys.exit(f"usage: {sys.argv[0]} HOST PORT [DEVICE]")
     main()

@@ -4,8 +4,9 @@
     python examples/prefill_and_decode.py prefill tcp://127.0.0.1:22345 "some words of a prompt, and some more"
     python examples/prefill_and_decode.py decode  tcp://127.0.0.1:22345 "some words of a prompt, and others"
 
-Each works out the names of the prompt's chunks for itself: a chunk's name is a hash of the name before it and of its
-own tokens, so that equal names mean equal beginnings. `infinistore demo` does the same with real sizes.
+Each derives the names of the prompt's chunks: a chunk's name is a hash of the previous
+name and of its own tokens, so that equal names mean equal beginnings. `infinistore
+demo` does the same with real sizes.
 """
 
 import hashlib
@@ -28,14 +29,14 @@ def chunk_keys(tokens: list[str]) -> list[str]:
 
 
 def kv_block(key: str) -> bytes:
-    """Return what a model would compute for the chunk; here, bytes that anybody can work out again from the key."""
+    """Return a model's result for the chunk: here, bytes derived from the key."""
     return hashlib.shake_128(key.encode()).digest(BLOCK_BYTES)
 
 
 def prefill(url: str, tokens: list[str]) -> None:
     keys = chunk_keys(tokens)
     with blocking.open_store(url) as store:
-        found = store.match_prefix(keys)  # what another prompt has left is not computed again
+        found = store.match_prefix(keys)  # chunks of other prompts are reused
         store.put_many({key: kv_block(key) for key in keys[found:]})
     print(f"prefill: {int(found)} of {len(keys)} chunks were there, {len(keys) - found} computed and stored")
 
@@ -43,7 +44,7 @@ def prefill(url: str, tokens: list[str]) -> None:
 def decode(url: str, tokens: list[str]) -> None:
     keys = chunk_keys(tokens)
     with blocking.open_store(url) as store:
-        # The hold keeps the chunks from being evicted between the question and the read.
+        # The hold prevents eviction between the lookup and the read.
         found = store.match_prefix(keys, hold_s=10)
         blocks = store.get_many(keys[:found])
         if found.hold:

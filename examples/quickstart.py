@@ -1,8 +1,8 @@
-"""The library in one minute: an embedded store, no server, on Trio.
+"""The library in one minute: an embedded store on Trio.
 
     python examples/quickstart.py
 
-Give an address to do the same against a server: python examples/quickstart.py tcp://127.0.0.1:22345
+With a URL, it uses a server: python examples/quickstart.py tcp://127.0.0.1:22345
 """
 
 import sys
@@ -14,26 +14,26 @@ import infinistore
 
 async def main(url: str | None) -> None:
     async with infinistore.open_store(url) as store:
-        # One block under one key. A block is bytes, a bytearray, or anything else with a buffer.
+        # One block under one key. A block is any object with the buffer protocol.
         await store.put("greeting", b"hello")
         print("greeting:", bytes(await store.get("greeting")).decode())
 
-        # Many at once is how a KV cache moves: one request, visible all together.
+        # A KV cache moves in batches: one request, visible in one step.
         blocks = {f"prompt/chunk{number}": bytes([number]) * 65536 for number in range(8)}
         await store.put_many(blocks)
 
-        # How much of a prompt is there? The answer counts leading keys, up to the first that is missing.
+        # How much of a prompt is stored? The number of leading keys without a gap.
         wanted = [*blocks, "prompt/chunk8", "prompt/chunk9"]
         found = await store.match_prefix(wanted)
         print(f"longest prefix: {int(found)} of {len(wanted)} keys")
 
-        # Read into memory that is yours already: nothing is allocated for the payload.
+        # Read into existing memory: nothing is allocated for the payload.
         memory = [bytearray(65536) for _ in range(found)]
         lengths = await store.get_many_into(zip(wanted[:found], memory, strict=True))
         assert lengths == [65536] * found
         assert memory == list(blocks.values())
 
-        # A missing key is an error from `get`, None from `get_many`.
+        # `get` raises for a missing key, `get_many` returns None.
         try:
             await store.get("nothing here")
         except infinistore.KeyNotFound as error:

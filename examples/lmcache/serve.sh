@@ -9,7 +9,11 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 
 # The store, on this machine: 64 GiB. On another one, give its address in the YAML file, and a token file.
 infinistore --service-port 22345 --prealloc-size 64 &
-trap 'kill $!' EXIT
+store=$!
+trap 'kill $(jobs -p)' EXIT
+infinistore stat --wait 600 >/dev/null &
+wait -n  # for the store to answer, or to fail
+kill -0 $store
 
 # Workers must agree on the hash of a token block: without this, Python chooses another one in each process.
 export PYTHONHASHSEED=0

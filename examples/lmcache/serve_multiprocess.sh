@@ -6,6 +6,10 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 trap 'kill $(jobs -p)' EXIT
 
 infinistore --service-port 22345 --prealloc-size 64 &
+store=$!
+infinistore stat --wait 600 >/dev/null &
+wait -n  # for the store to answer, or to fail
+kill -0 $store
 
 # l2-adapter.args holds the flag --l2-adapter and its value, as a shell reads them.
 eval "set -- $(cat l2-adapter.args)"

@@ -6,7 +6,11 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 
 # The store, on this machine: 64 GiB. On another one, give its address in hicache.json, and a token file.
 infinistore --service-port 22345 --prealloc-size 64 &
-trap 'kill $!' EXIT
+store=$!
+trap 'kill $(jobs -p)' EXIT
+infinistore stat --wait 600 >/dev/null &
+wait -n  # for the store to answer, or to fail
+kill -0 $store
 
 python -m sglang.launch_server --model-path "$model" --port 30000 --page-size 64 \
     --enable-hierarchical-cache --hicache-ratio 2 --hicache-mem-layout page_first --hicache-io-backend kernel \

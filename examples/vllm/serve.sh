@@ -7,7 +7,11 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 
 # The store, on this machine: 64 GiB. On another one, give the address of that one in both.json, and a token file.
 infinistore --service-port 22345 --prealloc-size 64 &
-trap 'kill $!' EXIT
+store=$!
+trap 'kill $(jobs -p)' EXIT
+infinistore stat --wait 600 >/dev/null &
+wait -n  # for the store to answer, or to fail
+kill -0 $store
 
 vllm serve "$model" --port 8000 --kv-transfer-config "$(cat both.json)"
 
