@@ -4,26 +4,80 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-VENV := .venv
-BIN := $(VENV)/bin
-# The first of these that runs and is new enough becomes the virtual environment's Python. Choose one: make test PYTHON=python3.12
+# The first of these that runs and is new enough becomes the virtual environment's Python. One that is chosen has an
+# environment of its own, named for its version, so that it is never another one that runs: make test PYTHON=python3.13
 PYTHON ?= python3 python3.13 python3.12 python3.11
+ifeq ($(origin PYTHON),file)
+VENV := .venv
+else
+VERSION_OF := import sys; print("python%d.%d" % sys.version_info[:2])
+VENV := .venvs/$(or $(shell $(firstword $(PYTHON)) -c '$(VERSION_OF)' 2>/dev/null),unusable)
+endif
+BIN := $(VENV)/bin
+# `none` leaves out PyTorch, of which PyPI has for most Pythons only the build with gigabytes of CUDA. What needs it skips.
+TEST_TORCH ?=
+TEST_STAMP := $(VENV)/.installed-test$(if $(filter none,$(TEST_TORCH)),-without-torch)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TTFT_ARGS ?=
+MINUTES ?= 3
+FIRST_SEED ?= 1
 
-.PHONY: help demo test test-rdma test-integrations ttft pyverbs check format changelog bench clean
+.PHONY: help demo test test-cluster test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
-demo: $(VENV)/.installed-base ## set up, then run the demonstration
+# A disk needs numpy.
+demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## set up, then run the demonstration
 	$(BIN)/infinistore demo $(DEMO_ARGS)
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
-test: $(VENV)/.installed-test ## set up, then run all the tests; PYTEST_ARGS adds arguments
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: $(TEST_STAMP) ## set up, then run all the tests; PYTEST_ARGS adds arguments
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest $(PYTEST_ARGS)
+
+stress: $(TEST_STAMP) ## clients by shared memory that are stopped and killed, for MINUTES (3); DISK=1 gives their server a disk, SEED goes the same way again
+	$(BIN)/python -m tests.stress --seconds $$(( $(MINUTES) * 60 )) $(if $(DISK),--disk) $(if $(SEED),--seed $(SEED))
+
+simulate: $(if $(MUTANTS),.venvs/mutants/.installed,$(TEST_STAMP)) ## servers and clients in a virtual world where everything goes wrong: SEED runs one again, MUTANTS=1 sees whether it finds bugs, else MINUTES (3) on all cores
+	@$(if $(MUTANTS),.venvs/mutants/bin,$(BIN))/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(MUTANTS),--mutants,--minutes $(MINUTES)) --first-seed $(FIRST_SEED))
+
+# Guided by what is reached, in an environment of its own: atheris has wheels for few Pythons. What it finds is kept in build/fuzz.
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
+FUZZ_TARGETS ?= decoder server client touch_log http manifest disk
+
+fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anything, for FUZZ_SECONDS (60) each; FUZZ_TARGETS chooses, FUZZ_SEED repeats
+	@failed=; \
+	for target in $(FUZZ_TARGETS); do \
+	    echo "== $$target"; \
+	    .venvs/fuzz/bin/python -m tests.fuzz $$target --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) || failed="$$failed $$target"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+# At the lowest priority: it takes minutes of two cores.
+mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, and say which changes no test notices
+	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
+
+# Hours. Each part runs whatever became of the one before it.
+nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk for an hour each, bugs that simulate has to find, fuzz for two, all the tests with many examples, mutants
+	@failed=; \
+	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
+	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
+	$(MAKE) stress MINUTES=60 || failed="$$failed stress"; \
+	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
+	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
+	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="--timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
+	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="--timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
+	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
+	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+# Skips without root, ip or etcd, and in `make test`: it takes a minute.
+test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster on hosts of its own, which are killed, stopped and cut off
+	INFINISTORE_TEST_NETWORK=1 $(BIN)/pytest tests/cluster_network $(PYTEST_ARGS)
 
 # What skips without RDMA in `make test` fails here.
 test-rdma: $(VENV)/.installed-test ## set up, then run tests/rdma, in a virtual machine with Soft-RoCE if there is no RDMA here
@@ -49,11 +103,15 @@ test-integrations: $(ENGINE_STAMPS) ## set up the engines' environments, then te
 ttft: .venvs/vllm/.installed ## time to first token, cold and warm, in vLLM and transformers; TTFT_ARGS adds arguments
 	.venvs/vllm/bin/python bench/ttft.py $(TTFT_ARGS)
 
-check: $(VENV)/.installed-dev ## lint, formatting, types, changelog entries
+check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, changelog entries
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
+	echo "scripts/generate.py --check"; $(BIN)/python scripts/generate.py --check || failed=1; \
 	echo "towncrier build --draft"; $(BIN)/towncrier build --draft --version next >/dev/null || failed=1; \
 	[ -z "$$failed" ]
+
+generate: $(VENV)/.installed-dev ## write the files that are made from others, such as the blocking client
+	$(BIN)/python scripts/generate.py
 
 format: $(VENV)/.installed-dev ## put formatting and imports in order
 	$(BIN)/ruff check --fix
@@ -63,10 +121,13 @@ changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
 	$(BIN)/towncrier build --draft --version next
 
 # A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
-# and a target of its own, for itself and what it runs.
+# and a target of its own, for itself and what it runs; guard.py and compare.py compare with something.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|[a-z]+_engine)\.py'); \
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|[a-z]+_engine|guard|compare|disk_beside)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
+
+bench-guard: $(VENV)/.installed-base ## count the hot operations' instructions: RECORD=1 keeps the numbers, AGAINST=PATH compares
+	$(BIN)/python bench/guard.py $(if $(RECORD),--record) $(if $(AGAINST),--against $(AGAINST))
 
 clean: ## remove the virtual environments, caches and build results
 	rm -rf $(VENV) .venvs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -74,14 +135,16 @@ clean: ## remove the virtual environments, caches and build results
 
 # A stamp is older than pyproject.toml when the requirements may have changed.
 $(VENV)/.installed-base: EXTRAS :=
-$(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-test-without-torch: EXTRAS := [test]
+$(VENV)/.installed-test: EXTRAS := [test-tensors]
 $(VENV)/.installed-dev: EXTRAS := [dev]
+$(VENV)/.installed-disk: EXTRAS := [disk]
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
 	@touch $@
 
 # Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
-$(ENGINE_STAMPS): .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
 	install --requirement requirements/$*.txt --editable .; \
@@ -97,7 +160,7 @@ $(ENGINE_STAMPS): .venvs/%/.installed: requirements/%.txt $(wildcard requirement
 	done; \
 	if [ -z "$$chosen" ]; then \
 	    echo "InfiniStore needs Python 3.11 or newer, and none of these is: $(PYTHON)" >&2; \
-	    echo "On Debian 12: apt-get install python3 python3-venv   (or: make $(MAKECMDGOALS) PYTHON=/path/to/python)" >&2; \
+	    echo "On Debian 12: apt-get install python3 python3-venv   (or: make $(MAKECMDGOALS) PYTHON=/path/to/python VENV=.venv)" >&2; \
 	    exit 1; \
 	fi; \
 	if "$$chosen" -c 'import ensurepip' 2>/dev/null; then "$$chosen" -m venv $*; \

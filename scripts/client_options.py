@@ -1,0 +1,166 @@
+"""Generate what derives from the options of `open_store`.
+
+That is: the keyword arguments for type checkers, the docstrings, and tables on a page.
+The options are described in `infinistore/client/options/options.py` and `url.py`.
+"""
+
+import ast
+import re
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinistore.settings import Setting
+
+__all__ = ["client_options"]
+
+OPTIONS = "infinistore/client/options/options.py"
+KEYWORDS = "infinistore/client/options/keywords.py"
+PAGE = "docs/opening-a-store.md"
+OPEN_STORES = (
+    "infinistore/client/drivers/trio_driver.py",
+    "infinistore/client/drivers/asyncio_driver.py",
+    "infinistore/client/drivers/blocking_driver.py",
+)
+WIDTH = 88
+INDENT = " " * 8
+
+
+def client_options(project: Path) -> dict[str, str]:
+    """Return the files with their generated parts, by path from the top folder."""
+    from infinistore.client.options.options import option_settings
+
+    arguments = docstring_arguments(option_settings())
+    files = {KEYWORDS: keywords((project / OPTIONS).read_text())}
+    for path in OPEN_STORES:
+        files[path] = with_arguments(path, (project / path).read_text(), arguments)
+    files[PAGE] = with_tables((project / PAGE).read_text())
+    return files
+
+
+def keywords(source: str) -> str:
+    """Return the module with the keyword arguments, from the source of `Options`."""
+    (options,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Options")
+    fields = [
+        f"    {ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
+        for node in options.body
+        if isinstance(node, ast.AnnAssign)
+    ]
+    return "\n".join(
+        [
+            "# Generated from options.py by scripts/generate.py: change that one instead.",
+            '"""The keyword arguments of every `open_store`, for type checkers."""',
+            "",
+            "from collections.abc import Sequence",
+            "from typing import Literal, TypedDict",
+            "",
+            '__all__ = ["StoreOptions"]',
+            "",
+            "",
+            "class StoreOptions(TypedDict, total=False):",
+            '    """The keyword arguments of every `open_store`, which explains them."""',
+            "",
+            *fields,
+            "",
+        ]
+    )
+
+
+def docstring_arguments(settings: Sequence["Setting"]) -> str:
+    """Return the section `Args` of the docstring of `open_store`."""
+    from infinistore.client.options.url import SCHEMES
+
+    lines = [" " * 4 + "Args:"]
+    url = (
+        "Where the server is, and over which transport to reach it. Options may follow, as in `?deadline_s=5`; "
+        "arguments take precedence. Without a URL, the store is embedded. The URLs are:"
+    )
+    lines += wrapped(f"url: {url}", INDENT)
+    for scheme in SCHEMES.values():
+        lines += wrapped(f"* `{scheme.form}`: {scheme.meaning}", INDENT + " " * 4, hanging=2)
+    for heading, group in groupby(settings, key=lambda setting: setting.group):
+        for setting in group:
+            scope = "" if heading == settings[0].group else f" {heading} only."
+            lines += wrapped(f"{setting.key}: {setting.help}.{scope} Default: {setting.default_text}.", INDENT)
+    environment = (
+        "What the store takes from its process, for simulations: the network, chance, shared memory. It is an "
+        "`Environment` of `infinistore.client.extension`. With a server only. Default: sockets, and a "
+        "generator of random numbers."
+    )
+    lines += wrapped(f"environment: {environment}", INDENT)
+    return "\n".join(lines)
+
+
+def wrapped(text: str, indent: str, hanging: int = 4) -> list[str]:
+    """Return a paragraph as lines; all but the first are indented further."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + " " * hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def with_arguments(path: str, source: str, arguments: str) -> str:
+    """Return a module whose `open_store` has this section in its docstring.
+
+    Raises:
+        ValueError: its docstring has no such section, which must come before `Raises`.
+    """
+    pattern = r'(def open_store\(.*?""".*?\n)    Args:\n.*?(\n\n    Raises:\n)'
+    made, count = re.subn(pattern, lambda found: found[1] + arguments + found[2], source, count=1, flags=re.DOTALL)
+    if not count:
+        raise ValueError(f"the docstring of open_store in {path} has no `Args:` with `Raises:` after it")
+    return made
+
+
+def with_tables(page: str) -> str:
+    """Return the page with the tables of URLs and options renewed.
+
+    Raises:
+        ValueError: a mark where a table begins or ends is missing.
+    """
+    for name, table in (("urls", table_of_urls()), ("options", tables_of_options())):
+        before, begin, rest = page.partition(f"<!-- {name}: generated -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->")
+        if not end:
+            raise ValueError(f"{PAGE} lacks the marks `{name}: generated` and `end of {name}`")
+        page = before + begin + table + end + after
+    return page
+
+
+def table_of_urls() -> str:
+    """Return the table of URLs in Markdown."""
+    from infinistore.client.options.url import SCHEMES
+
+    rows = [f"| `{scheme.form}` | {scheme.meaning} |" for scheme in SCHEMES.values()]
+    return "\n".join(["", "| URL | transport |", "|---|---|", *rows, "", ""])
+
+
+def tables_of_options() -> str:
+    """Return the tables of options in Markdown, one for each scope."""
+    from infinistore.client.options.options import option_settings, url_settings
+
+    in_urls = {setting.key for setting in url_settings()}
+    arguments = {setting.key for setting in option_settings()}
+    settings = [*option_settings(), *(setting for setting in url_settings() if setting.key not in arguments)]
+    lines: list[str] = []
+    for heading in dict.fromkeys(setting.group for setting in settings):
+        lines += [
+            "",
+            f"### {heading}",
+            "",
+            "| Option | Value | Default | In the URL | What it does |",
+            "|---|---|---|---|---|",
+        ]
+        for setting in settings:
+            if setting.group == heading:
+                value = setting.kind.metavar.replace("|", "\\|") or "True\\|False"
+                url = "yes" if setting.key in in_urls else "no"
+                lines.append(f"| `{setting.key}` | {value} | {setting.default_text} | {url} | {setting.help} |")
+    return "\n".join([*lines, "", ""])

@@ -1,0 +1,213 @@
+"""Generate docs/public-api.md from the source, so that nothing has to be installed."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import attrs
+
+__all__ = ["public_api"]
+
+PAGE = "docs/public-api.md"
+MODULES = (
+    "infinistore",
+    "infinistore.client",
+    "infinistore.aio",
+    "infinistore.blocking",
+    "infinistore.tensors",
+    "infinistore.server",
+    "infinistore.allocators",
+    "infinistore.allocators.contract",
+    "infinistore.transports",
+    "infinistore.mover_contract",
+    "infinistore.integrations.lmcache",
+    "infinistore.integrations.lmcache_l2",
+    "infinistore.integrations.sglang",
+    "infinistore.integrations.transformers",
+    "infinistore.integrations.vllm",
+    "infinistore.statistics",
+    "infinistore.client.extension",
+)
+"""What these have in `__all__` is public."""
+
+
+@attrs.frozen
+class Module:
+    """A module's dotted name and its source."""
+
+    name: str
+    tree: ast.Module
+
+
+@attrs.frozen
+class Found:
+    """Where a name is defined: statement and module. A module has no statement."""
+
+    module: Module
+    node: ast.stmt | None
+
+
+def public_api(project: Path) -> dict[str, str]:
+    """Return the page with its list renewed, by its path from the top folder.
+
+    Raises:
+        ValueError: a public name is defined nowhere, or the page lacks its marks.
+    """
+    page = (project / PAGE).read_text()
+    before, begin, rest = page.partition("<!-- names: generated -->\n")
+    _, end, after = rest.partition("<!-- end of names -->")
+    if not end:
+        raise ValueError(f"{PAGE} lacks the marks `names: generated` and `end of names`")
+    return {PAGE: before + begin + "\n".join(listing(project)) + "\n\n" + end + after}
+
+
+def listing(project: Path) -> Iterator[str]:
+    """Yield the lines of the list."""
+    listed: dict[tuple[str, int], str] = {}
+    for name in MODULES:
+        module = load(project, name)
+        if module is None:
+            raise ValueError(f"{name} is to be listed in {PAGE}, and does not exist")
+        yield from ("", f"### `{name}`", "", "| Name | What it is |", "|---|---|")
+        for public in exported(module):
+            found = find(project, module, public)
+            key = (found.module.name, found.node.lineno if found.node else 0)
+            if key in listed:
+                yield f"| `{public}` | the same as `{listed[key]}` |"
+                continue
+            listed[key] = f"{name}.{public}"
+            yield f"| `{public}{signature(found.node)}` | {description(found, public)} |"
+            if isinstance(found.node, ast.ClassDef):
+                members = sorted(set(members_of(project, found.module, found.node)))
+                if members:
+                    yield f"| | {', '.join(f'`{member}`' for member in members)} |"
+
+
+@cache
+def load(project: Path, name: str) -> Module | None:
+    """Read a module; None if there is no such file."""
+    path = project / name.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return Module(name, ast.parse(file.read_text())) if file.is_file() else None
+
+
+def exported(module: Module) -> list[str]:
+    """Return what `__all__` has."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    raise ValueError(f"{module.name} has no __all__")
+
+
+def find(project: Path, module: Module, name: str) -> Found:
+    """Find the definition of a name, through the modules that it is imported from.
+
+    Raises:
+        ValueError: it is defined nowhere.
+    """
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name == name and "overload" not in map(ast.unparse, node.decorator_list):
+                return Found(module, node)
+            continue
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in map(ast.unparse, targets(node)):
+            return Found(module, node)
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    submodule = load(project, f"{node.module}.{alias.name}")
+                    if submodule is not None:
+                        return Found(submodule, None)
+                    source = load(project, node.module)
+                    if source is not None:
+                        return find(project, source, alias.name)
+    raise ValueError(f"{module.name}.{name} is in __all__, and defined nowhere")
+
+
+def targets(node: ast.stmt) -> list[ast.expr]:
+    """Return what a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def members_of(project: Path, module: Module, node: ast.ClassDef) -> Iterator[str]:
+    """Yield the public methods and attributes of a class, inherited ones included.
+
+    Only classes of this project are considered.
+    """
+    for base in node.bases:
+        parts = ast.unparse(base).partition("[")[0].split(".")
+        try:
+            found = find(project, module, parts[0])
+            if found.node is None and len(parts) > 1:
+                found = find(project, found.module, parts[1])
+        except ValueError:
+            continue  # of the standard library, or of another package
+        if isinstance(found.node, ast.ClassDef):
+            yield from members_of(project, found.module, found.node)
+    for statement in node.body:
+        yield from filter(is_public, members_by(statement))
+
+
+def members_by(statement: ast.stmt) -> Iterator[str]:
+    """Yield the members that a statement in the body of a class makes."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        decorators = {ast.unparse(one).rpartition(".")[2] for one in statement.decorator_list}
+        if statement.name == "__init__":
+            for inner in ast.walk(statement):
+                if isinstance(inner, ast.Assign | ast.AnnAssign):
+                    for target in map(ast.unparse, targets(inner)):
+                        if re.fullmatch(r"self\.\w+", target):
+                            yield target.removeprefix("self.")
+        elif decorators & {"property", "cached_property", "setter"}:
+            yield statement.name
+        else:
+            yield statement.name + signature(statement)
+    else:
+        yield from (ast.unparse(target) for target in targets(statement))
+
+
+def is_public(member: str) -> bool:
+    """Whether a member of a class does not begin with an underscore."""
+    return not member.startswith("_")
+
+
+def signature(node: ast.stmt | None) -> str:
+    """Return the parameters of a function, without types; empty for anything else."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ""
+    arguments = node.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    return f"({re.sub(r'^(self|cls)(, |$)', '', ast.unparse(arguments))})"
+
+
+def description(found: Found, name: str) -> str:
+    """Return the first sentence of the docstring, or the assignment of a constant."""
+    node = found.node
+    if node is None:
+        docstring = ast.get_docstring(found.module.tree)
+    elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        docstring = ast.get_docstring(node)
+    else:
+        docstring = docstring_after(found.module.tree, node)
+    if not docstring:
+        return f"`{ast.unparse(node)}`" if node is not None else name
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    sentence = re.match(r".*?[.:](?= |$)", paragraph)
+    return (sentence[0] if sentence else paragraph).rstrip(".:").replace("|", "\\|")
+
+
+def docstring_after(tree: ast.Module, node: ast.stmt) -> str:
+    """Return the text literal behind an assignment, if there is one."""
+    if node not in tree.body:
+        return ""
+    following = tree.body[tree.body.index(node) + 1 :][:1]
+    match following:
+        case [ast.Expr(value=ast.Constant(value=str(text)))]:
+            return text
+    return ""
