@@ -1,6 +1,8 @@
 """`infinistore serve`, and plain `infinistore`: run a server until it is stopped."""
 
+import faulthandler
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from infinistore.config import ServerConfig
+    from infinistore.service_manager import ServiceManager
 
 __all__ = ["calm_the_garbage_collector", "command"]
 
@@ -63,16 +66,21 @@ def _run(config: "ServerConfig", *, as_json: bool) -> None:
     prepare_process(config.allocator)  # first: it may re-execute this process
     import trio
 
+    from infinistore.service_manager import ServiceManager
+
+    manager = ServiceManager.from_environment(os.environ, os.getpid())
+    if manager.watchdog_s:
+        faulthandler.enable()  # so that the log says where it hung
     interrupts: list[int] = []
     try:
-        trio.run(_serve, config, as_json, interrupts)
+        trio.run(_serve, config, as_json, manager, interrupts)
     except* OutOfMemory as group:
         raise ConfigError(f"--prealloc-size: {group.exceptions[0]}") from group
     if interrupts:
         raise KeyboardInterrupt  # the server drained; the shell is told that it was Ctrl-C
 
 
-async def _serve(config: "ServerConfig", as_json: bool, interrupts: list[int]) -> None:
+async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager", interrupts: list[int]) -> None:
     import trio
 
     from infinistore import server
@@ -80,13 +88,20 @@ async def _serve(config: "ServerConfig", as_json: bool, interrupts: list[int]) -
 
     run = partial(server.serve, config) if config.shards == 1 else partial(server.serve_shards, config, SHARD_COMMAND)
     async with trio.open_nursery() as nursery:
+
+        async def serve(*, task_status: trio.TaskStatus[Any]) -> None:
+            await run(handle_signals=True, service_manager=manager, task_status=task_status)
+            nursery.cancel_scope.cancel()  # the beats
+
+        nursery.start_soon(manager.beat)
         taking = trio.CancelScope()
         nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
-        addresses = await nursery.start(partial(run, handle_signals=True))
+        addresses = await nursery.start(serve)
         taking.cancel()
         calm_the_garbage_collector()
         _note_interrupts(interrupts)
         _announce(config, addresses, as_json=as_json)
+        manager.ready()
 
 
 def calm_the_garbage_collector() -> None:

@@ -37,7 +37,7 @@ from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.buggified.machine import buggified, collide, make_body_budget
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.environment import Environment
-from infinistore.server.listeners import ServerAddresses
+from infinistore.server.listeners import ServerAddresses, open_listeners
 from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.maintenance.periodic_eviction import evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
@@ -54,6 +54,7 @@ from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.statistics.recorder import Recorder
 from infinistore.server.telemetry import Telemetry
+from infinistore.service_manager import ServiceManager
 from infinistore.token_file import read_token
 from infinistore.transports.sockets.spin import DEFAULT_SPIN_S, Spinner
 from infinistore.version import __version__
@@ -76,10 +77,12 @@ async def serve(
     config: ServerConfig | None = None,
     *,
     handle_signals: bool = False,
+    service_manager: ServiceManager | None = None,
     task_status: trio.TaskStatus[ServerAddresses] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run a server until it is cancelled; with `handle_signals` (main thread only) also
-    until SIGTERM or SIGINT.
+    until SIGTERM or SIGINT. It listens on the sockets of `service_manager`, and tells
+    it when it drains.
 
     Started in a nursery by `await nursery.start(serve, config)`, it gives a
     `ServerAddresses` once it listens.
@@ -89,9 +92,13 @@ async def serve(
             it is required.
         OutOfMemory: the machine has no memory for the pool.
     """
+    manager = service_manager or ServiceManager()
     await run_server(
         config or ServerConfig(),
         handle_signals=handle_signals,
+        environment=Environment(
+            open_listeners=partial(open_listeners, given=manager.listeners), service_manager=manager
+        ),
         on_listening=lambda server: task_status.started(server.addresses),
     )
 
@@ -152,6 +159,7 @@ async def run_server(
                     management.server = server
                 if handle_signals:
                     await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
+                nursery.start_soon(_tell_of_drain, server, environment.service_manager)
                 serve = partial(server.run, listeners.clients, lambda: on_listening(server))
                 if cluster is None:
                     await serve()
@@ -411,6 +419,11 @@ def _start_management(
     limits = HttpLimits(connections=connections, probes=PROBES)
     nursery.start_soon(serve_http, management.application(), listeners, limits)
     return management
+
+
+async def _tell_of_drain(server: Server, manager: ServiceManager) -> None:
+    await server.drain_begun()
+    manager.stopping()
 
 
 async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:

@@ -20,6 +20,7 @@ from infinistore.protocol.shards import Shard
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
+from infinistore.service_manager import ServiceManager
 from infinistore.transports import Transport, installed_transports
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.spin import Spinner
@@ -49,6 +50,8 @@ class Environment:
     """
 
     open_listeners: Callable[[ServerConfig, ExitStack], Listeners] = open_listeners
+    service_manager: ServiceManager = attrs.field(factory=ServiceManager)
+    """Who is told when the server drains."""
     meet_shards: Callable[[ServerAddresses], Awaitable[Sequence[Shard]]] = _no_shards
     """Tells where the server listens, and returns where all the shards are that it is
     one of; none if it is a server by itself.

@@ -2,13 +2,16 @@
 
 import logging
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
 import attrs
 
+from infinistore.addresses import is_loopback, with_port
 from infinistore.config import ServerConfig
+from infinistore.errors import ConfigError
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import Access, listen_unix, make_private, make_private_folder
 
@@ -41,32 +44,67 @@ class Listeners:
     addresses: ServerAddresses
 
 
-def open_listeners(config: ServerConfig, resources: ExitStack) -> Listeners:
+def open_listeners(config: ServerConfig, resources: ExitStack, given: Sequence[socket.socket] = ()) -> Listeners:
     """Listen where the settings say. `resources` closes the sockets.
+
+    `given` listen already: TCP sockets among them replace those of the settings, and so
+    does a Unix socket, whose path is not this server's to remove.
 
     Raises:
         ConfigError: an address, a port or a path cannot be used.
     """
-    clients = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
+    for sock in given:
+        resources.enter_context(sock)
+    clients = [sock for sock in given if sock.family != socket.AF_UNIX]
+    _check_reach(config, clients)
+    if not clients:
+        clients = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
     tcp = tuple(sock.getsockname()[:2] for sock in clients)
-    unix_path = config.socket_path(tcp[0][1])
+    unix_path = _given_path([sock for sock in given if sock.family == socket.AF_UNIX])
     if unix_path is not None:
-        if config.unix_socket == "auto" and not make_private(unix_path.parent):
-            # Another user may have made the folder, to keep this server from starting.
-            # Clients ask over TCP where the socket is.
-            folder = make_private_folder()
-            resources.callback(_remove_folder, folder)
-            extra = {"folder": str(unix_path.parent), "instead": str(folder)}
-            _log.warning("the folder of the Unix socket is not private", extra=extra)
-            unix_path = folder / unix_path.name
-        access = cast(Access, config.unix_socket_access)
-        clients.append(resources.enter_context(listen_unix(unix_path, access)))
+        clients += [sock for sock in given if sock.family == socket.AF_UNIX]
+    else:
+        unix_path = config.socket_path(tcp[0][1])
+        if unix_path is not None:
+            if config.unix_socket == "auto" and not make_private(unix_path.parent):
+                # Another user may have made the folder, to keep this server from
+                # starting. Clients ask over TCP where the socket is.
+                folder = make_private_folder()
+                resources.callback(_remove_folder, folder)
+                extra = {"folder": str(unix_path.parent), "instead": str(folder)}
+                _log.warning("the folder of the Unix socket is not private", extra=extra)
+                unix_path = folder / unix_path.name
+            access = cast(Access, config.unix_socket_access)
+            clients.append(resources.enter_context(listen_unix(unix_path, access)))
     management: list[socket.socket] = []
     if config.manage_port is not None:
         found = listen_tcp(config.manage_host, config.manage_port, host_flag="--manage-host", port_flag="--manage-port")
         management = [resources.enter_context(sock) for sock in found]
     managed = tuple(sock.getsockname()[:2] for sock in management)
     return Listeners(clients, management, ServerAddresses(tcp, unix_path, managed))
+
+
+def _check_reach(config: ServerConfig, given: Sequence[socket.socket]) -> None:
+    """What holds for --host holds for a given socket: beyond loopback it needs a
+    token.
+    """
+    if config.token_file is not None or config.insecure:
+        return
+    for host, port in (sock.getsockname()[:2] for sock in given):
+        if not is_loopback(host):
+            raise ConfigError(
+                f"the given socket {with_port(host, port)}: other machines could read and write everything; "
+                "add --token-file FILE, or --insecure to allow that"
+            )
+
+
+def _given_path(given: Sequence[socket.socket]) -> Path | None:
+    if not given:
+        return None
+    paths = [sock.getsockname() for sock in given]
+    if len(paths) > 1 or not isinstance(paths[0], str) or not paths[0].startswith("/"):
+        raise ConfigError("the given sockets: clients need one Unix socket with an absolute path, not more")
+    return Path(paths[0])
 
 
 def _remove_folder(folder: Path) -> None:

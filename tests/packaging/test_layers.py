@@ -36,6 +36,7 @@ GROUND: dict[str, set[str]] = {
     "machine_memory": set(),
     "namesake": set(),
     "new_threads": {"errors"},
+    "service_manager": {"errors"},
     "settings": {"errors", "sizes"},
     "shard_settings": {"disk_settings", "sizes"},
     "sizes": set(),

@@ -30,6 +30,7 @@ from infinistore.server.listeners import ServerAddresses
 from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Serving, Start
 from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
 from infinistore.server.shards.states import Fleet, ShardState
+from infinistore.service_manager import ServiceManager
 from infinistore.token_file import read_token
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
@@ -48,10 +49,12 @@ async def serve_shards(
     command: Sequence[str],
     *,
     handle_signals: bool = False,
+    service_manager: ServiceManager | None = None,
     task_status: trio.TaskStatus[ServerAddresses] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run the shards of a server until it is cancelled; with `handle_signals` (main
-    thread only) also until SIGTERM or SIGINT.
+    thread only) also until SIGTERM or SIGINT. `service_manager` is told when they
+    drain.
 
     `command` starts the process of a shard; the descriptor of its link follows as an
     argument. Started in a nursery, it gives the addresses of the first shard, and of
@@ -62,6 +65,11 @@ async def serve_shards(
         OutOfMemory: the machine has no memory for the pool.
         StoreUnavailable: a shard ended before all served.
     """
+    manager = service_manager or ServiceManager()
+    if manager.listeners:
+        for sock in manager.listeners:
+            sock.close()
+        raise ConfigError("--shards: each shard listens by itself; disable the socket unit, or use one process")
     refused: KeptError | None = None
     with ExitStack() as resources:
         token = read_token(config.token_file) if config.token_file else ""
@@ -76,7 +84,7 @@ async def serve_shards(
             resources.callback(_remove_folder, folder)
         check_memory(config.prealloc_bytes, config.huge_pages)  # each shard checks only what it takes itself
         await trio.to_thread.run_sync(prepare_disks, config.disks, config.shards)
-        supervisor = _Supervisor(config, command, folder)
+        supervisor = _Supervisor(config, command, folder, manager)
         async with trio.open_nursery() as nursery:
             if listeners:
                 supervisor.serve_management(listeners, token, nursery)
@@ -100,7 +108,9 @@ def _remove_folder(folder: Path) -> None:
 
 
 class _Supervisor:
-    def __init__(self, config: ServerConfig, command: Sequence[str], folder: Path | None) -> None:
+    def __init__(
+        self, config: ServerConfig, command: Sequence[str], folder: Path | None, manager: ServiceManager
+    ) -> None:
         available = frozenset(os.sched_getaffinity(0))
         if config.shards > len(available):
             _log.warning("more shards than cores", extra={"shards": config.shards, "cores": len(available)})
@@ -114,6 +124,7 @@ class _Supervisor:
         sockets = [None if folder is None else folder / f"{index}.sock" for index in range(config.shards)]
         self._drain_timeout_s = config.drain_timeout_s
         self._command = command
+        self._manager = manager
         self._starts = [
             Start(index, one, None if cores is None else cores[index], sockets[index])
             for index, one in enumerate(configs)
@@ -155,6 +166,7 @@ class _Supervisor:
                     _log.info("not waiting for requests under way", extra={"signal": name})
                     everything.cancel()
                 _log.info("draining", extra={"signal": name, "at_most_s": self._drain_timeout_s})
+                self._manager.stopping()
                 self.fleet.draining = True
                 self._drain.set()
 
