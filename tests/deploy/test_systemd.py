@@ -1,0 +1,80 @@
+"""The units in deploy/systemd: systemd accepts them, and rates what they expose."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinistore.config import load_server_config
+
+UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+INSTALLED = "/opt/infinistore/bin/infinistore"
+MOST_EXPOSURE = 20  # tenths
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """The units, for a program that exists here."""
+    for unit in UNITS.iterdir():
+        (tmp_path / unit.name).write_text(unit.read_text().replace(INSTALLED, sys.executable))
+    drop_in = tmp_path / "infinistore.service.d"
+    drop_in.mkdir()
+    return tmp_path
+
+
+def analyze(*arguments: str | Path, cwd: Path) -> str:
+    """Run systemd-analyze; return what it printed."""
+    environment = os.environ | {"SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
+    done = subprocess.run(
+        ["systemd-analyze", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize("devices", [False, True])
+def test_systemd_finds_no_fault_with_the_units(units: Path, devices: bool) -> None:
+    if devices:
+        shutil.copy(units / "infinistore-devices.conf", units / "infinistore.service.d" / "devices.conf")
+    assert analyze("verify", "./infinistore.service", "./infinistore.socket", cwd=units) == ""
+
+
+@needs_systemd
+def test_the_service_exposes_little(units: Path) -> None:
+    rated = analyze("security", "--offline=true", f"--threshold={MOST_EXPOSURE}", "./infinistore.service", cwd=units)
+    assert re.search(r"Overall exposure level for infinistore.service: [01]\.\d", rated)
+
+
+def settings_of_the_unit() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^(\w+)=(.*)$", (UNITS / "infinistore.service").read_text(), flags=re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_server_understands_what_the_unit_and_its_configuration_say(tmp_path: Path) -> None:
+    settings = settings_of_the_unit()
+    variables = dict(line.split("=", 1) for line in settings["Environment"])
+    assert variables.pop("INFINISTORE_TOKEN_FILE") == "%d/token"
+
+    config = load_server_config(file=UNITS / "infinistore.yaml", environment=variables)
+
+    assert settings["RuntimeDirectory"] == ["infinistore"]
+    assert config.unix_socket == "/run/infinistore/infinistore.sock"
+    assert config.unix_socket_access == "group"
+    assert set(variables) == {"INFINISTORE_UNIX_SOCKET", "INFINISTORE_UNIX_SOCKET_ACCESS"}
+    (command,) = settings["ExecStart"]
+    assert command == f"{INSTALLED} serve --config /etc/infinistore/infinistore.yaml"
+
+
+def test_the_sockets_are_those_of_the_configuration() -> None:
+    streams = re.findall(r"^ListenStream=(.*)$", (UNITS / "infinistore.socket").read_text(), flags=re.MULTILINE)
+    config = load_server_config(file=UNITS / "infinistore.yaml", environment={})
+    assert streams == [f"{config.host}:{config.service_port}", "/run/infinistore/infinistore.sock"]
