@@ -63,3 +63,6 @@ class View:
     """How many nodes have each block."""
     purged_revision: int = 0
     """Blocks that were put before this revision are not to be found again."""
+    drains: tuple[str, ...] = ()
+    """The ids of nodes that drain, or have drained, because somebody asked for it, in
+    order. Those that have are not among the nodes."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+import attrs
+
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.documents import ClusterConfig
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause, Probe
@@ -181,16 +183,13 @@ class Follower:
             nodes=tuple(nodes[node_id] for node_id in sorted(nodes)),
             copies=self._config.copies,
             purged_revision=self._purged_revision,
+            drains=tuple(sorted(listing.drains)),
         )
         self._publish(view)
 
     def _publish(self, view: View) -> None:
         old = self.view
-        if old is not None and (old.nodes, old.copies, old.purged_revision) == (
-            view.nodes,
-            view.copies,
-            view.purged_revision,
-        ):
+        if old is not None and attrs.evolve(old, epoch=view.epoch) == view:
             return
         self.view = view
         self._on_view(view)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from infinistore.cluster.documents import ClusterConfig, read_config, read_node
+from infinistore.cluster.drains import Drain, read_drain
 from infinistore.cluster.etcd.messages import Item
-from infinistore.cluster.view import Node
+from infinistore.cluster.view import Node, NodeState
 
 __all__ = ["Layout", "Listing"]
 
@@ -49,6 +50,15 @@ class Layout:
         """The key of a node."""
         return self.nodes + node_id
 
+    @property
+    def drains(self) -> str:
+        """What the keys of drains begin with."""
+        return self.prefix + "drains/"
+
+    def drain(self, node_id: str) -> str:
+        """The key that is there while a node is to drain, or has drained."""
+        return self.drains + node_id
+
     def purged(self, node_id: str) -> str:
         """The key of the last purge that a node has carried out."""
         return f"{self.prefix}purged/{node_id}"
@@ -58,13 +68,15 @@ class Layout:
 class Listing:
     """What etcd lists of a cluster. `config` is None and `purged_revision` 0 if it says
     nothing of them. `problems` are half sentences about items that cannot be read, by
-    their keys.
+    their keys. `drains` are those that were asked for, by the ids of their nodes, which
+    are registered or not; one that is counts as draining.
     """
 
     config: ClusterConfig | None
     nodes: Mapping[str, Node]
     purged_revision: int
     problems: Mapping[str, str]
+    drains: Mapping[str, Drain]
 
     @classmethod
     def of(cls, layout: Layout, items: Iterable[Item]) -> "Listing":
@@ -77,6 +89,7 @@ class Listing:
         purged_revision = 0
         nodes: dict[str, Node] = {}
         problems: dict[str, str] = {}
+        drains: dict[str, Drain] = {}
         for item in items:
             if item.key == layout.config:
                 try:
@@ -85,10 +98,14 @@ class Listing:
                     raise ValueError(f"{layout.config} in etcd {error}") from None
             elif item.key == layout.purge:
                 purged_revision = item.mod_revision
+            elif item.key.startswith(layout.drains):
+                drains[item.key.removeprefix(layout.drains)] = read_drain(item.value)
             elif item.key.startswith(layout.nodes):
                 node_id = item.key.removeprefix(layout.nodes)
                 try:
                     nodes[node_id] = read_node(item.value, id=node_id, generation=item.create_revision)
                 except ValueError as error:
                     problems[item.key] = str(error)
-        return cls(config, nodes, purged_revision, problems)
+        for node_id in drains.keys() & nodes.keys():
+            nodes[node_id] = attrs.evolve(nodes[node_id], state=NodeState.DRAINING)
+        return cls(config, nodes, purged_revision, problems, drains)

@@ -7,19 +7,21 @@ be gone, for this one has its port.
 
 A node that has missed a purge of the cluster purges before it registers. One that joins
 others begins with a part of its weight, so that not everybody puts to an empty store,
-and misses there, at once.
+and misses there, at once. One that drained on request stays out, also when its process
+is started again, until the request is taken back.
 """
 
 import enum
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any, Final
 
 import attrs
 
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
+from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Purge
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing
@@ -40,6 +42,7 @@ from infinistore.cluster.etcd.messages import (
     transaction,
     unless_changed,
 )
+from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.view import Node, NodeState, View
 from infinistore.errors import ConfigError
@@ -62,6 +65,8 @@ class RegistrationState(enum.Enum):
     REGISTERED = "registered"
     LOST = "lost"
     """It was registered, and is being registered again."""
+    DRAINED = "drained"
+    """It has drained on request, and stays out until that is taken back."""
     LEFT = "left"
 
 
@@ -81,12 +86,15 @@ class Registration:
         config: ClusterConfig | None = None,
         has_old_blocks: bool = False,
         on_registered: Callable[[], None] = lambda: None,
+        on_drain: Callable[[bool], None] = lambda wanted: None,
         warm_up_s: float = 30.0,
         lease_s: int = LEASE_S,
     ) -> None:
         """`node` has its full weight. `config` is for a cluster that has none yet.
         `has_old_blocks` says that the node has blocks of an earlier process, from disk.
-        `on_registered` is called each time that the node has been registered.
+        `on_registered` is called each time that the node has been registered, or knows
+        that it stays out. `on_drain` is called with True when somebody asks the node to
+        drain, and with False when that is taken back.
         """
         self._session = session
         self._layout = layout
@@ -100,6 +108,7 @@ class Registration:
         self._item = Item(layout.node(node.id))
         """What is written, as far as is known."""
         self._draining = False
+        self._request = RequestedDrain(layout, node.id, on_drain)
         self._joined_at = -math.inf
         self._conflict_since: float | None = None
         self._purged: int | None = None if has_old_blocks else 0
@@ -115,7 +124,7 @@ class Registration:
     @property
     def node(self) -> Node:
         """The node as it ought to stand in etcd now."""
-        if self._draining:
+        if self.draining:
             return attrs.evolve(self._node, state=NodeState.DRAINING)
         step = self._step()
         if step == _STEPS:
@@ -123,16 +132,29 @@ class Registration:
         weight = max(min(self._node.weight, 1), self._node.weight * step // _STEPS)
         return attrs.evolve(self._node, state=NodeState.JOINING, weight=weight)
 
+    @property
+    def draining(self) -> bool:
+        """Whether others are not to write to this node any more."""
+        return self._draining or self._request.wanted
+
     def drain(self) -> None:
         """Have others read from this node, and no longer write to it. Takes effect when
         the flow's pause ends.
         """
         self._draining = True
 
+    def drained(self, progress: Drain) -> None:
+        """Say how far the drain is that was asked for. If it is done, the node leaves.
+        Takes effect when the flow's pause ends.
+        """
+        self._request.progress = progress
+
     def seen(self, view: View) -> bool:
         """Whether a view gives reason to look at what stands in etcd, when the flow's
         pause ends.
         """
+        if self.state in (RegistrationState.REGISTERED, RegistrationState.DRAINED):
+            self._look_soon |= (self._node.id in view.drains) != self._request.wanted
         if self.state is RegistrationState.REGISTERED:
             mine = [node.instance for node in view.nodes if node.id == self._node.id]
             known = self._purged or 0
@@ -165,9 +187,13 @@ class Registration:
     async def leave(self) -> None:
         """Give the lease up. If etcd does not answer, the lease runs out by itself."""
         self.state = RegistrationState.LEFT
-        if self._lease:
+        await self._revoke()
+
+    async def _revoke(self) -> None:
+        lease, self._lease = self._lease, 0
+        if lease:
             try:
-                await self._session.call(revoke_lease(self._lease), _CALL_S)
+                await self._session.call(revoke_lease(lease), _CALL_S)
             except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
                 _log.info("the lease in etcd is left to run out", extra={"problem": str(error)})
 
@@ -176,6 +202,10 @@ class Registration:
         items = {item.key: item for item in found.items}
         await self._check_config(items)
         await self._purge_if_told(items)
+        came_back = self._request.found(items)
+        if self._request.over:
+            await self._stay_out()
+            return
         key = self._layout.node(self._node.id)
         standing = items.get(key, Item(key))
         nodes = Listing.of(self._layout, found.items).nodes
@@ -185,9 +215,28 @@ class Registration:
                 return
             standing = Item(key)
         self._conflict_since = None
-        if not self.registrations and any(node.id != self._node.id for node in nodes.values()):
-            self._joined_at = self._clock()
+        if not self.registrations or came_back:
+            self._join(items)
         await self._write_under_new_lease(standing)
+
+    def _join(self, items: Iterable[str]) -> None:
+        """Begin with a part of the weight, if others have what this node lacks."""
+        if any(key.startswith(self._layout.nodes) and key != self._item.key for key in items):
+            self._joined_at = self._clock()
+
+    async def _stay_out(self) -> None:
+        """Wait until the drain that is over is taken back."""
+        if self.state is not RegistrationState.DRAINED:
+            self.state = RegistrationState.DRAINED
+            _log.info("drained on request; out of the cluster", extra={"node": self._node.id})
+        self.problem = ""
+        self._on_registered()
+        while True:
+            await Pause(READ_AGAIN_S)
+            self._look_soon = False
+            found = read_range(await self._session.call(range_of(self._request.key)))
+            if not any(item.key == self._request.key and self._request.is_over(item) for item in found.items):
+                return
 
     async def _write_under_new_lease(self, standing: Item) -> None:
         lease = read_lease(await self._session.call(grant_lease(self._lease_s), _CALL_S))
@@ -228,6 +277,8 @@ class Registration:
                     self._look_soon = False
                     looked_at = self._clock()
                     await self._look()
+                if self.state is RegistrationState.REGISTERED and self._request.has_news:
+                    await self._tell_drain()
                 self.problem = ""
             except (EtcdUnavailable, EtcdMisbehaved) as error:
                 # The lease may live on: an etcd that was away gives leases their time
@@ -250,7 +301,7 @@ class Registration:
         if outcome.succeeded:
             self._item = attrs.evolve(self._item, value=value, mod_revision=outcome.revision)
         else:
-            self._lose("somebody else wrote what stands in etcd")
+            self._look_soon = True
 
     async def _look(self) -> None:
         """See whether what was written still stands, under its lease, and whether there
@@ -258,10 +309,30 @@ class Registration:
         """
         found = read_range(await self._session.call(range_of(self._layout.prefix), _CALL_S))
         items = {item.key: item for item in found.items}
-        if items.get(self._item.key) != self._item:
+        if self._request.found(items):
+            self._join(items)
+        standing = items.get(self._item.key)
+        if standing is not None and standing.lease == self._lease:
+            self._item = standing  # whatever somebody wrote there, the lease is still this node's
+        if standing != self._item:
             self._lose("somebody else wrote what stands in etcd, or deleted it")
-        elif await self._purge_if_told(items):
+            return
+        if await self._purge_if_told(items):
             await self._session.call(transaction([], [self._put_purged()], self._item.key), _CALL_S)
+        if write_node(self.node) != self._item.value:
+            await self._rewrite()
+
+    async def _tell_drain(self) -> None:
+        """Say in etcd how far the drain is; with the last word, leave."""
+        progress = self._request.progress
+        outcome = read_outcome(await self._session.call(self._request.told(self._item), _CALL_S))
+        self._request.was_told(outcome, progress)
+        if not outcome.succeeded:
+            await self._look()
+        elif progress.done:
+            self.state = RegistrationState.DRAINED
+            _log.info("drained on request; out of the cluster", extra={"node": self._node.id})
+            await self._revoke()
 
     async def _check_config(self, items: dict[str, Item]) -> None:
         try:
@@ -314,7 +385,7 @@ class Registration:
 
     def _until_next_step_s(self) -> float:
         step = self._step()
-        if step == _STEPS or self._draining:
+        if step == _STEPS or self.draining:
             return math.inf
         return max(_SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
 
