@@ -24,7 +24,7 @@ TTFT_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-cluster test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test dist lock test-cluster test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -69,6 +69,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
 	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="--timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
+	$(MAKE) test-packages || failed="$$failed test-packages"; \
 	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="--timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
 	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
 	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \
@@ -78,6 +79,22 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk
 # Skips without root, ip or etcd, and in `make test`: it takes a minute.
 test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster on hosts of its own, which are killed, stopped and cut off
 	INFINISTORE_TEST_NETWORK=1 $(BIN)/pytest tests/cluster_network $(PYTEST_ARGS)
+
+# Skips in `make test`: it needs PyPI, and what requirements/packages.txt lists.
+test-packages: .venvs/packages/.installed ## build wheel and sdist, install them with pip, uv and pipx on each Python that is here, and try them
+	.venvs/packages/bin/pytest tests/packages $(PYTEST_ARGS)
+
+dist: .venvs/packages/.installed ## build wheel and sdist in dist, and the SBOM of what they run with in build/sbom
+	rm -rf dist build/sbom
+	.venvs/packages/bin/python -m hatchling build
+	mkdir -p build/sbom
+	PYTHONWARNINGS=ignore .venvs/packages/bin/cyclonedx-py requirements requirements/server.lock --pyproject pyproject.toml --mc-type library \
+	    --output-reproducible --of JSON --output-file build/sbom/infinistore-trio.cdx.json
+
+# One lock for all Pythons. Versions move only with UPGRADE=1, or where pyproject.toml says so.
+lock: .venvs/packages/.installed ## write requirements/server.lock, with hashes; UPGRADE=1 takes new versions
+	.venvs/packages/bin/uv pip compile pyproject.toml --extra disk --universal --python-version 3.11 --generate-hashes --quiet \
+	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" --output-file requirements/server.lock
 
 # What skips without RDMA in `make test` fails here.
 test-rdma: $(VENV)/.installed-test ## set up, then run tests/rdma, in a virtual machine with Soft-RoCE if there is no RDMA here
@@ -144,7 +161,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
-$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/packages/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
 	install --requirement requirements/$*.txt --editable .; \
