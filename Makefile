@@ -76,7 +76,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
-# Skips without root, ip or etcd, and in `make test`: it takes a minute.
+# Skips without root, ip, nft or etcd, and in `make test`: it takes minutes.
 test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster on hosts of its own, which are killed, stopped and cut off
 	INFINISTORE_TEST_NETWORK=1 $(BIN)/pytest tests/cluster_network $(PYTEST_ARGS)
 

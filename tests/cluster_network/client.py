@@ -1,14 +1,15 @@
 """A client of a cluster under load, as a program: `python -m
-tests.cluster_network.client URL`. It checks every value that it reads.
+tests.cluster_network.client URL NAME`. It checks every value that it reads.
 
-A value says its key and its version. A get returns nothing, or the value of that key in
-a version that somebody has begun to put. A node that has stayed in the view all the
-time also returns none that is older than the last that was stored before the get.
+Each client writes keys of its own and reads those of all. A value says its key and its
+version. A get returns nothing, or the value of that key in a version that its writer
+has begun to put. A node that has stayed in the view all the time also returns none that
+is older than the last that was stored before the get, or that was read before it.
 
 A line of standard input is a command, in JSON, and is answered by one line: `["start"]`
-begins, `["begin", VICTIM]` forgets what was seen so far, `["view", IDS, SECONDS]` and
-`["hits", NODE, SECONDS]` wait for a view, and until a node has what it should have, and
-`["report"]` says what was seen.
+begins, `["begin", VICTIM]` puts all keys again and forgets what was seen so far,
+`["view", IDS, SECONDS]` and `["hits", NODE, SECONDS]` wait for a view, and until a node
+has what it should have, and `["report"]` says what was seen.
 """
 
 import json
@@ -16,9 +17,10 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import attrs
 
@@ -29,10 +31,20 @@ from infinistore.cluster.view import View
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import PartialPut
 
-KEYS = [f"key-{number}" for number in range(600)]
-BATCH = 16
-PAUSE_S = 0.002
-RECENT = 200
+CLIENTS: Final = ("x", "y")
+BATCH: Final = 16
+PAUSE_S: Final = 0.005
+RECENT: Final = 100
+ANY: Final = "*"
+"""A victim that may be any node: then no order is expected."""
+
+
+def keys_of(client: str) -> list[str]:
+    """The keys that a client writes."""
+    return [f"{client}-{number}" for number in range(300)]
+
+
+KEYS: Final = [key for client in CLIENTS for key in keys_of(client)]
 
 
 def value_of(key: str, version: int) -> bytes:
@@ -55,26 +67,33 @@ class Seen:
     first_miss_at: dict[str, float] = attrs.field(factory=dict)
     errors: list[str] = attrs.field(factory=list)
     wrong: list[str] = attrs.field(factory=list)
+    older: list[tuple[str, str]] = attrs.field(factory=list)
+    """Keys of which a value came that is older than one that was seen before."""
     views: list[tuple[float, list[str]]] = attrs.field(factory=list)
     lookups: int = 0
     longest_lookup_s: float = 0.0
     longest_get_s: float = 0.0
+    longest_put_s: float = 0.0
     puts: int = 0
     failed_puts: int = 0
 
 
 class Client:
-    def __init__(self, url: str, store: blocking.BlockingStore) -> None:
+    def __init__(self, url: str, name: str, store: blocking.BlockingStore) -> None:
         self._store = store
+        self._own = keys_of(name)
         self._membership = open_membership(parse_cluster_url(url))
         self._membership.add_listener(self._note_view)
         self._news = threading.Condition()
+        self._putting = threading.Lock()
         self._seen = Seen()
         self._home: dict[str, str] = {}
         self._recent: dict[str, deque[bool]] = {}
-        self._begun = dict.fromkeys(KEYS, 0)
-        self._stored = dict.fromkeys(KEYS, 0)
-        self._unordered: set[str] = set()
+        self._begun = dict.fromkeys(self._own, 0)
+        self._least = dict.fromkeys(KEYS, 0)
+        """The version that was stored, of the own keys, or read, of those of others."""
+        self._highest = dict.fromkeys(KEYS, 0)
+        self._unordered = set(KEYS)
         """Keys of which an older version may still arrive, or come back."""
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -85,8 +104,7 @@ class Client:
         owners = Placement(view).owners(KEYS)
         self._home = {key: view.nodes[owner].id for key, owner in zip(KEYS, owners, strict=True)}
         self._recent = {node.id: deque(maxlen=RECENT) for node in view.nodes}
-        for start in range(0, len(KEYS), BATCH):
-            self._put(KEYS[start : start + BATCH])
+        self._put_all()
         for work in (self._write, self._read, self._look):
             thread = threading.Thread(target=self._repeat, args=(work,), daemon=True)
             thread.start()
@@ -99,9 +117,11 @@ class Client:
         self._membership.close()
 
     def begin(self, victim: str) -> None:
+        lost = self._put_all()
         with self._news:
             self._seen = Seen(victim, views=[(time.monotonic(), self._ids(self._membership.view))])
-            self._unordered |= {key for key in KEYS if self._home[key] == victim}
+            self._unordered = lost | {key for key in KEYS if victim in (self._home[key], ANY)}
+            self._least.update(dict.fromkeys(set(KEYS).difference(self._own), 0))
             for recent in self._recent.values():
                 recent.clear()
 
@@ -126,7 +146,8 @@ class Client:
 
     def report(self) -> dict[str, Any]:
         with self._news:
-            return attrs.asdict(self._seen)
+            known = {"begun": self._begun, "highest": self._highest, "unordered": sorted(self._unordered)}
+            return {**attrs.asdict(self._seen), **known}
 
     @staticmethod
     def _ids(view: View) -> list[str]:
@@ -137,40 +158,48 @@ class Client:
             self._seen.views.append((time.monotonic(), self._ids(view)))
             self._news.notify_all()
 
-    def _repeat(self, work: Callable[[list[str]], None]) -> None:
-        choose = random.Random(work.__name__)
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._over.wait(PAUSE_S):
             try:
-                work(choose.sample(KEYS, BATCH))
+                work()
             except Exception as error:  # noqa: BLE001  # each is reported
                 with self._news:
-                    self._seen.errors.append(f"{work.__name__}: {type(error).__name__}: {error}")
+                    self._seen.errors.append("".join(traceback.format_exception(error)[-4:]))
 
-    def _write(self, keys: list[str]) -> None:
-        self._put(keys)
+    def _write(self) -> None:
+        lost = self._put(random.sample(self._own, BATCH))
         with self._news:
             self._seen.puts += 1
-
-    def _put(self, keys: list[str]) -> None:
-        for key in keys:
-            self._begun[key] += 1
-        versions = {key: self._begun[key] for key in keys}
-        try:
-            self._store.put_many({key: value_of(key, version) for key, version in versions.items()})
-            stored = keys
-        except PartialPut as error:
-            stored = error.stored
-            lost = {*error.failed, *error.unknown}
-            if sorted([*stored, *lost]) != sorted(keys):
-                raise
+            self._seen.failed_puts += bool(lost)
             self._unordered |= lost
-            with self._news:
-                self._seen.failed_puts += 1
-        for key in stored:
-            self._stored[key] = versions[key]
 
-    def _read(self, keys: list[str]) -> None:
-        least = {key: self._stored[key] for key in keys}
+    def _put_all(self) -> set[str]:
+        starts = range(0, len(self._own), BATCH)
+        return {key for start in starts for key in self._put(self._own[start : start + BATCH])}
+
+    def _put(self, keys: Sequence[str]) -> set[str]:
+        """Put a new version of each key; return the keys of which it was not stored."""
+        with self._putting:
+            for key in keys:
+                self._begun[key] += 1
+            began = time.monotonic()
+            lost: set[str] = set()
+            try:
+                self._store.put_many({key: value_of(key, self._begun[key]) for key in keys})
+            except PartialPut as error:
+                lost = {*error.failed, *error.unknown}
+                if sorted([*error.stored, *lost]) != sorted(keys):
+                    raise
+            with self._news:
+                self._seen.longest_put_s = max(self._seen.longest_put_s, time.monotonic() - began)
+                self._least.update({key: self._begun[key] for key in keys if key not in lost})
+        return lost
+
+    def _read(self) -> None:
+        keys = random.sample(KEYS, BATCH)
+        with self._news:
+            period = self._seen
+            least = {key: 1 if key in self._unordered else self._least[key] for key in keys}
         began = time.monotonic()
         values = self._store.get_many(keys)
         now = time.monotonic()
@@ -186,14 +215,21 @@ class Client:
                     seen.first_miss_at.setdefault(home, now)
                     continue
                 seen.hits[home] = seen.hits.get(home, 0) + 1
-                oldest = 1 if key in self._unordered else least[key]
-                if one[0] != key or not oldest <= one[1] <= self._begun[key]:
-                    seen.wrong.append(f"{key}: {one}, stored {least[key]}, begun {self._begun[key]}")
+                version = one[1]
+                self._highest[key] = max(self._highest[key], version)
+                if one[0] != key or version < 1 or version > self._begun.get(key, version):
+                    seen.wrong.append(f"{key}: {one}, begun {self._begun.get(key)}")
+                if seen is not period:
+                    continue
+                if version < least[key] and key not in self._unordered:
+                    seen.older.append((key, f"version {version}, and {least[key]} was seen before"))
+                if key not in self._begun:
+                    self._least[key] = max(self._least[key], version)
             self._news.notify_all()
 
-    def _look(self, keys: list[str]) -> None:
+    def _look(self) -> None:
         began = time.monotonic()
-        self._store.exists_many(keys)
+        self._store.exists_many(random.sample(KEYS, BATCH))
         passed_s = time.monotonic() - began
         with self._news:
             self._seen.lookups += 1
@@ -201,9 +237,9 @@ class Client:
 
 
 def main() -> None:
-    url = sys.argv[1]
+    _, url, name = sys.argv
     with blocking.open_store(url) as store:
-        client = Client(url, store)
+        client = Client(url, name, store)
         commands: dict[str, Callable[..., Any]] = {
             "start": client.start,
             "begin": client.begin,
@@ -212,8 +248,8 @@ def main() -> None:
             "report": client.report,
         }
         for line in sys.stdin:
-            name, *arguments = json.loads(line)
-            sys.stdout.write(json.dumps(commands[name](*arguments)) + "\n")
+            command, *arguments = json.loads(line)
+            sys.stdout.write(json.dumps(commands[command](*arguments)) + "\n")
             sys.stdout.flush()
         client.close()
 

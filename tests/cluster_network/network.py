@@ -2,7 +2,8 @@
 of the machine's own network is touched.
 
 Packets are lost one way by a neighbour entry with an address that no host has: they
-leave, and nobody takes them, as with a cable that is cut in one direction.
+leave, and nobody takes them, as with a cable that is cut in one direction. A slow
+cable is the queueing discipline tbf of tc, and one that loses packets a rule of nft.
 """
 
 import os
@@ -26,8 +27,10 @@ def why_not() -> str:
         return "only root may make network namespaces"
     if shutil.which("ip") is None:
         return "ip is not installed; on Debian: apt-get install iproute2"
-    if shutil.which("etcd") is None:
-        return "etcd is not installed; on Debian: apt-get install etcd-server"
+    if shutil.which("nft") is None:
+        return "nft is not installed; on Debian: apt-get install nftables"
+    if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
+        return "etcd is not installed; on Debian: apt-get install etcd-server etcd-client"
     probe = f"infinistore-probe-{os.getpid()}"
     refused = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if refused.returncode:
@@ -37,8 +40,12 @@ def why_not() -> str:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    _run("ip", *words)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
 @attrs.frozen
@@ -47,6 +54,8 @@ class Host:
 
     namespace: str
     address: str
+    port: str
+    """The end of its cable at the bridge."""
 
     def start(
         self, command: Sequence[str], *, stdin: int | None = None, stdout: int | None = None, stderr: int | None = None
@@ -69,7 +78,8 @@ class Network:
     def __init__(self, names: Sequence[str]) -> None:
         self._bridge = f"infinistore-{os.getpid()}-bridge"
         self.hosts = {
-            name: Host(f"infinistore-{os.getpid()}-{name}", f"10.78.0.{number}") for number, name in enumerate(names, 1)
+            name: Host(f"infinistore-{os.getpid()}-{name}", f"10.78.0.{number}", f"port{number}")
+            for number, name in enumerate(names, 1)
         }
         self._made: list[str] = []
 
@@ -78,9 +88,9 @@ class Network:
         self._add(self._bridge)
         _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._bridge, "link", "set", "bridge", "up")
-        for number, host in enumerate(self.hosts.values()):
+        for host in self.hosts.values():
             self._add(host.namespace)
-            port = f"port{number}"
+            port = host.port
             _ip("-n", self._bridge, "link", "add", port, "type", "veth", "peer", "eth0", "netns", host.namespace)
             _ip("-n", self._bridge, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
@@ -108,6 +118,35 @@ class Network:
         finally:
             for source, target in ways:
                 self._neighbour("del", source, target)
+
+    @contextmanager
+    def slow(self, name: str, rate: str) -> Iterator[None]:
+        """Until the block is left, a host has a cable of this rate, such as 10mbit."""
+        host = self.hosts[name]
+        ends = ((host.namespace, "eth0"), (self._bridge, host.port))
+        for namespace, device in ends:
+            add = ("qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
+            _run("tc", "-n", namespace, *add)
+        try:
+            yield
+        finally:
+            for namespace, device in ends:
+                _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+    @contextmanager
+    def lossy(self, name: str, per_mille: int) -> Iterator[None]:
+        """Until the block is left, of 1,000 packets to a host so many are lost, and
+        as many of those from it.
+        """
+        inside = ("ip", "netns", "exec", self.hosts[name].namespace, "nft")
+        _run(*inside, "add table ip lossy")
+        for hook, device in (("input", "iifname"), ("output", "oifname")):
+            _run(*inside, f"add chain ip lossy {hook} {{ type filter hook {hook} priority 0; }}")
+            _run(*inside, f"add rule ip lossy {hook} {device} eth0 numgen random mod 1000 < {per_mille} drop")
+        try:
+            yield
+        finally:
+            _run(*inside, "delete table ip lossy")
 
     def _neighbour(self, verb: str, source: str, target: str, *more: str) -> None:
         host = self.hosts[source]

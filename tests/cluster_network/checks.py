@@ -1,0 +1,52 @@
+"""What holds for what the clients of a cluster have seen, whatever happened to it."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tests.cluster_network.client import CLIENTS, KEYS
+from tests.cluster_network.cluster import NODES, Cluster
+
+__all__ = ["LOOKUP_S", "SCHEDULING_S", "TTL_S", "check", "check_values", "views_of"]
+
+TTL_S: Final = 10
+"""The lease of a node."""
+LOOKUP_S: Final = 0.5
+"""The longest that a node may hold a lookup up."""
+SCHEDULING_S: Final = 1.0
+"""How long a process may wait for a core that others use."""
+
+
+def check_values(reports: dict[str, Any]) -> None:
+    """No wrong byte, and no version that its writer has not begun to put."""
+    for name, report in reports.items():
+        assert report["wrong"] == [], (name, report["wrong"][:3])
+        for key in KEYS:
+            writer = reports[key.partition("-")[0]]
+            assert report["highest"][key] <= writer["begun"][key], (name, key)
+
+
+def check(
+    cluster: Cluster, victim: str = "", *, of: Sequence[str] = CLIENTS, found: float = 0.99
+) -> dict[str, dict[str, Any]]:
+    """Check what was seen since the last "begin", and return it: no error, no wrong
+    byte, no older value, and the nodes that nothing happened to have all they should.
+    `of` are the clients that nothing happened to.
+    """
+    reports = cluster.ask("report")
+    check_values(reports)
+    for name in of:
+        report = reports[name]
+        assert report["errors"] == [], (name, report["errors"][:3])
+        assert report["puts"] > 0, name
+        unordered = {key for other in CLIENTS for key in reports[other]["unordered"]}
+        assert [one for one in report["older"] if one[0] not in unordered] == [], name
+        for node in NODES:
+            if node != victim:
+                assert report["hits"][node] >= found * report["asked"][node] > 0, (name, node, report)
+        assert report["longest_lookup_s"] <= LOOKUP_S + SCHEDULING_S, name
+    return reports
+
+
+def views_of(report: dict[str, Any]) -> set[tuple[str, ...]]:
+    """The nodes of all views of a client."""
+    return {tuple(ids) for _, ids in report["views"]}
