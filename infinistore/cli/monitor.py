@@ -3,14 +3,19 @@
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import rich_click as click
 
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import console, note, print_json, print_line
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from infinistore.cluster.locate import ClusterUrl
     from infinistore.monitor.lines import Glyphs
     from infinistore.monitor.sampling import Source
 
@@ -20,8 +25,9 @@ _DEADLINE_S: Final = 5.0  # less than for other commands, so that the screen sta
 _LINES_OF_A_PIPE: Final = 60
 
 
-@click.command("monitor", short_help="Show a server's activity live.")
+@click.command("monitor", short_help="Show the activity of a server or a cluster live.")
 @click.argument("address", metavar="[URL]", required=False)
+@click.option("--cluster", metavar="URL", help="A cluster, with a row for each node. URL may name one just as well.")
 @click.option(
     "--interval", metavar="SECONDS", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True,
     help="Time between two samples.",
@@ -31,59 +37,135 @@ _LINES_OF_A_PIPE: Final = 60
 @json_option
 @client_options
 def command(
-    *, address: str | None, interval: float, once: bool, only_ascii: bool, as_json: bool, target: Target
+    *,
+    address: str | None,
+    cluster: str | None,
+    interval: float,
+    once: bool,
+    only_ascii: bool,
+    as_json: bool,
+    target: Target,
 ) -> None:
     """Show pool usage, throughput, latencies and clients of a server live.
 
-    URL is the same as --url. Press q to quit and ? for the other keys. --json prints
-    one object per sample, or a single one with --once. Without a terminal, --once is
-    the default.
+    URL is the same as --url. That of a cluster shows a row for each node; Enter opens
+    the screen of the selected one. Press q to quit and ? for the other keys. --json
+    prints one object per sample, or a single one with --once. Without a terminal,
+    --once is the default.
     """
-    import trio
+    from infinistore.cluster.locate import is_cluster_url, parse_cluster_url
 
-    from infinistore.monitor import app
-    from infinistore.monitor.document import document
-
-    source = _source(target, address)
+    if cluster is not None and address is not None:
+        raise click.UsageError(f"--cluster {cluster} and {address} are two things to watch; give one")
+    source = _source(target, cluster or address)
+    of_cluster = cluster is not None or is_cluster_url(source.url)
+    watched = _Cluster(source, parse_cluster_url(source.url), interval) if of_cluster else _Store(source, interval)
+    glyphs = _glyphs(only_ascii=only_ascii)
     if as_json and not once:
-        trio.run(app.report, source, interval, lambda snapshot: _print_now(document(snapshot)))
+        watched.report()
     elif as_json:
-        print_json(document(trio.run(app.take_two, source, interval)))
+        print_json(watched.document())
     elif once or not _is_live_terminal():
-        _print_screen(source, interval, _glyphs(only_ascii=only_ascii))
+        _print_screen(watched, glyphs)
         if not once:
             note("standard output is no terminal that can be drawn on; this was one screen, as with --once")
     else:
-        _watch(source, interval, _glyphs(only_ascii=only_ascii))
+        input_fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        code = watched.show(sys.stdout.fileno(), input_fd, glyphs)
+        if code:
+            raise SystemExit(code)
 
 
-def _watch(source: "Source", interval_s: float, glyphs: "Glyphs") -> None:
-    from functools import partial
+@attrs.frozen
+class _Store:
+    """What is done with one store."""
 
-    import trio
+    source: "Source"
+    interval_s: float
 
-    from infinistore.monitor import app
+    def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
+        import trio
 
-    input_fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-    run = partial(app.watch, output_fd=sys.stdout.fileno(), input_fd=input_fd, glyphs=glyphs)
-    code = trio.run(run, source, interval_s)
-    if code:
-        raise SystemExit(code)
+        from infinistore.monitor.app import watch
+
+        run = partial(watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
+        return trio.run(run, self.source, self.interval_s)
+
+    def report(self) -> None:
+        import trio
+
+        from infinistore.monitor.app import report
+        from infinistore.monitor.document import document
+
+        trio.run(report, self.source, self.interval_s, lambda snapshot: _print_now(document(snapshot)))
+
+    def document(self) -> dict[str, Any]:
+        import trio
+
+        from infinistore.monitor.app import take_two
+        from infinistore.monitor.document import document
+
+        return document(trio.run(take_two, self.source, self.interval_s))
+
+    def lines(self, size: "_Size", glyphs: "Glyphs") -> "list[Text]":
+        import trio
+
+        from infinistore.monitor.app import still, take_two
+
+        return still(trio.run(take_two, self.source, self.interval_s), self.interval_s, *size, glyphs)
 
 
-def _print_screen(source: "Source", interval_s: float, glyphs: "Glyphs") -> None:
-    import trio
+@attrs.frozen
+class _Cluster:
+    """The same with a cluster."""
 
-    from infinistore.monitor import app
+    source: "Source"
+    url: "ClusterUrl"
+    interval_s: float
 
-    snapshot = trio.run(app.take_two, source, interval_s)
+    def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
+        import trio
+
+        from infinistore.monitor.cluster.app import watch
+
+        run = partial(watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
+        return trio.run(run, self.source, self.url, self.interval_s)
+
+    def report(self) -> None:
+        import trio
+
+        from infinistore.monitor.cluster.app import report
+        from infinistore.monitor.cluster.document import document
+
+        write = lambda snapshot: _print_now(document(snapshot))  # noqa: E731
+        trio.run(report, self.source, self.url, self.interval_s, write)
+
+    def document(self) -> dict[str, Any]:
+        import trio
+
+        from infinistore.monitor.cluster.app import take_two
+        from infinistore.monitor.cluster.document import document
+
+        return document(trio.run(take_two, self.source, self.url, self.interval_s))
+
+    def lines(self, size: "_Size", glyphs: "Glyphs") -> "list[Text]":
+        import trio
+
+        from infinistore.monitor.cluster.app import still, take_two
+
+        return still(trio.run(take_two, self.source, self.url, self.interval_s), self.interval_s, size[0], glyphs)
+
+
+_Size = tuple[int, int]
+
+
+def _print_screen(watched: _Store | _Cluster, glyphs: "Glyphs") -> None:
     screen = console()
+    size = (120, _LINES_OF_A_PIPE)
     if screen.is_terminal:
         width, height = screen.size
-        lines = app.still(snapshot, interval_s, width, max(height - 1, 24), glyphs)
-    else:
-        lines = app.still(snapshot, interval_s, 120, _LINES_OF_A_PIPE, glyphs)
-    for line in lines:
+        size = (width, max(height - 1, 24))
+    for line in watched.lines(size, glyphs):
         with screen.capture() as captured:
             screen.print(line, end="")
         print_line(captured.get().rstrip())

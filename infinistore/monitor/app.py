@@ -1,13 +1,6 @@
-"""The monitor: Trio tasks that sample, read keys, handle signals and draw.
+"""The monitor of one store: samples it, and shows its screen."""
 
-Each task waits for one kind of event, and draws only changes. The terminal is restored
-however the monitor ends: by a key, a signal or an error.
-"""
-
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -15,8 +8,8 @@ from rich.text import Text
 
 from infinistore.errors import StoreUnavailable
 from infinistore.monitor.controls import Controls
-from infinistore.monitor.keys import KeyParser
 from infinistore.monitor.lines import Glyphs
+from infinistore.monitor.live import LiveScreen
 from infinistore.monitor.model import Model, Snapshot
 from infinistore.monitor.sampling import Pace, Source, sample
 from infinistore.monitor.terminal import Terminal
@@ -25,8 +18,6 @@ from infinistore.monitor.view import screen
 __all__ = ["report", "still", "take_two", "watch"]
 
 _FIGURES_ONLY: Final = 1  # a static screen does not need the line of keys
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_KEY_BYTES: Final = 1024
 
 
 async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: int | None, glyphs: Glyphs) -> int:
@@ -36,9 +27,10 @@ async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: 
         InfiniStoreException: the server was never reached. The terminal is unchanged.
     """
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
-    live = _Live(model, pace, glyphs, has_keyboard=input_fd is not None)
+    scene = _StoreScene(model, pace, Controls(interval_s=interval_s, has_keyboard=input_fd is not None), glyphs)
+    live = LiveScreen(scene)
     async with trio.open_nursery() as sampling:
-        await sampling.start(sample, source, pace, model, live.sampled)
+        await sampling.start(sample, source, pace, model, scene.sampled(live.changed))
         with Terminal(output_fd, input_fd) as terminal:
             await live.run(terminal, input_fd)
         sampling.cancel_scope.cancel()
@@ -89,98 +81,32 @@ def _shown_url(url: str) -> str:
     return url.partition("?")[0]
 
 
-class _Live:
-    """The state of a live screen, and the tasks that change it."""
+class _StoreScene:
+    """The screen of one store, which may be paused."""
 
-    def __init__(self, model: Model, pace: Pace, glyphs: Glyphs, *, has_keyboard: bool) -> None:
-        self.exit_code = 0
+    def __init__(self, model: Model, pace: Pace, controls: Controls, glyphs: Glyphs) -> None:
         self._model = model
         self._pace = pace
+        self._controls = controls
         self._glyphs = glyphs
-        self._controls = Controls(interval_s=pace.interval_s, has_keyboard=has_keyboard)
         self._frozen: Snapshot | None = None
-        self._changed = trio.Event()
-        self._changed.set()  # there is a first screen to draw
-        self._scope = trio.CancelScope()
 
-    def sampled(self) -> None:
-        """Mark the screen as changed, unless it is paused."""
-        if self._frozen is None:
-            self._changed.set()
+    @property
+    def ended(self) -> bool:
+        return self._controls.quit
 
-    async def run(self, terminal: Terminal, input_fd: int | None) -> None:
-        """Run until a key, a signal, or the end of the terminal."""
-        with self._scope:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(self._obey_signals, terminal)
-                if input_fd is not None:
-                    nursery.start_soon(self._read_keys, input_fd)
-                nursery.start_soon(self._draw, terminal)
+    def sampled(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Return what to call after a sample: it changes the screen unless it is
+        paused.
+        """
+        return lambda: None if self._controls.paused else changed()
 
-    async def _draw(self, terminal: Terminal) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed = trio.Event()
-            width, height = terminal.size
-            snapshot = self._frozen or self._model.snapshot()
-            try:
-                await terminal.draw(screen(snapshot, self._controls, width, height, self._glyphs))
-            except OSError:
-                self._end(128 + signal.SIGHUP)  # the terminal is gone, as the signal will say
+    def lines(self, width: int, height: int) -> list[Text]:
+        return screen(self._frozen or self._model.snapshot(), self._controls, width, height, self._glyphs)
 
-    async def _read_keys(self, input_fd: int) -> None:
-        parser = KeyParser()
-        while True:
-            await trio.lowlevel.wait_readable(input_fd)
-            try:
-                data = os.read(input_fd, _KEY_BYTES)
-            except OSError:
-                data = b""
-            if not data:
-                self._end(128 + signal.SIGHUP)
-                return
-            for key in parser.feed(data):
-                self._press(key)
-
-    def _press(self, key: str) -> None:
+    def press(self, key: str) -> bool:
         before, self._controls = self._controls, self._controls.press(key)
-        if self._controls == before:
-            return
-        if self._controls.quit:
-            self._end(0)
         if self._controls.paused != before.paused:
             self._frozen = self._model.snapshot() if self._controls.paused else None
-        if self._controls.interval_s != before.interval_s:
-            self._pace.interval_s = self._controls.interval_s
-        self._changed.set()
-
-    def _end(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-        self._scope.cancel()
-
-    async def _obey_signals(self, terminal: Terminal, *, task_status: trio.TaskStatus[None]) -> None:
-        watched = (*_STOP_SIGNALS, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
-        with trio.open_signal_receiver(*watched) as signals:
-            task_status.started()
-            async for number in signals:
-                if number in _STOP_SIGNALS:
-                    self._end(128 + number)
-                elif number == signal.SIGTSTP:
-                    terminal.leave()
-                    with _default_action(signal.SIGTSTP):
-                        os.kill(os.getpid(), signal.SIGTSTP)  # the program stops here until it is continued
-                    terminal.enter()
-                elif number == signal.SIGCONT:
-                    terminal.enter()  # another program may have used the terminal
-                else:
-                    terminal.resized()
-                self._changed.set()
-
-
-@contextmanager
-def _default_action(number: int) -> Iterator[None]:
-    handler = signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(number, handler)
+        self._pace.interval_s = self._controls.interval_s
+        return self._controls != before

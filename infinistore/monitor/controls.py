@@ -57,6 +57,8 @@ class Controls:
     help: bool = False
     quit: bool = False
     has_keyboard: bool = True
+    in_cluster: bool = False
+    """Whether this is the screen of a node, from which there is a way back."""
 
     def press(self, key: str) -> "Controls":
         """Return the state after a key; an unknown key has no effect."""
@@ -75,6 +77,8 @@ class Controls:
             return attrs.evolve(self, typing=None)
         if key == keys.BACKSPACE:
             return attrs.evolve(self, typing=typed[:-1])
+        if len(key) > 1:
+            return self
         return attrs.evolve(self, typing=(typed + key)[:_LONGEST_FILTER])
 
     def _choose(self, key: str) -> "Controls":

@@ -1,21 +1,32 @@
 """Decodes the bytes of a terminal to keys.
 
-A key is a printable character, or "enter", "escape" or "backspace". Other keys (arrows,
-function keys) are recognised as a whole and ignored, so that their parts never count as
-keys.
+A key is a printable character, or one of the names below. Other keys (function keys)
+are recognised as a whole and ignored, so that their parts never count as keys.
 """
 
 import codecs
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["BACKSPACE", "ENTER", "ESCAPE", "KeyParser"]
+__all__ = [
+    "BACKSPACE", "DOWN", "END", "ENTER", "ESCAPE", "HOME", "PAGE_DOWN", "PAGE_UP", "UP", "KeyParser",
+]  # fmt: skip
 
 ENTER: Final = "enter"
 ESCAPE: Final = "escape"
 BACKSPACE: Final = "backspace"
+UP: Final = "up"
+DOWN: Final = "down"
+PAGE_UP: Final = "page up"
+PAGE_DOWN: Final = "page down"
+HOME: Final = "home"
+END: Final = "end"
 
 _NAMED: Final = {"\r": ENTER, "\n": ENTER, "\x7f": BACKSPACE, "\x08": BACKSPACE}
+_SEQUENCES: Final = {
+    "A": UP, "B": DOWN, "H": HOME, "F": END, "1~": HOME, "4~": END, "5~": PAGE_UP, "6~": PAGE_DOWN, "7~": HOME,
+    "8~": END,
+}  # fmt: skip
 _LONGEST_SEQUENCE: Final = 64
 
 
@@ -36,7 +47,10 @@ class KeyParser:
             if self._sequence:
                 self._sequence += character
                 if self._ends_sequence(character):
+                    named = _SEQUENCES.get(self._sequence[2:]) if self._sequence[1] in "[O" else None
                     self._sequence = ""
+                    if named is not None:
+                        yield named
             elif character == "\x1b":
                 self._sequence = character
             elif character in _NAMED:

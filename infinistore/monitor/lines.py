@@ -5,6 +5,7 @@ character that could move the cursor passes.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import Final
 
 import attrs
@@ -97,33 +98,45 @@ class Column:
     rank: int = 0
     keeps_end: bool = False
     """Whether what is too long loses its beginning, as paths do."""
-
-
-_SMALLEST_NAME: Final = 19  # width of the longest heading
+    smallest: int = 19
+    """The least width of a column that takes what remains: that of the longest
+    heading."""
 
 
 def table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, height: int, glyphs: Glyphs
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    *,
+    styles: Sequence[str] = (),
 ) -> list[Text]:
     """Return exactly `height` lines: a heading, and as many rows as fit below it.
 
-    A row has one cell per column.
+    A row has one cell per column, or fewer: then the last one takes the space of those
+    that are missing. `styles` are those of the rows.
     """
     shown = list(range(len(columns)))
-    while sum((columns[index].width or _SMALLEST_NAME) + 1 for index in shown) - 1 > width and len(shown) > 1:
+    while sum((columns[index].width or columns[index].smallest) + 1 for index in shown) - 1 > width and len(shown) > 1:
         shown.remove(max(shown, key=lambda index: (columns[index].rank, index)))
     fixed = sum(columns[index].width for index in shown) + len(shown) - 1
     widths = [columns[index].width or max(0, width - fixed) for index in shown]
 
     def cells(values: Sequence[str]) -> str:
-        fitted = (
+        own = len(values) if len(values) == len(columns) else len(values) - 1
+        fitted = [
             fit(values[index], cell_width, glyphs, right=columns[index].right, keeps_end=columns[index].keeps_end)
             for index, cell_width in zip(shown, widths, strict=True)
-        )
-        return " ".join(fitted)
+            if index < own
+        ]
+        return " ".join([*fitted, *values[own:]])
 
     made = [line([(cells([column.title for column in columns]), "cyan")], width, glyphs)]
-    made += [line([(cells(row), "")], width, glyphs) for row in rows[: max(0, height - 1)]]
+    made += [
+        line([(cells(row), style)], width, glyphs)
+        for row, style in zip(rows[: max(0, height - 1)], chain(styles, repeat("")), strict=False)
+    ]
     made += [Text(end="")] * (height - len(made))
     return made[:height]
 

@@ -131,7 +131,9 @@ class Model:
             return Snapshot(self._url, history=tuple(self._history), lost=self._lost)
         now, oldest = self._samples[-1], self._samples[0]
         before = self._samples[-2] if len(self._samples) > 1 else None
-        first = oldest if before is not None else None
+        # Details may have been asked for only lately.
+        detailed = next((one for one in self._samples if one.stats.details is not None), oldest)
+        first = detailed if detailed is not now else None
         return Snapshot(
             url=self._url,
             at=self._at,
@@ -139,7 +141,7 @@ class Model:
             rates=rates(before, now) if before is not None else None,
             history=tuple(self._history),
             operations=operation_rows(first, before, now),
-            latency_span_s=elapsed_s(oldest, now) if before is not None else None,
+            latency_span_s=elapsed_s(first, now) if first is not None else None,
             clients=client_rows(first, before, now),
             disks=disk_rows(before, now),
             alarms=alarms(oldest, now),

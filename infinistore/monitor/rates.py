@@ -42,6 +42,8 @@ class Rates:
     requests: float
     errors: float
     hit_rate: float | None
+    reads: float
+    """Keys that were asked for: what the hit rate is of."""
     puts: float
     deleted: float
     evicted: Mapping[str, float]
@@ -146,6 +148,7 @@ def rates(before: Sample, now: Sample) -> Rates | None:
         requests=_server_difference(before, now, "requests") / elapsed,
         errors=_server_difference(before, now, "errors") / elapsed,
         hit_rate=hits / (hits + misses) if hits + misses > 0 else None,
+        reads=(hits + misses) / elapsed,
         puts=(new.puts - old.puts) / elapsed,
         deleted=(new.deleted - old.deleted) / elapsed,
         evicted={cause: (count - getattr(old.evicted, cause)) / elapsed for cause, count in causes.items()},

@@ -6,7 +6,7 @@ does not report a figure, its place says so.
 
 import textwrap
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from rich.text import Text
@@ -20,8 +20,9 @@ from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.statistics import ArenaStatistics, PrefixStatistics
 
 __all__ = [
-    "activity_lines", "arena_lines", "client_lines", "disk_lines", "flow_lines", "footer_line", "header_line",
-    "operation_lines", "pool_line", "prefix_lines", "shown_alarms", "state_part", "status_lines",
+    "activity_lines", "alarm_lines", "arena_lines", "client_lines", "disk_lines", "first_line", "flow_lines",
+    "footer_line", "header_line", "keys_line", "operation_lines", "pool_line", "prefix_lines", "shown_alarms",
+    "state_part", "status_lines",
 ]  # fmt: skip
 
 _STYLES: Final = {"error": "bold red", "warning": "yellow", "notice": ""}
@@ -43,13 +44,18 @@ def state_part(snapshot: Snapshot) -> Part:
 
 def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyphs) -> Text:
     """Address, state and uptime of the server; interval and age of the figures."""
-    right: list[Part] = [(" PAUSED ", "reverse")] if controls.paused else []
-    right.append((f"  every {figures.duration(controls.interval_s)}", "dim"))
-    right.append((f"  {snapshot.at:%H:%M:%S}" if snapshot.at is not None else "", ""))
-    right_width = sum(len(text) for text, _ in right)
     left: list[Part] = [("infinistore ", "bold"), (snapshot.url, "cyan"), ("  ", ""), state_part(snapshot)]
     if snapshot.stats is not None and snapshot.stats.server is not None and snapshot.lost is None:
         left.append((f"  up {figures.duration(snapshot.stats.server.uptime_s)}", ""))
+    return first_line(left, snapshot.at, controls, width, glyphs)
+
+
+def first_line(left: Sequence[Part], at: datetime | None, controls: Controls, width: int, glyphs: Glyphs) -> Text:
+    """What is shown, then the interval and the age of the figures."""
+    right: list[Part] = [(" PAUSED ", "reverse")] if controls.paused else []
+    right.append((f"  every {figures.duration(controls.interval_s)}", "dim"))
+    right.append((f"  {at:%H:%M:%S}" if at is not None else "", ""))
+    right_width = sum(len(text) for text, _ in right)
     left_width = max(0, width - right_width)
     return join(line(left, left_width, glyphs), line(right, width - left_width, glyphs), left_width)
 
@@ -78,14 +84,15 @@ def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) ->
             for index, text in enumerate(wrapped)
         ]
         return (made + [Text(end="")] * height)[:height]
+    calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
+    return alarm_lines(found, calm, width, height, glyphs)
+
+
+def alarm_lines(found: Sequence[Alarm], calm: str, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines of warnings, one each; `calm` is said if there is none."""
+    made = [line([("! ", _STYLES[one.severity]), (one.text, _STYLES[one.severity])], width, glyphs) for one in found]
     if not found:
-        calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
-        found = [Alarm("none", "notice", calm)]
         made = [line([(calm, "dim")], width, glyphs)]
-    else:
-        made = [
-            line([("! ", _STYLES[one.severity]), (one.text, _STYLES[one.severity])], width, glyphs) for one in found
-        ]
     if len(made) > height > 0:
         more = f"  +{len(made) - height} more"
         kept = found[height - 1]
@@ -364,6 +371,12 @@ def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyp
 
 def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
     """The keys, or the filter that is being typed."""
+    back = [("Esc", "back")] if controls.in_cluster else []
+    return keys_line(controls, [*back, ("s", "sort")], width, glyphs)
+
+
+def keys_line(controls: Controls, own: Sequence[tuple[str, str]], width: int, glyphs: Glyphs) -> Text:
+    """The keys, `own` among those of all screens, or the filter that is being typed."""
     if controls.typing is not None:
         hint = "  Enter keeps it, Esc drops it"
         return line([("filter: ", "cyan"), (controls.typing, "bold"), ("_", "blink"), (hint, "dim")], width, glyphs)
@@ -374,10 +387,8 @@ def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
         parts.append((f'only "{controls.filter}"   ', "yellow"))
     if controls.reversed:
         parts.append(("reversed   ", "yellow"))
-    for key, meaning in (
-        ("q", "quit"), ("?", "help"), ("s", "sort"), ("/", "filter"),
-        ("p", "go on" if controls.paused else "pause"), ("+ -", "interval"),
-    ):  # fmt: skip
+    pause = "go on" if controls.paused else "pause"
+    for key, meaning in (("q", "quit"), ("?", "help"), *own, ("/", "filter"), ("p", pause), ("+ -", "interval")):
         if sum(len(text) for text, _ in parts) + len(key) + 1 + len(meaning) > width:
             break  # omit partial words
         parts += [(f"{key} ", "bold"), (f"{meaning}   ", "dim")]

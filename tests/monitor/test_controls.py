@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
-from infinistore.monitor.keys import BACKSPACE, ENTER, ESCAPE, KeyParser
+from infinistore.monitor.keys import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP, KeyParser
+
+NAMED = (BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP)
 
 
 def keys(*pieces: bytes) -> list[str]:
@@ -27,13 +29,14 @@ def pressed(*names: str, controls: Controls | None = None) -> Controls:
         (b"qs?", ["q", "s", "?"]),
         (b"\r\n\x7f\x08", [ENTER, ENTER, BACKSPACE, BACKSPACE]),
         (b"\x1b", [ESCAPE]),
-        (b"\x1b[A\x1b[1;5Bq", ["q"]),
+        (b"\x1b[A\x1b[1;5B\x1bOBq", [UP, DOWN, "q"]),
+        (b"\x1b[5~\x1b[6~\x1b[H\x1b[4~", [PAGE_UP, PAGE_DOWN, HOME, END]),
         (b"\x1bOPq", ["q"]),
         (b"\x1bq", []),
         ("größe".encode(), list("größe")),
         (b"\x01\x02", []),
     ],
-    ids=["plain", "named", "escape", "arrows", "function key", "alt", "utf-8", "control"],
+    ids=["plain", "named", "escape", "arrows", "pages", "function key", "alt", "utf-8", "control"],
 )
 def test_bytes_are_turned_into_keys(data: bytes, expected: list[str]) -> None:
     assert keys(data) == expected
@@ -48,10 +51,10 @@ def test_characters_may_be_cut_anywhere(text: str, data: st.DataObject) -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=10))
 def test_no_bytes_upset_the_parser_and_every_key_is_printable_or_named(pieces: list[bytes]) -> None:
-    assert all(key in (ENTER, ESCAPE, BACKSPACE) or (len(key) == 1 and key.isprintable()) for key in keys(*pieces))
+    assert all(key in NAMED or (len(key) == 1 and key.isprintable()) for key in keys(*pieces))
 
 
-@given(st.lists(st.sampled_from([*"qsSrp/+-?hx ", ENTER, ESCAPE, BACKSPACE])))
+@given(st.lists(st.sampled_from([*"qsSrp/+-?hx ", *NAMED])))
 def test_any_sequence_of_keys_leaves_a_usable_state(names: list[str]) -> None:
     state = pressed(*names)
     assert 0.2 <= state.interval_s <= 60

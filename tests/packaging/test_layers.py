@@ -78,7 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensors": {*GROUND, "blocking", "client"},
     # "infinistore" stands for names taken from the package itself: what is public.
     "demo": {*GROUND, *PUBLIC, "infinistore"},
-    "monitor": {*GROUND, *PUBLIC},
+    # cluster_io: who is in a cluster, while it is watched.
+    "monitor": {*GROUND, *PUBLIC, "cluster", "cluster_io"},
     "integrations": {*GROUND, *PUBLIC, "tensors"},
     # allocators: `prepare_process` must be the first thing that a server's process
     # does.
