@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
+from tests.ports import own_ports
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -273,8 +274,7 @@ def test_the_first_session_of_the_help_works_when_pasted(
     program = tmp_path / "infinistore"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m infinistore "$@"\n')
     program.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as manage:
-        port, manage_port = listener.getsockname()[1], manage.getsockname()[1]
+    port, manage_port = own_ports(2)
     variables = {
         "PATH": f"{tmp_path}:{environment['PATH']}",
         "INFINISTORE_SERVICE_PORT": str(port),  # only that two runs of the tests do not meet
