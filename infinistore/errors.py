@@ -33,6 +33,7 @@ __all__ = [
     "PartialPut",
     "ProtocolError",
     "StoreUnavailable",
+    "TlsFailed",
     "TransferFailed",
     "UnknownReservation",
     "ValueTooLarge",
@@ -193,6 +194,16 @@ class TransferFailed(StoreUnavailable):
     """
 
     code: ClassVar[int] = 16
+
+
+class TlsFailed(StoreUnavailable):
+    """There is no encrypted connection: one end does not speak TLS, or does not accept
+    the certificate of the other. Nothing of the request was sent.
+
+    The message says what to do.
+    """
+
+    code: ClassVar[int] = 20
 
 
 class DeviceMemoryUnreachable(InfiniStoreException, ValueError):

@@ -34,6 +34,7 @@ PUBLIC_NAMES = [
     "ProtocolError",
     "ServerConfig",
     "StoreUnavailable",
+    "TlsFailed",
     "TransferFailed",
     "UnknownReservation",
     "ValueTooLarge",

@@ -1,0 +1,1 @@
+"""TLS over any stream, for Trio, asyncio and threads. Imported when it is asked for."""

@@ -1,0 +1,105 @@
+"""TLS over a stream for threads."""
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ssl import SSLContext
+from typing import Any
+
+from infinistore.errors import StoreUnavailable, TlsFailed
+from infinistore.protocol.span import Span
+from infinistore.transports.tls.raw import Endpoint, is_stale, say_goodbye
+from infinistore.transports.tls.session import TlsSession
+
+__all__ = ["BlockingTlsStream", "over_tls"]
+
+
+class BlockingTlsStream:
+    """A stream over a `BlockingSocketStream`, which it owns. The handshake is part of
+    the first call that sends or receives.
+
+    At `deadline`, on `time.monotonic`, calls raise `TimeoutError`. Besides what its
+    methods raise there, they raise `TlsFailed`.
+    """
+
+    def __init__(self, inner: Any, session: TlsSession) -> None:
+        self.inner = inner
+        self.session = session
+        self._sending = False
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket below; what goes through it is ciphertext."""
+        found: socket.socket = self.inner.socket
+        return found
+
+    @property
+    def deadline(self) -> float:
+        """When calls raise `TimeoutError`."""
+        return float(self.inner.deadline)
+
+    @deadline.setter
+    def deadline(self, deadline: float) -> None:
+        self.inner.deadline = deadline
+
+    def send_all(self, views: Sequence[memoryview]) -> None:
+        """Send all of these views, in order."""
+        if not self.session.established:
+            self._shake_hands()
+        span = Span(views)
+        self._sending = True
+        while span.remaining:
+            self.inner.send_all([self.session.encrypt(span)])
+        self._sending = False
+
+    def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Wait for at least one byte; 0 is the end of the stream."""
+        if not self.session.established:
+            self._shake_hands()
+        while (count := self.session.decrypt_into(views)) is None:
+            self._receive(sum(map(len, views)))
+        return count
+
+    def _receive(self, wanted_bytes: int) -> None:
+        self.session.received(self.inner.receive_into([self.session.room(wanted_bytes)]))
+
+    def _shake_hands(self) -> None:
+        session = self.session
+        while True:
+            try:
+                done = session.handshake()
+            except TlsFailed:
+                with suppress(StoreUnavailable, TimeoutError):  # the peer learns why, if it still listens
+                    self.inner.send_all([session.take()])
+                raise
+            if answer := session.take():
+                self.inner.send_all([answer])
+            if done:
+                return
+            self._receive(0)
+
+    def close(self) -> None:
+        """Close the stream at once, with the end of TLS if that can be sent."""
+        if not self._sending:
+            say_goodbye(self.inner, self.session)
+        self.inner.close()
+
+    def is_stale(self) -> bool:
+        """Whether the peer has closed an idle connection, or sent something
+        unexpected.
+        """
+        return is_stale(self.inner, self.session)
+
+
+def over_tls(connect: Callable[..., Any], context: SSLContext) -> Callable[..., Any]:
+    """Return what connects as `connect` does, and over TLS to what is no Unix
+    socket.
+    """
+
+    def connect_tls(address: Endpoint, deadline: float) -> Any:
+        stream = connect(address, deadline)
+        if address.path:
+            return stream
+        return BlockingTlsStream(stream, TlsSession(context, str(address), host_name=address.host))
+
+    return connect_tls
