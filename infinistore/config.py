@@ -18,8 +18,8 @@ from typing import Final
 
 import attrs
 
-from infinistore import cluster_settings
-from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback, socket_place
+from infinistore import cluster_settings, security_settings
+from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, socket_place
 from infinistore.config_sources import load
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.settings import (
@@ -32,7 +32,6 @@ from infinistore.settings import (
     integer_or_off,
     near,
     number,
-    path,
     settings_of,
     size,
     switch,
@@ -54,7 +53,7 @@ _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
 _OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", VARIABLE_PREFIX + "TOKEN", _CONFIG_VARIABLE)
 
 _NETWORK, _SHARDS, _MEMORY, _DISK, _EVICTION = "Network", "Shards", "Memory", "Disk", "Eviction"
-_RDMA, _LIMITS, _SECURITY, _LOGGING = "RDMA", "Limits", "Security", "Logging"
+_RDMA, _LIMITS, _LOGGING = "RDMA", "Limits", "Logging"
 
 
 def _default_pool_bytes() -> int:
@@ -292,21 +291,11 @@ class ServerConfig:
         "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
         group=_RDMA,
     )
-    token_file: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
-        "token_file",
-        path(),
-        None,
-        "File whose first line is the token that every client must present",
-        group=_SECURITY,
-        default_text="no token",
-    )
-    insecure: bool = declare(
-        "insecure",
-        switch(),
-        "off",
-        "Let anyone who reaches the port read and write, also beyond loopback",
-        group=_SECURITY,
-    )
+    token_file: Path | None = security_settings.token_file()  # noqa: RUF009
+    insecure: bool = security_settings.insecure()
+    tls_cert: Path | None = security_settings.tls_cert()  # noqa: RUF009
+    tls_key: Path | None = security_settings.tls_key()  # noqa: RUF009
+    tls_client_ca: Path | None = security_settings.tls_client_ca()  # noqa: RUF009
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
@@ -361,22 +350,7 @@ class ServerConfig:
 
 def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     """What cannot be said about one setting alone: (keys, problem)."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    if not is_loopback(config.host) and config.token_file is None and not config.insecure:
-        found.append(
-            (
-                ("host",),
-                "other machines could read and write everything; add --token-file FILE, or --insecure to allow that",
-            )
-        )
-    if (
-        not is_loopback(config.manage_host)
-        and config.manage_port is not None
-        and config.token_file is None
-        and not config.insecure
-    ):
-        problem = "other machines could delete everything; add --token-file FILE, or --insecure to allow that"
-        found.append((("manage_host",), problem))
+    found = security_settings.conflicts_of_security(config)
     if config.unix_socket == "auto" and config.unix_socket_access != "user":
         found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
     if config.service_port == config.manage_port != 0:

@@ -132,7 +132,7 @@ def _note_interrupts(interrupts: list[int]) -> None:
 
 def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     """Print and flush the line that announces the server; scripts wait for it."""
-    urls = _urls("tcp", addresses.tcp)
+    urls = _urls("tcp" if config.tls_cert is None else "infinistores", addresses.tcp)
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
     management = _urls("http", addresses.management)

@@ -40,6 +40,7 @@ _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
+_TLS = (b"\x15\x03", b"\x16\x03")  # how an alert and a handshake begin
 _MAX_DEADLINE_US = 2**63
 _OFFER_AT = HEADER_BYTES - 8  # where the deadline stands in a header
 MAX_FIELDS = 64
@@ -118,6 +119,10 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
     """
     magic, version, kind, flags, request_id, body_bytes, payload_bytes, deadline_us = _HEADER.unpack_from(data)
     if magic != MAGIC:
+        if magic.startswith(_TLS):
+            raise ProtocolError(
+                "the peer speaks TLS, and this end does not; use infinistores:// with a server that has --tls-cert"
+            )
         raise ProtocolError(f"not an InfiniStore frame: it begins with {bytes(data[:8])!r}; is this the right port?")
     if version != MAJOR:
         raise VersionMismatch(

@@ -48,6 +48,7 @@ from infinistore.server.movers.rdma.pool import open_rdma
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
 from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.security.loading import load_certificates
 from infinistore.server.server import Server
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from infinistore.server.cluster.service import ClusterService
     from infinistore.server.disk.service import DiskService
     from infinistore.server.management.api import Management
+    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["MAX_BODY_BYTES", "compose_server", "make_core", "open_disks", "run_server", "serve"]
 
@@ -123,6 +125,7 @@ async def run_server(
     refused: KeptError | None = None
     with ExitStack() as resources:
         token = read_token(config.token_file) if config.token_file else ""
+        tls = load_certificates(config)
         # Listen before taking memory: a port in use is known at once. Connections wait
         # until the pool is there.
         listeners = environment.open_listeners(config, resources)
@@ -150,6 +153,7 @@ async def run_server(
                     descriptors=descriptors,
                     disk=disk,
                     shards=shards,
+                    tls=tls,
                 )
                 cluster = _join_cluster(config, server, environment, token)
             except (OutOfMemory, ConfigError) as error:
@@ -158,6 +162,8 @@ async def run_server(
                 if management is not None:
                     management.server = server
                 if handle_signals:
+                    if tls is not None:
+                        await nursery.start(tls.reload_on_signal)
                     await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
                 nursery.start_soon(_tell_of_drain, server, environment.service_manager)
                 serve = partial(server.run, listeners.clients, lambda: on_listening(server))
@@ -193,6 +199,7 @@ def compose_server(
     descriptors: DescriptorBudget,
     disk: "DiskService | None" = None,
     shards: Sequence[Shard] = (),
+    tls: "Certificates | None" = None,
 ) -> Server:
     """Put a server together. The store, its movers and the addresses are there already,
     and the environment is `buggified` if it is to be. `shards` are those that it is one
@@ -252,6 +259,7 @@ def compose_server(
         environment=environment,
         background=_background(config, core, growth),
         drain_timeout_s=config.drain_timeout_s,
+        tls=tls,
     )
 
 

@@ -6,6 +6,7 @@
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -21,6 +22,9 @@ from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.telemetry import Telemetry
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.spin import Spinner
+
+if TYPE_CHECKING:
+    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["Server"]
 
@@ -48,12 +52,15 @@ class Server:
         environment: Environment,
         background: Sequence[Callable[[], Awaitable[None]]],
         drain_timeout_s: float,
+        tls: "Certificates | None" = None,
     ) -> None:
         self.context = context
         self.addresses = addresses
         self.sessions = sessions
         self.telemetry = telemetry
         self.drain_timeout_s = drain_timeout_s
+        self.tls = tls
+        """What connections over TCP are encrypted with, if they are."""
         self._handshakes = handshakes
         self._spinner = spinner
         self._environment = environment
@@ -123,7 +130,9 @@ class Server:
         await self._drain.wait()
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
-        transport = "unix" if listener.family == socket.AF_UNIX else "tcp"
+        transport, secure = ("unix" if listener.family == socket.AF_UNIX else "tcp"), None
+        if transport == "tcp" and self.tls is not None:
+            transport, secure = "tls", self.tls.secure
         while True:
             try:
                 stream = await self._environment.accept(listener, self._spinner)
@@ -138,6 +147,8 @@ class Server:
                 await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
                 continue
             self.telemetry.connections_total += 1
+            if secure is not None:
+                stream = secure(stream)
             nursery.start_soon(self._serve, stream, transport, f"client-{self.telemetry.connections_total}")
 
     async def _serve(self, stream: Stream, transport: str, name: str) -> None:

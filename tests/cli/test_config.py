@@ -65,6 +65,9 @@ VALUES: dict[str, list[Any]] = {
     "rdma_timeout": [1, "0.25"],
     "token_file": ["/etc/token", "token"],
     "insecure": [True, "false"],
+    "tls_cert": ["/etc/server.pem"],
+    "tls_key": ["/etc/server.key"],
+    "tls_client_ca": ["/etc/ca.pem"],
     "max_connections": [1, "5000"],
     "max_value_size": [1, "64MiB"],
     "max_batch_size": [1024, "2GiB"],
@@ -88,6 +91,7 @@ def test_command_line_beats_environment_beats_file_beats_default(
     environment: dict[str, Any],
     file: dict[str, Any],
 ) -> None:
+    file = {"tls_cert": "/etc/other.pem", **file}  # which the other settings of TLS need
     path = tmp_path_factory.getbasetemp() / "precedence.yaml"
     path.write_text(yaml.safe_dump(file))
     variables = {SETTINGS[key].variable: str(value) for key, value in environment.items()}

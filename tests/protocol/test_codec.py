@@ -135,9 +135,16 @@ def test_the_error_for_another_version_names_both_even_if_nothing_else_is_known(
         parse(other, 0, 0)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"\x16\x03\x01\x02\x00\x01" + bytes(26)])
-def test_the_error_for_another_protocol_asks_for_the_port(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="is this the right port"):
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n", "is this the right port"),
+        (b"\x16\x03\x01\x02\x00\x01" + bytes(26), "the peer speaks TLS, and this end does not; use infinistores://"),
+        (b"\x15\x03\x03\x00\x02" + bytes(27), "the peer speaks TLS"),
+    ],
+)
+def test_the_error_for_another_protocol_says_what_to_look_at(data: bytes, problem: str) -> None:
+    with pytest.raises(ProtocolError, match=problem):
         parse(data[:HEADER_BYTES])
 
 

@@ -29,7 +29,15 @@ from infinistore.transports.base import Stream, drive
 if TYPE_CHECKING:
     from infinistore.server.disk.service import DiskService
 
-__all__ = ["INTERNAL_ERROR", "LINGER_S", "Conversation", "SessionLimits", "Traffic", "send_fatal_error"]
+__all__ = [
+    "INTERNAL_ERROR",
+    "LINGER_S",
+    "Conversation",
+    "SessionLimits",
+    "Traffic",
+    "linger",
+    "send_fatal_error",
+]
 
 _T = TypeVar("_T")
 _JOINED_BYTES = 16 * 1024
@@ -213,6 +221,14 @@ async def send_fatal_error(connection: ServerConnection, stream: Stream, error: 
     """
     with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):  # it may have gone
         await drive(connection.reply_fatal(error), stream)
+        await linger(stream)
+
+
+async def linger(stream: Stream) -> None:
+    """Send nothing more, and wait for a moment until the client has read what was
+    sent.
+    """
+    with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):
         await stream.send_eof()
         buffer = [memoryview(bytearray(_LINGER_BYTES))]
         while await stream.receive_into(buffer):

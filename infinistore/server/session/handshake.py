@@ -10,7 +10,7 @@ client that was only slow tries again. A session decides what a client may do.
 import hmac
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
@@ -20,12 +20,16 @@ from infinistore.errors import (
     InfiniStoreException,
     InvalidRequest,
     StoreUnavailable,
+    TlsFailed,
 )
 from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.budgets.log_budget import LogBudget
-from infinistore.server.connection.conversation import INTERNAL_ERROR, SessionLimits, send_fatal_error
+from infinistore.server.connection.conversation import INTERNAL_ERROR, SessionLimits, linger, send_fatal_error
 from infinistore.transports.base import Stream, drive
+
+if TYPE_CHECKING:
+    from infinistore.transports.tls.trio_stream import TlsStream
 
 __all__ = ["MOST_STRANGERS", "Handshakes"]
 
@@ -104,6 +108,10 @@ class Handshakes:
         )
         try:
             return admit(connection, await self._receive_hello(connection, stream))
+        except TlsFailed as error:
+            self._log_budget.log(logging.INFO, "no TLS", client=name, error=str(error))
+            self.errors += 1
+            await _part(connection, cast("TlsStream", stream), error)
         except StoreUnavailable as error:
             _log.debug("connection lost", extra={"client": name, "error": str(error)})
         except InfiniStoreException as error:
@@ -131,3 +139,13 @@ class Handshakes:
             problem = "the token given is wrong" if hello.token else "this server wants a token, and none was given"
             raise AuthenticationFailed(f"{problem}; the right one is in the file of the server's --token-file")
         return hello
+
+
+async def _part(connection: ServerConnection, stream: "TlsStream", error: TlsFailed) -> None:
+    """Give a client time to read why there is no TLS. One that does not speak TLS is
+    told in the clear.
+    """
+    if stream.session.peer_is_plain:
+        await send_fatal_error(connection, stream.inner, error)
+    else:  # OpenSSL has told it
+        await linger(stream.inner)

@@ -1,0 +1,87 @@
+"""The settings of a server that say who may reach it, and what does not go together
+with them.
+"""
+
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from infinistore.addresses import is_loopback
+from infinistore.settings import declare, path, switch
+
+__all__ = ["conflicts_of_security", "insecure", "tls_cert", "tls_client_ca", "tls_key", "token_file"]
+
+_SECURITY: Final = "Security"
+
+
+def token_file() -> Any:
+    """Where the token is."""
+    help_text = "File whose first line is the token that every client must present"
+    return declare("token_file", path(), None, help_text, group=_SECURITY, default_text="no token")
+
+
+def insecure() -> Any:
+    """Whether anyone may do anything."""
+    help_text = "Let anyone who reaches the port read and write, also beyond loopback"
+    return declare("insecure", switch(), "off", help_text, group=_SECURITY)
+
+
+def tls_cert() -> Any:
+    """The certificate."""
+    help_text = (
+        "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
+        "over TCP need TLS, and so does the management API. SIGHUP reads the files of TLS again"
+    )
+    return declare("tls_cert", path(), None, help_text, group=_SECURITY, default_text="no TLS")
+
+
+def tls_key() -> Any:
+    """Its key."""
+    help_text = "File with the key of --tls-cert, in PEM, without a passphrase"
+    return declare("tls_key", path(), None, help_text, group=_SECURITY, default_text="the file of --tls-cert")
+
+
+def tls_client_ca() -> Any:
+    """Who vouches for clients."""
+    help_text = (
+        "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
+        "signed"
+    )
+    return declare("tls_client_ca", path(), None, help_text, group=_SECURITY, default_text="clients need none")
+
+
+class _Settings(Protocol):
+    @property
+    def host(self) -> str: ...
+    @property
+    def manage_host(self) -> str: ...
+    @property
+    def manage_port(self) -> int | None: ...
+    @property
+    def token_file(self) -> Path | None: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def tls_client_ca(self) -> Path | None: ...
+
+
+def conflicts_of_security(config: _Settings) -> list[tuple[tuple[str, ...], str]]:
+    """Return what does not go together, as (keys of settings, problem)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    known = config.token_file is not None or config.insecure
+    if not is_loopback(config.host) and not known and config.tls_client_ca is None:
+        problem = "other machines could read and write everything; add --token-file FILE, or --insecure to allow that"
+        found.append((("host",), problem))
+    if not is_loopback(config.manage_host) and config.manage_port is not None and not known:
+        problem = "other machines could delete everything; add --token-file FILE, or --insecure to allow that"
+        found.append((("manage_host",), problem))
+    if config.tls_cert is None:
+        found += [
+            ((key,), "needs --tls-cert FILE, the certificate of this server")
+            for key, file in (("tls_key", config.tls_key), ("tls_client_ca", config.tls_client_ca))
+            if file is not None
+        ]
+    return found

@@ -1,0 +1,140 @@
+"""TLS at the server: strangers, and certificates that change."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+
+from infinistore.errors import ConfigError
+from infinistore.protocol.messages import Statistics
+from infinistore.server.security.certificates import Certificates
+from infinistore.server.security.loading import load_certificates
+from infinistore.transports.sockets.trio_streams import connect_tcp
+from infinistore.transports.tls.contexts import client_context
+from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.trio_stream import TlsStream
+from tests.server.running import Peer, RunningServer, make_config, running_server
+from tests.transports.certificates import Files, issue
+
+
+def settings(files: Files) -> dict[str, Any]:
+    return {"tls_cert": files.cert, "tls_key": files.key}
+
+
+async def connect(server: RunningServer, files: Files) -> TlsStream:
+    """A client's end of TLS, which has sent nothing yet."""
+    plain = await connect_tcp("127.0.0.1", server.server.addresses.port)
+    return TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+
+
+def serial_number(stream: TlsStream) -> Any:
+    certificate = stream.session.peer_certificate()
+    assert certificate is not None
+    return certificate["serialNumber"]
+
+
+async def test_a_handshake_that_goes_nowhere_has_a_strangers_place_only(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    async with running_server(make_config(**settings(files), max_connections=1)) as server:
+        silent = [await connect_tcp("127.0.0.1", server.server.addresses.port) for _ in range(3)]
+        for stream in silent:
+            await stream.send_all([memoryview(b"\x16\x03\x01")])
+        peer = Peer(await connect(server, files))
+        await peer.hello()
+        peer.stream.close()
+        for stream in silent:
+            stream.close()
+        await server.quiet()
+
+
+async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    async with running_server(make_config(**settings(files))) as server, trio.open_nursery() as nursery:
+        certificates = server.server.tls
+        assert certificates is not None
+        await nursery.start(certificates.reload_on_signal)
+        old = Peer(await connect(server, files))
+        await old.hello()
+        before = certificates.context
+        issue(tmp_path, into=files)
+        os.kill(os.getpid(), signal.SIGHUP)
+        with trio.fail_after(10):
+            while certificates.context is before:
+                await trio.lowlevel.checkpoint()
+        new = Peer(await connect(server, files))
+        await new.hello()
+        assert isinstance(old.stream, TlsStream)
+        assert isinstance(new.stream, TlsStream)
+        assert serial_number(old.stream) != serial_number(new.stream)
+        await old.ask(Statistics())
+        old.stream.close()
+        new.stream.close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_pair_that_does_not_fit_changes_nothing_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, other = issue(tmp_path), issue(tmp_path, stem="other")
+    certificates = Certificates(files.cert, files.key, None)
+    before = certificates.context
+    files.key.write_bytes(other.key.read_bytes())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(certificates.reload_on_signal)
+        os.kill(os.getpid(), signal.SIGHUP)
+        with trio.fail_after(10):
+            while not caplog.records:
+                await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    assert caplog.records[0].message == "the certificate stays as it was"
+    assert "does not fit the key" in caplog.records[0].__dict__["problem"]
+    assert certificates.context is before
+
+
+@pytest.mark.parametrize(
+    ("ends", "problem"),
+    [
+        (("cert", "other"), "--tls-cert: the certificate in"),
+        (("missing", "key"), "--tls-cert: cannot read"),
+        (("cert", "missing"), "--tls-key: cannot read"),
+        (("cert", "ca"), "must hold a certificate"),
+    ],
+)
+def test_files_that_cannot_be_used_stop_the_start_and_are_named(
+    ends: tuple[str, str], problem: str, tmp_path: Path
+) -> None:
+    files, other = issue(tmp_path), issue(tmp_path, stem="other")
+    paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "other": other.key, "missing": tmp_path / "no"}
+    with pytest.raises(ConfigError) as refused:
+        load_certificates(make_config(tls_cert=paths[ends[0]], tls_key=paths[ends[1]]))
+    assert problem in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_that_need_a_certificate_say_so(tmp_path: Path) -> None:
+    for key in ("tls_key", "tls_client_ca"):
+        with pytest.raises(ConfigError, match="needs --tls-cert FILE"):
+            make_config(**{key: tmp_path})
+
+
+def test_mutual_tls_is_enough_to_listen_beyond_this_machine(tmp_path: Path) -> None:
+    make_config(host="0.0.0.0", tls_cert=tmp_path, tls_client_ca=tmp_path)
+    with pytest.raises(ConfigError, match="other machines could read"):
+        make_config(host="0.0.0.0", tls_cert=tmp_path)
+
+
+async def test_the_log_says_why_a_client_was_not_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files, mine = issue(tmp_path), issue(tmp_path, "client", ca="clients", stem="client")
+    async with running_server(make_config(**settings(files), tls_client_ca=mine.ca)) as server:
+        with caplog.at_level("INFO", logger="infinistore"):
+            stream = await connect(server, files)
+            with pytest.raises(Exception, match="wants a certificate"):
+                await Peer(stream).hello()
+            stream.close()
+            await server.quiet()
+    (record,) = [record for record in caplog.records if record.message == "no TLS"]
+    assert "the client gave no certificate" in record.__dict__["error"]
