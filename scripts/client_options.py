@@ -45,7 +45,7 @@ def keywords(source: str) -> str:
     """Return the module with the keyword arguments, from the source of `Options`."""
     (options,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Options")
     fields = [
-        f"    {ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
+        f"    {ast.unparse(node.target)}: {ast.unparse(node.annotation).replace(chr(39), chr(34))}"
         for node in options.body
         if isinstance(node, ast.AnnAssign)
     ]
@@ -55,7 +55,11 @@ def keywords(source: str) -> str:
             '"""The keyword arguments of every `open_store`, for type checkers."""',
             "",
             "from collections.abc import Sequence",
-            "from typing import Literal, TypedDict",
+            "from pathlib import Path",
+            "from typing import TYPE_CHECKING, Literal, TypedDict",
+            "",
+            "if TYPE_CHECKING:",
+            "    from ssl import SSLContext",
             "",
             '__all__ = ["StoreOptions"]',
             "",

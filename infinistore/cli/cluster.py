@@ -26,7 +26,7 @@ __all__ = ["command"]
 
 _T = TypeVar("_T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_STORE_SCHEMES: Final = ("infinistore", "tcp", "unix", "shm", "rdma")
+_STORE_SCHEMES: Final = ("infinistore", "infinistores", "tcp", "unix", "shm", "rdma")
 _SHOWN_OF_INSTANCE: Final = 8
 
 

@@ -18,7 +18,7 @@ __all__ = ["ClusterConfig", "read_config", "read_file", "read_node", "write_conf
 _STATES: Final = {state.value: state for state in NodeState}
 _TEXTS: Final = ("instance", "zone", "host")
 _NUMBERS: Final = {"weight": MOST_WEIGHT, "generation": 2**63, "capacity_bytes": 2**63, "protocol": 2**31}
-_SCHEMES: Final = ("infinistore", "tcp", "rdma")
+_SCHEMES: Final = ("infinistore", "infinistores", "tcp", "rdma")
 _MOST_TEXT: Final = 256
 
 

@@ -2,6 +2,8 @@
 
 `infinistore+static://a:22345,b:22345` lists the nodes, `infinistore+file:///path` names
 a file that lists them, and `infinistore+etcd://h1:2379,h2:2379/CLUSTER` names etcd.
+With `infinistores+`, the nodes are reached by TLS.
+
 Options follow a question mark: those of the membership, which are known here, and those
 of the stores that the cluster consists of, which are only passed on.
 """
@@ -107,7 +109,14 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Kind]]] = {
 
 def is_cluster_url(url: str) -> bool:
     """Whether this is the URL of a cluster, well written or not."""
-    return url.partition("://")[0] in CLUSTER_SCHEMES
+    return _plain(url.partition("://")[0]) in CLUSTER_SCHEMES
+
+
+def _plain(scheme: str) -> str:
+    """Return the scheme without the sign that the nodes are reached by TLS, which is
+    the stores' business: infinistores+static.
+    """
+    return scheme.replace("infinistores+", "infinistore+", 1)
 
 
 def parse_cluster_url(url: str) -> ClusterUrl:
@@ -117,6 +126,7 @@ def parse_cluster_url(url: str) -> ClusterUrl:
         ConfigError: it is not one. The message says how to write it.
     """
     scheme, separator, _ = url.partition("://")
+    scheme = _plain(scheme)
     if not separator or scheme not in CLUSTER_SCHEMES:
         hint = near(scheme, CLUSTER_SCHEMES) or f"; write {', or '.join(CLUSTER_SCHEMES.values())}"
         raise ConfigError(f"{url!r} names no cluster{hint}")

@@ -134,7 +134,7 @@ def test_the_help_of_the_server_shows_every_flag(capsys: pytest.CaptureFixture[s
         ("purge", "add --yes"),
         ("evict --min 0.9", "--min 0.9 must not be above --max 0.8"),
         ("ls --limit 0", "0 is not in the range x>=1"),
-        ("stat --url infinistor://a", "did you mean infinistore?"),
+        ("stat --url infinistor://a", "did you mean infinistore or infinistores?"),
         ("stat --url infinistore://a?deadline=1", "did you mean deadline_s?"),
         ("bench --sizes 4KiB,lots", "lots is not a size"),
         ("bench --embedded --path tcp", "leave it out with --embedded"),

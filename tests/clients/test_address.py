@@ -43,7 +43,7 @@ def test_urls_of_stores(url: str, expected: tuple[str, str, int, str]) -> None:
         ("host:22345", "infinistore://host:22345"),
         ("tpc://host", "did you mean tcp"),
         ("unixx:///path", "did you mean unix"),
-        ("http://host", "known are infinistore, tcp, unix"),
+        ("http://host", "known are infinistore, infinistores, tcp, unix"),
         ("tcp://", "names no host"),
         ("tcp://:22345", "names no host"),
         ("tcp://host:port", "no URL of a store"),
@@ -178,6 +178,8 @@ def test_a_default_is_what_the_descriptions_say(setting: Setting) -> None:
     value = getattr(Options(), setting.key)
     if setting.key == "name":
         assert setting.default_text == "HOST:PID"
+    elif value is None:
+        assert " " in setting.default_text or setting.default_text == "none"  # what takes its place
     elif value in ("", ()):
         assert setting.default_text in ("none", "the best one")
     else:

@@ -77,7 +77,7 @@ def test_a_file_lists_nodes_by_address_alone() -> None:
         ('{"nodes": [{"address": "h"}]}', r"nodes\[0\] needs an id"),
         ('{"nodes": [{"id": "a"}]}', r"nodes\[0\] needs an address"),
         ('{"nodes": [{"id": "a", "address": "h:x"}]}', "'h:x' that must be HOST:PORT"),
-        ('{"nodes": [{"id": "a", "address": "http://h"}]}', "begins with none of infinistore, tcp, rdma"),
+        ('{"nodes": [{"id": "a", "address": "http://h"}]}', "begins with none of infinistore, infinistores, tcp, rdma"),
         ('{"nodes": [{"id": "a", "address": "h", "weight": -1}]}', "weight that is no whole number from 0 to 10000"),
         ('{"nodes": [{"id": "a", "address": "h", "state": "gone"}]}', "there are joining, serving, draining"),
         ('{"nodes": [{"id": "a", "address": "h"}, {"id": "a", "address": "i"}]}', r"nodes\[1\] has the id 'a' of ano"),

@@ -27,6 +27,7 @@ from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.client.movers.shm.source import ShmSource
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options.options import Options
+from infinistore.client.options.tls import tls_of_node
 from infinistore.client.options.url import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.errors import (
@@ -75,6 +76,8 @@ class Terms:
     """
 
 
+_TRANSPORTS = {"tcp": "inline", "unix": "inline", "infinistores": "infinistore"}
+"""The transports of schemes that are not called like theirs."""
 PLAIN = Terms()
 """A store that is all there is."""
 
@@ -108,12 +111,17 @@ class Calls(Generic[_Stream]):
         self.address = address
         self.options = options
         self.clock = clock
+        self.tls = tls_of_node(address, options.tls)
+        """What connections over TCP are encrypted with, if they are."""
         self.is_node = terms is not PLAIN
         """Whether it is one of several, which know by themselves what they are."""
         self.breaker = CircuitBreaker(clock, random, terms.failures_to_open)
         self.pool: ConnectionPool[_Stream] = ConnectionPool()
-        transport = options.transport or {"tcp": "inline", "unix": "inline"}.get(address.scheme, address.scheme)
+        transport = options.transport or _TRANSPORTS.get(address.scheme, address.scheme)
         _check_scheme(address.scheme, options.transport)
+        self._allows_rdma = self.tls is None or options.unencrypted_rdma
+        if not self._allows_rdma and (transport == "rdma" or options.device):
+            raise ConfigError("RDMA does not encrypt blocks, and TLS is asked for; unencrypted_rdma=on allows it")
         self._owns_rdma = terms.rdma is None
         self.rdma = terms.rdma or StoreRdma(options, clock, forced=transport == "rdma")
         self._shm = ShmSource(
@@ -126,7 +134,14 @@ class Calls(Generic[_Stream]):
         routes = self._routes(transport)
         self._sources = dict.fromkeys([self._shm, *(route.source for route in routes)])
         self.router = Router(
-            address, routes, self.pool, options, clock, instance=terms.instance, shard_ports=terms.shard_ports
+            address,
+            routes,
+            self.pool,
+            options,
+            clock,
+            over_tcp="tcp" if self.tls is None else "tls",
+            instance=terms.instance,
+            shard_ports=terms.shard_ports,
         )
         let_go_in_child(self)
 
@@ -142,6 +157,8 @@ class Calls(Generic[_Stream]):
         if transport == "rdma":
             return [Route(rdma, forced=True)]
         if transport == "infinistore" and not self.options.transport:
+            if not self._allows_rdma:
+                return [Route(self._shm)]
             return [Route(rdma), Route(self._shm)] if self.rdma.asked_for else [Route(self._shm), Route(rdma)]
         return [Route(_installed_source(transport, self.options, self.clock), forced=True)]
 

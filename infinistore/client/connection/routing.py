@@ -67,10 +67,12 @@ class Router(Generic[_Stream]):
         options: Options,
         clock: Callable[[], float],
         *,
+        over_tcp: str = "tcp",
         instance: str = "",
         shard_ports: tuple[int, ...] | None = (),
     ) -> None:
         self._address = address
+        self._over_tcp = over_tcp  # what statistics call the transport when blocks go inline over TCP
         self._shard_ports = shard_ports  # those that are known; None for whatever there are
         self._instance = instance  # the run of the server that it must be; empty for any
         self._routes = routes
@@ -119,8 +121,8 @@ class Router(Generic[_Stream]):
             self._pool.close_connection(connection)
             raise
         attempt.stream = connection.stream  # and not the one that was tried last
-        scheme = "unix" if self._address.path else "tcp"
-        asked = "the URL asks for a Unix socket" if self._address.path else "the URL asks for TCP"
+        scheme = "unix" if self._address.path else self._over_tcp
+        asked = "the URL asks for a Unix socket" if self._address.path else f"the URL asks for {scheme.upper()}"
         if self.options.transport:
             asked = "the option transport asks for it"
         connection.open([], (scheme, "; ".join(reasons) or asked))

@@ -59,6 +59,8 @@ async def open_store(
             store is embedded. The URLs are:
             * `infinistore://HOST:PORT`: shared memory on the server's host; elsewhere
               RDMA if both sides have a device, or else TCP
+            * `infinistores://HOST:PORT`: shared memory on the server's host; elsewhere
+              TCP with TLS. No RDMA, which does not encrypt blocks
             * `tcp://HOST:PORT`: TCP only
             * `unix:///PATH`: the server's Unix socket on this host, without shared
               memory
@@ -71,6 +73,17 @@ async def open_store(
         token: The token of a server with --token-file. Without it, the client takes the
             file that the URL names by token_file, or else the variable
             INFINISTORE_TOKEN. With a server only. Default: none.
+        tls: What connections over TCP are encrypted with, instead of ca, cert and key.
+            Then, and with one of these, the server must speak TLS, whatever the scheme
+            of the URL is. With a server only. Default: TLS only with infinistores://.
+        ca: The authorities to trust, in PEM: one of them must have signed the server's
+            certificate, which must be for the host in the URL. With a server only.
+            Default: those of the system.
+        cert: The certificate of this client, in PEM, for a server with --tls-client-ca.
+            With a server only. Default: none.
+        key: The key of cert, in PEM. With a server only. Default: the file of cert.
+        unencrypted_rdma: Allow RDMA together with TLS: requests are encrypted then,
+            blocks are not. With a server only. Default: False.
         max_connections: How many connections may carry blocks at a time; in a cluster 2
             to each node, unless given. Two more carry lookups. With a server only.
             Default: 8.
@@ -210,11 +223,15 @@ class RemoteAsyncioStore(AsyncStore):
         terms: Terms = PLAIN,
     ) -> None:
         environment = environment or Environment()
-        self._connect = environment.connect or self._connect_sockets
         self.verifies = options.verify == "always"
         self.calls: Calls[AsyncioSocketStream] = Calls(
             address, options, time.monotonic, environment.random, environment.machine, terms=terms
         )
+        self._connect = environment.connect or self._connect_sockets
+        if self.calls.tls is not None:
+            from infinistore.transports.tls.asyncio_stream import over_tls  # late: few need it
+
+            self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_slots = Slots(options.max_connections)
         self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
         self._owes_a_turn = False

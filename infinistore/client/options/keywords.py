@@ -2,7 +2,11 @@
 """The keyword arguments of every `open_store`, for type checkers."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 __all__ = ["StoreOptions"]
 
@@ -13,6 +17,11 @@ class StoreOptions(TypedDict, total=False):
     deadline_s: float
     verify: Literal["always", "never"]
     token: str
+    tls: "SSLContext | None"
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+    unencrypted_rdma: bool
     max_connections: int
     transport: str
     spin_us: int

@@ -9,17 +9,22 @@ the parsing of URLs, the keyword arguments that type checkers know (`keywords.py
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
 from infinistore.client.options.keywords import StoreOptions
+from infinistore.client.options.tls import tls_context, tls_kind
 from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.errors import ConfigError
 from infinistore.settings import Kind, Setting, choice, declare, integer, near, number, path, settings_of, switch
 from infinistore.token_file import MAX_TOKEN_BYTES, read_token
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 __all__ = ["Options", "make_options", "option_settings", "url_settings"]
 
@@ -89,6 +94,43 @@ class Options:
         group=SERVER,
         default_text="none",
         secret=True,
+    )
+    tls: "SSLContext | None" = declare(  # noqa: RUF009 - what it returns is an attrs field
+        "tls",
+        tls_kind(),
+        None,
+        "What connections over TCP are encrypted with, instead of ca, cert and key. Then, and with one of these, the "
+        "server must speak TLS, whatever the scheme of the URL is",
+        group=SERVER,
+        default_text="TLS only with infinistores://",
+    )
+    ca: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+        "ca",
+        path("FILE"),
+        None,
+        "The authorities to trust, in PEM: one of them must have signed the server's certificate, which must be for "
+        "the host in the URL",
+        group=SERVER,
+        default_text="those of the system",
+    )
+    cert: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+        "cert",
+        path("FILE"),
+        None,
+        "The certificate of this client, in PEM, for a server with --tls-client-ca",
+        group=SERVER,
+        default_text="none",
+    )
+    key: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+        "key", path("FILE"), None, "The key of cert, in PEM", group=SERVER, default_text="the file of cert"
+    )
+    unencrypted_rdma: bool = declare(
+        "unencrypted_rdma",
+        _switch(),
+        "false",
+        "Allow RDMA together with TLS: requests are encrypted then, blocks are not",
+        group=SERVER,
+        default_text="False",
     )
     max_connections: int = declare(
         "max_connections",
@@ -262,7 +304,7 @@ def option_settings() -> tuple[Setting, ...]:
 
 def url_settings() -> tuple[Setting, ...]:
     """Return the descriptions of the options that a URL may have."""
-    not_there = ("token", "lazy")
+    not_there = ("token", "lazy", "tls")
     allowed = [one for one in option_settings() if one.group != EMBEDDED and one.key not in not_there]
     return (*allowed, _TOKEN_FILE)
 
@@ -288,7 +330,9 @@ def make_options(url: str | None, given: StoreOptions) -> tuple[StoreUrl | Clust
     else:
         parsed = parse_url(url)
         found = {**_from_url(url, parsed), **given}
-    return parsed, _options(found)
+    options = _options(found)
+    tls = tls_context(url, by_socket=isinstance(parsed, StoreUrl) and bool(parsed.path), found=found)
+    return parsed, options if tls is None else attrs.evolve(options, tls=tls, ca=None, cert=None, key=None)
 
 
 def _from_url(url: str, parsed: StoreUrl | ClusterUrl) -> dict[str, Any]:

@@ -27,6 +27,10 @@ SCHEMES: Final = {
         "infinistore://HOST:PORT",
         "shared memory on the server's host; elsewhere RDMA if both sides have a device, or else TCP",
     ),
+    "infinistores": Scheme(
+        "infinistores://HOST:PORT",
+        "shared memory on the server's host; elsewhere TCP with TLS. No RDMA, which does not encrypt blocks",
+    ),
     "tcp": Scheme("tcp://HOST:PORT", "TCP only"),
     "unix": Scheme("unix:///PATH", "the server's Unix socket on this host, without shared memory"),
     "shm": Scheme(

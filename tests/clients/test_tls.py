@@ -1,0 +1,288 @@
+"""TLS in every dress: what it carries, and what is said when there is none."""
+
+import os
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinistore
+from infinistore import aio, blocking
+from infinistore.blocking import BlockingStore
+from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
+from tests.clients.event_loops import as_blocking
+from tests.clients.stores import Loops
+from tests.server.running import MIB, RunningServer, make_config, running_server
+from tests.transports.certificates import Files, issue
+
+DRESSES = ("threads", "trio", "asyncio")
+
+
+@contextmanager
+def opened(loops: Loops, dress: str, url: str, **options: Any) -> Iterator[BlockingStore]:
+    """A store of each dress, as a blocking one."""
+    if dress == "threads":
+        with blocking.open_store(url, **options) as store:
+            yield store
+    elif dress == "trio":
+        with loops.trio.entered(lambda: infinistore.open_store(url, **options)) as other:
+            yield as_blocking(other, loops.trio)
+    else:
+        with loops.asyncio.entered(lambda: aio.open_store(url, **options)) as other:
+            yield as_blocking(other, loops.asyncio)
+
+
+@contextmanager
+def serving(loops: Loops, files: Files | None, **settings: Any) -> Iterator[RunningServer]:
+    if files is not None:
+        settings |= {"tls_cert": files.cert, "tls_key": files.key}
+    with loops.trio.entered(lambda: running_server(make_config(prealloc_bytes=16 * MIB, **settings))) as server:
+        yield server
+
+
+def url_of(server: RunningServer, options: str = "", *, host: str = "127.0.0.1", scheme: str = "infinistores") -> str:
+    return f"{scheme}://{host}:{server.server.addresses.port}{options}"
+
+
+def read(store: BlockingStore, keys: Iterable[str]) -> dict[str, bytes]:
+    return {key: bytes(value) for key, value in zip(keys, store.get_many(list(keys)), strict=True) if value is not None}
+
+
+@pytest.fixture(params=DRESSES)
+def dress(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def refusal(loops: Loops, dress: str, url: str, **options: Any) -> str:
+    """What a client is told that is not let in, with a deadline that nobody waits
+    for.
+    """
+    with pytest.raises(TlsFailed) as refused, opened(loops, dress, url, deadline_s=20, **options):
+        pass
+    text = str(refused.value)
+    assert "\n" not in text
+    return text
+
+
+def test_blocks_of_any_length_travel_both_ways(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    blocks = {f"block-{size}": os.urandom(size) for size in (1, 100, 16384, 16385, 100_000, 3 * MIB)}
+    with serving(loops, files) as server, opened(loops, dress, url_of(server, f"?ca={files.ca}")) as store:
+        store.put_many(blocks)
+        assert read(store, blocks) == blocks
+        target = bytearray(3 * MIB)
+        store.get_into(f"block-{3 * MIB}", target)
+        assert target == blocks[f"block-{3 * MIB}"]
+        assert store.stats().transport == "tls"
+
+
+def test_many_small_blocks_share_records(loops: Loops, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    blocks = {f"block-{index}": os.urandom(64) for index in range(3000)}
+    with serving(loops, files) as server, opened(loops, "threads", url_of(server, f"?ca={files.ca}")) as store:
+        store.put_many(blocks)
+        assert read(store, blocks) == blocks
+
+
+def test_a_context_says_the_same_as_files(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    context = ssl.create_default_context(cafile=str(files.ca))
+    with serving(loops, files) as server, opened(loops, dress, server.url, tls=context) as store:
+        store.put("key", b"value")
+        assert store.get("key") == b"value"
+
+
+def test_many_calls_at_a_time_share_the_connections(loops: Loops, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    with serving(loops, files) as server, opened(loops, "threads", url_of(server, f"?ca={files.ca}")) as store:
+
+        def work(number: int) -> None:
+            value = os.urandom(200_000)
+            for _ in range(5):
+                store.put(f"key-{number}", value)
+                assert store.get(f"key-{number}") == value
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.stats().store.keys == 8
+
+
+def test_a_server_that_asks_for_certificates_lets_in_who_has_one(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    mine = issue(tmp_path, "client", ca="clients", stem="client")
+    options = f"?ca={files.ca}&cert={mine.cert}&key={mine.key}"
+    with serving(loops, files, tls_client_ca=mine.ca) as server:
+        with opened(loops, dress, url_of(server, options)) as store:
+            store.put("key", b"value")
+        assert "wants a certificate of the client; give cert=FILE and key=FILE" in refusal(
+            loops, dress, url_of(server, f"?ca={files.ca}")
+        )
+        other = issue(tmp_path, "client", ca="others", stem="other")
+        options = f"?ca={files.ca}&cert={other.cert}&key={other.key}"
+        assert "no authority in --tls-client-ca has signed it" in refusal(loops, dress, url_of(server, options))
+
+
+def test_a_certificate_of_a_stranger_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    wrong = issue(tmp_path, ca="wrong", stem="wrong")
+    with serving(loops, files) as server:
+        text = refusal(loops, dress, url_of(server, f"?ca={wrong.ca}"))
+        assert "is signed by no authority that this client trusts" in text
+        assert "ca=FILE" in refusal(loops, dress, url_of(server))  # the system's authorities
+
+
+def test_an_expired_certificate_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path, expired=True)
+    with serving(loops, files) as server:
+        assert "has expired; the server needs a new one" in refusal(loops, dress, url_of(server, f"?ca={files.ca}"))
+
+
+def test_a_certificate_for_another_name_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path, "elsewhere.example")
+    with serving(loops, files) as server:
+        text = refusal(loops, dress, url_of(server, f"?ca={files.ca}"))
+        assert "is for another name" in text
+        assert "127.0.0.1" in text
+
+
+def test_a_name_is_checked_as_a_name(loops: Loops, tmp_path: Path) -> None:
+    files = issue(tmp_path, "localhost")
+    with serving(loops, files) as server:
+        with opened(loops, "threads", url_of(server, f"?ca={files.ca}", host="localhost")) as store:
+            store.put("key", b"value")
+        assert "is for another name" in refusal(loops, "threads", url_of(server, f"?ca={files.ca}"))
+
+
+def test_a_plain_client_learns_that_the_port_speaks_tls(loops: Loops, dress: str, tmp_path: Path) -> None:
+    with serving(loops, issue(tmp_path)) as server:
+        text = refusal(loops, dress, server.url)
+        assert text == "this port speaks TLS, and the client does not; connect with infinistores://HOST:PORT?ca=FILE"
+
+
+def test_a_client_with_tls_learns_that_the_port_is_plain(
+    loops: Loops, dress: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = issue(tmp_path)
+    with serving(loops, None) as server, caplog.at_level("INFO", logger="infinistore"):
+        text = refusal(loops, dress, url_of(server, f"?ca={files.ca}"))
+        assert text.endswith("does not speak TLS; use infinistore://, or start the server with --tls-cert")
+
+
+def test_the_token_is_asked_for_inside_of_tls(loops: Loops, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    token_file = tmp_path / "token"
+    token_file.write_text("secret")
+    token_file.chmod(0o600)
+    with serving(loops, files, token_file=token_file) as server:
+        with (
+            pytest.raises(infinistore.AuthenticationFailed),
+            opened(loops, "threads", url_of(server, f"?ca={files.ca}")),
+        ):
+            pass
+        url = url_of(server, f"?ca={files.ca}&token_file={token_file}")
+        with opened(loops, "threads", url) as store:
+            store.put("key", b"value")
+
+
+def test_clients_on_the_host_share_memory_as_ever(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    with serving(loops, files, unix_socket=str(tmp_path / "store.sock")) as server:
+        with opened(loops, dress, url_of(server, f"?ca={files.ca}"), inline_bytes=0) as store:
+            store.put("key", b"value")
+            assert store.get("key") == b"value"
+            assert store.stats().transport == "shm"
+        with opened(loops, dress, f"unix://{server.unix_path}") as store:
+            assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("where", ["URL", "tls"])
+def test_every_node_of_a_cluster_is_reached_by_tls(loops: Loops, dress: str, where: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    with serving(loops, files) as one, serving(loops, files) as two:
+        nodes = ",".join(f"127.0.0.1:{server.server.addresses.port}" for server in (one, two))
+        blocks = {f"key-{index}": os.urandom(1000) for index in range(50)}
+        url, options = f"infinistores+static://{nodes}?ca={files.ca}", {}
+        if where == "tls":
+            url = f"infinistore+static://{nodes}"
+            options = {"tls": ssl.create_default_context(cafile=str(files.ca))}
+        with opened(loops, dress, url, **options) as store:
+            store.put_many(blocks)
+            assert read(store, blocks) == blocks
+        assert len(one.core) + len(two.core) == 50
+        assert min(len(one.core), len(two.core)) > 0
+
+
+def test_a_server_that_returns_is_found_again(loops: Loops, dress: str, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    with ExitStack() as until_end:
+        with serving(loops, files) as server:
+            port = server.server.addresses.port
+            store = until_end.enter_context(opened(loops, dress, url_of(server, f"?ca={files.ca}")))
+            store.put("key", b"value")
+        with serving(loops, files, service_port=port):
+            assert not store.exists("key")
+            store.put("key", b"other")
+            assert store.get("key") == b"other"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "problem"),
+    [
+        ("unix:///tmp/x.sock?ca=/a", {}, "a Unix socket has no TLS"),
+        ("infinistores://h?key=/k", {}, "key is that of cert, which is missing"),
+        ("infinistores://h?ca=/no/such/file", {}, "cannot read /no/such/file: No such file or directory"),
+        ("infinistores://h?transport=rdma", {}, "RDMA does not encrypt blocks"),
+        ("rdma://h", {"tls": "context"}, "RDMA does not encrypt blocks"),
+        ("infinistores://h?device=mlx5_0", {}, "RDMA does not encrypt blocks"),
+        ("tcp://h?ca=/a", {"tls": "context"}, "give either tls or ca"),
+        ("tcp://h", {"tls": True}, "must be an ssl.SSLContext for a client"),
+        ("tcp://h", {"tls": "server"}, "must be an ssl.SSLContext for a client"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_at_once(url: str, options: dict[str, Any], problem: str) -> None:
+    made: dict[Any, Callable[[], Any]] = {
+        "context": ssl.create_default_context,
+        "server": lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+    }
+    options = {name: made[value]() if value in made else value for name, value in options.items()}
+    with pytest.raises(ConfigError) as refused, blocking.open_store(url, lazy=True, **options):
+        pass
+    assert problem in str(refused.value)
+
+
+def test_rdma_is_allowed_with_tls_when_the_caller_says_so() -> None:
+    context = ssl.create_default_context()
+    given: dict[str, Any] = {"tls": context, "unencrypted_rdma": True, "device": "none", "deadline_s": 0.1}
+    with (
+        blocking.open_store("rdma://127.0.0.1:1", lazy=True, **given) as store,
+        pytest.raises((StoreUnavailable, DeadlineExceeded)),
+    ):
+        store.exists("key")
+
+
+def test_a_pair_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    mine, other = issue(tmp_path, "client"), issue(tmp_path, "client", stem="other")
+    url = f"infinistores://127.0.0.1:1?cert={mine.cert}&key={other.key}"
+    with pytest.raises(ConfigError) as refused, blocking.open_store(url, lazy=True):
+        pass
+    assert f"cert: the certificate in {mine.cert} does not fit the key in {other.key}" in str(refused.value)
+
+
+def test_an_authority_is_no_key(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.write_text("nothing")
+    for option, problem in (("ca", "must hold the certificates of authorities"), ("cert", "must hold a certificate")):
+        with (
+            pytest.raises(ConfigError) as refused,
+            blocking.open_store(f"infinistores://h?{option}={empty}", lazy=True),
+        ):
+            pass
+        assert problem in str(refused.value)
