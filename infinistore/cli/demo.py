@@ -12,8 +12,10 @@ from infinistore.cli.output import note, print_json
 from infinistore.demo.layout import DEFAULT_CHUNK_TOKENS, KVLayout
 from infinistore.demo.settings import (
     DEFAULT_POOL_BYTES,
+    DEFAULT_POOL_BYTES_OF_NODE,
     DEFAULT_POOL_BYTES_WITH_DISK,
     DEFAULT_PREFILL_TOKENS_PER_S,
+    GROUP_CHUNKS,
     DemoSettings,
 )
 from infinistore.sizes import GIB, format_size, parse_size
@@ -54,13 +56,20 @@ class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new ve
     metavar="SIZE",
     type=_PoolSize(),
     help=f"Pool of the server to start, in GB or with a unit. Default: {format_size(DEFAULT_POOL_BYTES)}, with a disk "
-    f"{format_size(DEFAULT_POOL_BYTES_WITH_DISK)}.",
+    f"or with nodes, for each, {format_size(DEFAULT_POOL_BYTES_WITH_DISK)}.",
 )
 @click.option(
     "--disk",
     is_flag=True,
     help="Give the server a disk, fill its pool, restart it, and load the first prompt from disk. The disk takes up to "
     "three times the pool, in a folder in TMPDIR that is removed at the end.",
+)
+@click.option(
+    "--nodes",
+    metavar="N",
+    type=click.IntRange(2, 16),
+    help="Start a cluster of so many servers, kill one, and let another one join. They register in an etcd that the "
+    "demo starts, or, if none is installed, a file lists them.",
 )
 @click.option(
     "--chunk-tokens",
@@ -93,6 +102,7 @@ def command(
     url: str | None,
     pool_bytes: int | None,
     disk: bool,
+    nodes: int | None,
     chunk_tokens: int,
     layers: int,
     prefill_tokens_per_s: float,
@@ -105,7 +115,8 @@ def command(
     the layout of Qwen2.5-7B), and stores it layer by layer. Decode finds the longest
     prefix, loads it, and compares every byte. A second prompt with the same beginning
     shows which blocks are reused. With --disk, the first prompt is found again after a
-    restart of the server. Exit code 0 means that every byte was correct.
+    restart of the server. With --nodes 3, the store is a cluster, of which one node is
+    lost and another one joins. Exit code 0 means that every byte was correct.
 
     Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip
@@ -117,13 +128,16 @@ def command(
         )
     if url is not None and disk:
         raise click.UsageError("--disk is for the server that the demo starts; it does not restart the one at --url")
-    usual_bytes = DEFAULT_POOL_BYTES_WITH_DISK if disk else DEFAULT_POOL_BYTES
+    if nodes is not None and (url is not None or disk):
+        raise click.UsageError(f"--nodes starts a cluster of its own; leave {'--disk' if url is None else '--url'} out")
+    usual_bytes = DEFAULT_POOL_BYTES_WITH_DISK if disk else DEFAULT_POOL_BYTES_OF_NODE if nodes else DEFAULT_POOL_BYTES
     settings = DemoSettings(
         input_file=input_file,
         url=url,
         pool_bytes=usual_bytes if pool_bytes is None else pool_bytes,
         disk=disk,
-        layout=KVLayout(layers=layers, chunk_tokens=chunk_tokens),
+        nodes=nodes or 0,
+        layout=KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0),
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
     try:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 async def decode(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
-    """Load and check the prompt's full chunks. All must exist: prefill has
-    stored them.
+    """Load and check the prompt's full chunks. All must exist, as prefill has
+    stored them, unless the job says otherwise.
     """
     layout, tokens = setup.layout, len(job.tokens)
     names = chunk_names(layout, job.tokens)
-    prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
-    if prefix.chunks < len(names):
+    prefix = await PrefixLoader(store, layout, job.prompt, job.may_miss).load(tokens, names)
+    if prefix.chunks < len(names) and not job.may_miss:
         raise DemoError(
             f"prefill stored {len(names)} chunks of prompt {job.prompt}, but only the first {prefix.chunks} are still "
             "there: others write to this store, or its pool or its disk has no room for them"

@@ -5,6 +5,8 @@ by layer, which disappear at the end. Without a terminal there are only the mess
 the table, so that a log stays readable.
 """
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from attrs import frozen
@@ -16,7 +18,7 @@ from rich.text import Text
 
 from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Event, Finished, LayerDone, Matched, Ready, Work
-from infinistore.demo.result import DemoResult, PromptResult, RestartResult, gigabytes_per_s
+from infinistore.demo.result import DemoResult, NodesResult, PromptResult, RestartResult, gigabytes_per_s
 from infinistore.demo.settings import CONTEXT_TOKENS
 from infinistore.sizes import describe_size
 from infinistore.statistics import Stats
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from infinistore.demo.own_server import OwnServer
+    from infinistore.demo.processes import ServerProcess
     from infinistore.demo.text import Prompt
 
 __all__ = ["Display", "Plan"]
 
-_COLOURS = {"server": "cyan", "prefill": "yellow", "decode": "green"}
+_COLOURS = {"prefill": "yellow", "decode": "green"}  # all else is cyan
 _BARS: tuple[tuple[str, Work, str], ...] = (
     ("prefill", "loaded", "loads"),
     ("prefill", "computed", "computes"),
@@ -72,6 +75,7 @@ class Display:
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._layers = 0
         self._moved: dict[tuple[str, str], tuple[int, float]] = {}
+        self._is_muted = False
 
     def __enter__(self) -> Self:
         self._console.print(
@@ -93,6 +97,61 @@ class Display:
         """Print that the server listens."""
         disk = "" if server.disk is None else f", with a disk of {describe_size(server.disk.size_bytes)}"
         self._say("server", f"process {server.pid} listens at {server.url}{disk}")
+
+    def membership(self, etcd: tuple[int, str, int] | None) -> None:
+        """Print where the nodes of a cluster are listed: an etcd, by its process id,
+        host and port, or a file.
+        """
+        if etcd is None:
+            remedy = "on Debian: apt-get install etcd-server"
+            self._say("cluster", f"etcd is not installed ({remedy}): a file lists the nodes instead")
+        else:
+            pid, host, port = etcd
+            self._say("etcd", f"process {pid} listens at {host}:{port}; the nodes register there")
+
+    def node_started(self, name: str, server: "ServerProcess") -> None:
+        """Print that a node listens."""
+        self._say(name, f"process {server.pid} listens at {server.url}")
+
+    def spread(self, owners: Mapping[str, Collection[str]]) -> None:
+        """Print which node has how many blocks."""
+        self.act("The cluster", "each group of chunks has one owner, by the hash tag of its keys")
+        for name, keys in owners.items():
+            self._say(name, f"has {len(keys):,} blocks")
+
+    def lost(self, prompt: str, node: str, blocks: int, missing: int) -> None:
+        """Print what a lost node takes with it."""
+        still = f"{blocks - missing:,} of {blocks:,} blocks of prompt {prompt} are still hit"
+        self._say("cluster", f"{still}; the {missing:,} that are missing were all on {node}, and no call failed")
+
+    def dropped(self, node: str, seconds: float, *, by_lease: bool) -> None:
+        """Print that a node has left the view."""
+        how = "its lease ran out" if by_lease else "the file no longer lists it"
+        self._say("cluster", f"{node} is out of the view after {seconds:.1f} s ({how}): the others own its part now")
+
+    def warmed(self, prompt: str, reads: Sequence[Finished]) -> None:
+        """Print what was read while a node warmed up."""
+        if not reads:
+            self._say("cluster", "the node was warm before decode could read anything")
+            return
+        least, tokens = min(one.hit_tokens for one in reads), reads[0].tokens
+        times = "once" if len(reads) == 1 else f"{len(reads)} times"
+        hit = f"each time at least {least:,} of {tokens:,} tokens were hit"
+        self._say("decode", f"read prompt {prompt} {times} while the node warmed up; {hit}")
+
+    def moved(self, node: str, moved: int, blocks: int) -> None:
+        """Print what moved to a node."""
+        share = f"{moved:,} of {blocks:,} blocks ({100 * moved / blocks:.0f} %)"
+        self._say(node, f"has {share} now: decode's reads copied them, and nothing was computed again")
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Show no events of workers within the `with` statement."""
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
 
     def plan(self, plan: Plan) -> None:
         """Print the setup, and show the bars."""
@@ -131,6 +190,10 @@ class Display:
     def prompt_started(self, prompt: "Prompt") -> None:
         """Print the heading of a prompt."""
         self.act(f"Prompt {prompt.name}", f"{prompt.about}, {len(prompt.tokens):,} tokens")
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the bars of the workers again."""
         self._moved.clear()
         for (who, work), task in self._tasks.items():
             if who != "server":
@@ -155,6 +218,8 @@ class Display:
 
     def event(self, who: str, event: Event) -> None:
         """Show an event of a worker."""
+        if self._is_muted:
+            return
         match event:
             case Ready():
                 self._say(who, f"process {event.pid} is connected, over {event.transport}")
@@ -192,6 +257,8 @@ class Display:
         self._console.print(_table(result))
         if result.restart is not None:
             self._console.print(_table_of_restart(result.restart, result.prefill_tokens_per_s))
+        if result.cluster is not None:
+            self._console.print(_table_of_cluster(result.cluster))
         loaded_s = sum(one.decode.load_s for one in result.prompts)
         instead_s = sum(one.computing_instead_s(one.decode, result.prefill_tokens_per_s) for one in result.prompts)
         self._console.print(
@@ -238,7 +305,7 @@ def _is_always_visible(who: str, work: str) -> bool:
 
 
 def _name(who: str) -> Text:
-    return Text(f"{who:<8}", style=f"bold {_COLOURS[who]}")
+    return Text(f"{who:<8}", style=f"bold {_COLOURS.get(who, 'cyan')}")
 
 
 def _describe_match(event: Matched) -> str:
@@ -256,6 +323,8 @@ def _describe_work(who: str, event: Finished, layers: int) -> list[str]:
         where = " from disk" if event.disk_blocks else ""
         loaded = f"loaded {describe_size(event.loaded_bytes)}{where} in {event.load_s:.2f} s ({rate:.1f} GB/s)"
         sentences.append(f"{loaded}; every byte is right")
+    if event.unstored_blocks:
+        sentences.append(f"{event.unstored_blocks:,} blocks had no node to take them; they are computed next time")
     if rate := gigabytes_per_s(event.written_bytes, event.write_s):
         sentences.append(
             f"computed {event.computed_tokens:,} tokens through {layers} layers in {event.compute_s:.2f} s (simulated)"
@@ -311,6 +380,28 @@ def _table_of_restart(restart: RestartResult, prefill_tokens_per_s: float) -> Ta
     table.add_row("  read from the store", _moved(work.loaded_bytes, work.load_s))
     table.add_row("  bytes that differ", "0")
     table.add_row("  time saved", _saved(work, work.hit_tokens / prefill_tokens_per_s - work.load_s))
+    return table
+
+
+def _table_of_cluster(cluster: NodesResult) -> Table:
+    nodes = f"{cluster.nodes} nodes in {'etcd' if cluster.membership == 'etcd' else 'a file'}"
+    table = Table(title=f"In a cluster of {nodes}", title_style="bold", title_justify="left")
+    table.add_column("")
+    table.add_column("prompt A", justify="right", min_width=14)
+    loss, join = cluster.loss, cluster.join
+    table.add_row(
+        f"{loss.node} was killed: blocks still hit", f"{loss.blocks - loss.missing_blocks:,} of {loss.blocks:,}"
+    )
+    table.add_row("[green]decode[/]: hit tokens", _hit(loss.decode))
+    table.add_row("  out of the view", f"after {loss.dropped_after_s:.1f} s")
+    table.add_row("[yellow]prefill[/]: computed (simulated)", f"{loss.prefill.computed_tokens:,} tokens")
+    table.add_row("[green]decode[/]: hit tokens", _hit(loss.decode_again), end_section=True)
+    table.add_row(f"{join.node} joined: blocks moved to it", f"{join.moved_blocks:,} of {join.blocks:,}")
+    if join.reads:
+        least = min(join.reads, key=lambda one: one.hit_tokens)
+        table.add_row("[green]decode[/]: hit tokens, at least", _hit(least))
+    table.add_row("[green]decode[/]: hit tokens at the end", _hit(join.decode))
+    table.add_row("  bytes that differ", "0")
     return table
 
 

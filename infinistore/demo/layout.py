@@ -12,6 +12,10 @@ is therefore a chain,
 so that two prompts share exactly the names of their common leading chunks. A stored
 block is one layer of one chunk; its key is the chunk's name followed by the layer.
 
+In a cluster, a few chunks in a row are a *group*, whose blocks one node has. The name
+of its first chunk stands before the names of all its chunks, and is the hash tag of
+their keys.
+
 This module is arithmetic and hashing only. `content.py` generates the contents.
 """
 
@@ -44,6 +48,8 @@ class KVLayout:
     head_dim: int = field(default=128, validator=ge(1))
     element_bytes: int = field(default=2, validator=ge(1))
     chunk_tokens: int = field(default=DEFAULT_CHUNK_TOKENS, validator=ge(1))
+    group_chunks: int = field(default=0, validator=ge(0))
+    """In a cluster, how many chunks one node has together; else 0."""
 
     @property
     def row_bytes(self) -> int:
@@ -87,7 +93,8 @@ class KVLayout:
 
 
 def chunk_names(layout: KVLayout, tokens: Sequence[int]) -> list[bytes]:
-    """Return the name (16 bytes) of every full chunk of `tokens`, in order.
+    """Return the name of every full chunk of `tokens`, in order: 16 bytes, and before
+    them, with groups, the 16 of the first chunk of its group.
 
     The chain starts with the layout, so that caches of different shapes never share a
     name. The hash is BLAKE2b (RFC 7693). Token ids are hashed as 32-bit little-endian
@@ -96,17 +103,23 @@ def chunk_names(layout: KVLayout, tokens: Sequence[int]) -> list[bytes]:
     shape = (layout.model, layout.layers, layout.kv_heads, layout.head_dim, layout.element_bytes, layout.chunk_tokens)
     name = hashlib.blake2b(repr(shape).encode(), digest_size=_NAME_BYTES).digest()
     pack = struct.Struct(f"<{layout.chunk_tokens}I").pack
-    names = []
+    names: list[bytes] = []
+    tag = b""
     for start in range(0, layout.whole_chunks(len(tokens)) * layout.chunk_tokens, layout.chunk_tokens):
         chunk = pack(*tokens[start : start + layout.chunk_tokens])
         name = hashlib.blake2b(name + chunk, digest_size=_NAME_BYTES).digest()
-        names.append(name)
+        if layout.group_chunks and len(names) % layout.group_chunks == 0:
+            tag = name
+        names.append(tag + name)
     return names
 
 
 def block_key(name: bytes, layer: int) -> str:
-    """Return the key of one layer of the chunk `name`, such as `demo/0f...9c/L07`."""
-    return f"demo/{name.hex()}/L{layer:02d}"
+    """Return the key of one layer of the chunk `name`, such as `demo/0f...9c/L07`, or
+    with a group `demo/{3d...a1}0f...9c/L07`.
+    """
+    tag, own = name[:-_NAME_BYTES].hex(), name[-_NAME_BYTES:].hex()
+    return f"demo/{'{' + tag + '}' if tag else ''}{own}/L{layer:02d}"
 
 
 def block_keys(layout: KVLayout, names: Sequence[bytes]) -> list[str]:

@@ -60,6 +60,8 @@ class Job:
 
     prompt: str
     tokens: list[int]
+    may_miss: bool = False
+    """Whether blocks may be missing, because a node was lost or joins."""
 
 
 @frozen
@@ -123,6 +125,8 @@ class Finished:
 
     Without overlap, it would be the sum of `compute_s` and `write_s`.
     """
+    unstored_blocks: int = 0
+    """How many blocks had no node to take them."""
 
 
 @frozen

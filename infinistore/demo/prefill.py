@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+import infinistore
 from infinistore.demo.content import block_content
 from infinistore.demo.layout import KVLayout, block_key, chunk_names
 from infinistore.demo.load import PrefixLoader
@@ -40,14 +41,14 @@ async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
     compute_s = (tokens - hit_tokens) / setup.prefill_tokens_per_s
 
     started = time.perf_counter()
-    write_s = 0.0
+    write_s, unstored = 0.0, 0
     to_write, computed = trio.open_memory_channel[Layer](1)  # one layer may wait while another is being written
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(_compute, setup, job.prompt, new_names, to_write, layer_s=compute_s / layout.layers))
         layer = 0
         async for blocks in computed:
-            write_s += await _write(store, job.prompt, layer, blocks)
-            layer += 1
+            took_s, refused = await _write(store, job.prompt, layer, blocks)
+            write_s, unstored, layer = write_s + took_s, unstored + refused, layer + 1
     return Finished(
         prompt=job.prompt,
         tokens=tokens,
@@ -60,6 +61,7 @@ async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
         written_bytes=len(new_names) * layout.chunk_bytes,
         write_s=write_s,
         compute_and_write_s=time.perf_counter() - started,
+        unstored_blocks=unstored,
     )
 
 
@@ -80,15 +82,20 @@ def _make_layer(layout: KVLayout, names: Sequence[bytes], layer: int) -> Layer:
     return [(block_key(name, layer), block_content(layout, name, layer)) for name in names]
 
 
-async def _write(store: "AsyncStore", prompt: str, number: int, layer: Layer) -> float:
-    """Store one layer of all new chunks in one call. Returns the time in seconds."""
+async def _write(store: "AsyncStore", prompt: str, number: int, layer: Layer) -> tuple[float, int]:
+    """Store one layer of all new chunks in one call. Returns the time in seconds, and
+    how many blocks had no node to take them.
+    """
     if not layer:  # everything was found, and what is left fills no chunk
-        return 0.0
-    started = time.perf_counter()
-    await store.put_many(layer)
+        return 0.0, 0
+    started, refused = time.perf_counter(), 0
+    try:
+        await store.put_many(layer)
+    except infinistore.PartialPut as error:  # a node was lost, and its part is computed again next time
+        refused = len(layer) - len(error.stored)
     took_s = time.perf_counter() - started
     send_event(LayerDone(prompt, "written", number, _payload_bytes(layer), took_s))
-    return took_s
+    return took_s, refused
 
 
 def _payload_bytes(layer: Layer) -> int:

@@ -7,12 +7,14 @@ still runs. A process that ends unexpectedly raises `DemoError` with its last ou
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 import trio
 
@@ -31,10 +33,11 @@ from infinistore.demo.messages import (
 from infinistore.disk_settings import DiskPlace
 from infinistore.sizes import format_size
 
-__all__ = ["ServerProcess", "WorkerProcess", "start_server", "start_worker"]
+__all__ = ["EtcdProcess", "ServerProcess", "WorkerProcess", "start_etcd", "start_server", "start_worker"]
 
 _START_TIMEOUT_S = 60.0
 _ENDING_S = 0.5
+_ETCD_CHECK_S = 0.05
 _KEPT_LINES = 20
 _ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
 
@@ -112,6 +115,35 @@ class ServerProcess(_Process):
         if await self._process.wait() != 0:
             raise await self.ended()
 
+    async def kill(self) -> None:
+        """End the server without a warning, as a lost machine does."""
+        self._is_to_end = True
+        self._process.kill()
+        await self._process.wait()
+
+
+class EtcdProcess(_Process):
+    """A member of etcd, the only one, that clients reach at `address`."""
+
+    def __init__(self, process: trio.Process, address: tuple[str, int]) -> None:
+        super().__init__("etcd", process)
+        self.address = address
+
+    async def wait_until_ready(self) -> None:
+        """Wait until it takes connections."""
+        while True:
+            try:
+                stream = await trio.open_tcp_stream(*self.address)
+            except OSError:
+                await trio.sleep(_ETCD_CHECK_S)
+            else:
+                await stream.aclose()
+                return
+
+    async def raise_when_ended(self) -> None:
+        """Raise `DemoError` when it ends."""
+        raise await self.ended()
+
 
 class WorkerProcess(_Process):
     """A prefill or decode process that has opened the store."""
@@ -159,7 +191,10 @@ class WorkerProcess(_Process):
 async def _start(
     nursery: trio.Nursery, module: str, *arguments: str, environment: dict[str, str] | None = None
 ) -> trio.Process:
-    command = [sys.executable, "-P", "-m", module, *arguments]
+    return await _run(nursery, [sys.executable, "-P", "-m", module, *arguments], environment)
+
+
+async def _run(nursery: trio.Nursery, command: list[str], environment: dict[str, str] | None) -> trio.Process:
     pipe = subprocess.PIPE
     run = partial(trio.run_process, stdin=pipe, stdout=pipe, stderr=pipe, check=False, env=environment)
     process: trio.Process = await nursery.start(run, command)
@@ -167,7 +202,13 @@ async def _start(
 
 
 async def start_server(
-    nursery: trio.Nursery, pool_bytes: int, *, port: int = 0, disk: DiskPlace | None = None
+    nursery: trio.Nursery,
+    pool_bytes: int,
+    *,
+    port: int = 0,
+    disk: DiskPlace | None = None,
+    title: str = "server",
+    more: Sequence[str] = (),
 ) -> ServerProcess:
     """Start a server on a port of this machine, a free one unless it is given, with TCP
     only; wait until it listens.
@@ -179,14 +220,43 @@ async def start_server(
     # environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
     command += ["--prealloc-size", format_size(pool_bytes)]
+    command += more
     if disk is not None:
         # However slow the disk is, what it has is to be found.
         command += ["--disk", str(disk), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
     process = await _start(nursery, "infinistore", *command, environment=environment)
-    server = ServerProcess("server", process)
+    server = ServerProcess(title, process)
     nursery.start_soon(server.keep_stderr)
     await server.wait_until_ready()
     return server
+
+
+async def start_etcd(nursery: trio.Nursery, program: str, folder: Path) -> EtcdProcess:
+    """Start an etcd of its own on free ports of this machine, with its data in a
+    folder.
+
+    Raises `DemoError` with its own words if it does not start.
+    """
+    client, peer = _free_ports(2)
+    clients, peers = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    command = [program, "--name", "demo", "--data-dir", str(folder), "--log-level", "error"]
+    command += ["--listen-client-urls", clients, "--advertise-client-urls", clients]
+    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+    command += ["--initial-cluster", f"demo={peers}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+    etcd = EtcdProcess(await _run(nursery, command, environment), ("127.0.0.1", client))
+    nursery.start_soon(etcd.keep_stderr)
+    nursery.start_soon(etcd.raise_when_ended)
+    with trio.move_on_after(_START_TIMEOUT_S):
+        await etcd.wait_until_ready()
+        return etcd
+    raise DemoError(f"etcd did not take connections within {_START_TIMEOUT_S:.0f} s")
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as sockets:
+        made = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in made]
 
 
 async def start_worker(

@@ -15,7 +15,15 @@ from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Finished
 from infinistore.demo.text import Prompt
 
-__all__ = ["DemoResult", "PromptResult", "RestartResult", "gigabytes_per_s"]
+__all__ = [
+    "DemoResult",
+    "JoinResult",
+    "LossResult",
+    "NodesResult",
+    "PromptResult",
+    "RestartResult",
+    "gigabytes_per_s",
+]
 
 
 def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
@@ -85,6 +93,93 @@ class RestartResult:
 
 
 @frozen
+class LossResult:
+    """What was found after a node was killed."""
+
+    node: str
+    blocks: int
+    """Of the prompt, before."""
+    missing_blocks: int
+    """All of them were the node's."""
+    dropped_after_s: float
+    """Until the node was no longer in the view."""
+    decode: Finished
+    """While the node was lost."""
+    prefill: Finished
+    """When the others had taken its part over."""
+    decode_again: Finished
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return {
+            "node": self.node,
+            "blocks": self.blocks,
+            "missing_blocks": self.missing_blocks,
+            "hit_tokens": self.decode.hit_tokens,
+            "dropped_after_s": self.dropped_after_s,
+            "computed_tokens": self.prefill.computed_tokens,
+            "unstored_blocks": self.prefill.unstored_blocks,
+            "hit_tokens_again": self.decode_again.hit_tokens,
+        }
+
+
+@frozen
+class JoinResult:
+    """What was found after a node had joined."""
+
+    node: str
+    blocks: int
+    """Of both prompts."""
+    moved_blocks: int
+    """How many of them the node has now, copied when decode read them."""
+    reads: list[Finished]
+    """Of the prompt, while the node warmed up."""
+    decode: Finished
+    """Afterwards."""
+
+    @property
+    def least_hit_tokens(self) -> int | None:
+        """The least that a read found while the node warmed up; None without reads."""
+        return min((one.hit_tokens for one in self.reads), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return {
+            "node": self.node,
+            "blocks": self.blocks,
+            "moved_blocks": self.moved_blocks,
+            "reads": len(self.reads),
+            "least_hit_tokens": self.least_hit_tokens,
+            "hit_tokens": self.decode.hit_tokens,
+        }
+
+
+@frozen
+class NodesResult:
+    """What was found in a cluster of so many nodes."""
+
+    nodes: int
+    membership: str
+    """"etcd" or "file"."""
+    loss: LossResult
+    join: JoinResult
+
+    @property
+    def loads(self) -> list[Finished]:
+        """All work that loaded something."""
+        return [self.loss.decode, self.loss.prefill, self.loss.decode_again, *self.join.reads, self.join.decode]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return {
+            "nodes": self.nodes,
+            "membership": self.membership,
+            "loss": self.loss.as_json(),
+            "join": self.join.as_json(),
+        }
+
+
+@frozen
 class DemoResult:
     """What a whole run found."""
 
@@ -97,11 +192,14 @@ class DemoResult:
     prompts: list[PromptResult]
     restart: RestartResult | None = None
     """With a disk only."""
+    cluster: NodesResult | None = None
+    """With several nodes only."""
 
     @property
     def checked_bytes(self) -> int:
         """Bytes that were loaded, by both workers, and compared one by one."""
         again_bytes = 0 if self.restart is None else self.restart.decode.loaded_bytes
+        again_bytes += 0 if self.cluster is None else sum(one.loaded_bytes for one in self.cluster.loads)
         return again_bytes + sum(one.loaded_bytes for result in self.prompts for one in (result.prefill, result.decode))
 
     def as_json(self) -> dict[str, Any]:
@@ -127,6 +225,7 @@ class DemoResult:
             "wrong_bytes": 0,
             "prompts": [self._prompt_as_json(result) for result in self.prompts],
             "restart": None if self.restart is None else self.restart.as_json(),
+            "cluster": None if self.cluster is None else self.cluster.as_json(),
         }
 
     def _prompt_as_json(self, result: PromptResult) -> dict[str, Any]:

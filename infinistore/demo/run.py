@@ -8,6 +8,7 @@
    stores it layer by layer; then decode finds it, loads it, and checks every byte.
 5. With a disk: other prompts fill the pool, the server is restarted, and decode finds A
    again (`restart.py`).
+6. With several nodes: one is killed, and another one joins (`nodes.py`).
 
 This process plays the part of a router: it hands out the prompts and never touches a
 byte of the cache.
@@ -23,6 +24,8 @@ from infinistore.demo.display import Display, Plan
 from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Event, Job, Setup
+from infinistore.demo.nodes import ClusterActs, wait_for_view
+from infinistore.demo.own_cluster import OwnCluster, own_cluster
 from infinistore.demo.own_server import OwnServer, own_server
 from infinistore.demo.processes import WorkerProcess, start_worker
 from infinistore.demo.restart import RestartAct
@@ -51,6 +54,9 @@ async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
     try:
         if settings.url is not None:
             return await _tell(settings, settings.url, source, text, display)
+        if settings.nodes:
+            async with own_cluster(settings.nodes, settings.pool_bytes, display) as cluster:
+                return await _tell(settings, cluster.url, source, text, display, cluster=cluster)
         async with own_server(settings.pool_bytes, disk=settings.disk) as server:
             display.server_started(server)
             return await _tell(settings, server.url, source, text, display, server=server)
@@ -59,13 +65,25 @@ async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
 
 
 async def _tell(
-    settings: DemoSettings, url: str, source: str, text: str, display: Display, *, server: OwnServer | None = None
+    settings: DemoSettings,
+    url: str,
+    source: str,
+    text: str,
+    display: Display,
+    *,
+    server: OwnServer | None = None,
+    cluster: OwnCluster | None = None,
 ) -> DemoResult:
-    """Tell the story with the server at `url`, which is our own or somebody else's."""
+    """Tell the story with the server or the cluster at `url`, which is our own or
+    somebody else's.
+    """
     layout, speed, tokens = settings.layout, settings.prefill_tokens_per_s, token_ids(text)
     async with infinistore.open_store(url) as store, trio.open_nursery() as nursery:
+        if cluster is not None:
+            await wait_for_view(store, lambda nodes: [node.state for node in nodes] == ["serving"] * settings.nodes)
         statistics = await store.stats()
-        capacity_bytes = statistics.store.capacity_bytes
+        # Of a cluster, what one node has room for fits even if it is alone.
+        capacity_bytes = statistics.store.capacity_bytes // max(1, settings.nodes)
         used_tokens = tokens_that_fit(layout, len(tokens), capacity_bytes)
         display.plan(Plan(source, len(tokens), used_tokens, layout, speed, capacity_bytes))
         prefill, decode = await _start_workers(nursery, Setup(url, layout, speed), display.event)
@@ -76,9 +94,12 @@ async def _tell(
         if server is not None and server.disk is not None:
             act = RestartAct(server, store, layout, prefill, decode, display)
             restarted = await act.play(prompts, capacity_bytes)
+        of_nodes = None
+        if cluster is not None:
+            of_nodes = await ClusterActs(cluster, store, layout, prefill, decode, display).play(prompts)
         await prefill.finish()
         await decode.finish()
-    return DemoResult(url, statistics.transport, source, layout, speed, results, restarted)
+    return DemoResult(url, statistics.transport, source, layout, speed, results, restarted, of_nodes)
 
 
 async def _serve(prompt: Prompt, prefill: WorkerProcess, decode: WorkerProcess, display: Display) -> PromptResult:

@@ -14,9 +14,11 @@ from infinistore.sizes import GIB, MIB
 __all__ = [
     "CONTEXT_TOKENS",
     "DEFAULT_POOL_BYTES",
+    "DEFAULT_POOL_BYTES_OF_NODE",
     "DEFAULT_POOL_BYTES_WITH_DISK",
     "DEFAULT_PREFILL_TOKENS_PER_S",
     "DISK_RATIO",
+    "GROUP_CHUNKS",
     "DemoSettings",
 ]
 
@@ -25,6 +27,11 @@ CONTEXT_TOKENS: Final = 32_768
 DEFAULT_POOL_BYTES: Final = GIB
 DEFAULT_POOL_BYTES_WITH_DISK: Final = 512 * MIB
 """Less, because it is filled with other prompts, which the simulated model computes."""
+DEFAULT_POOL_BYTES_OF_NODE: Final = 512 * MIB
+GROUP_CHUNKS: Final = 2
+"""How many chunks one node of a cluster has together: few, so that there are several
+groups of a short text.
+"""
 DISK_RATIO: Final = 3
 """How many times the pool the disk may take: both prompts, and the pool once more."""
 DEFAULT_PREFILL_TOKENS_PER_S: Final = 4000.0
@@ -42,5 +49,7 @@ class DemoSettings:
     """Memory of the server that is started."""
     disk: bool = False
     """Whether the server gets a disk, in a temporary folder, and is restarted on it."""
+    nodes: int = 0
+    """How many nodes the cluster has that is started; 0 for a single server."""
     layout: KVLayout = field(factory=KVLayout)
     prefill_tokens_per_s: float = field(default=DEFAULT_PREFILL_TOKENS_PER_S, validator=gt(0))
