@@ -4,9 +4,9 @@ may do, and seldom does.
 An allocator may refuse a batch, a connection may take one byte at a time, the pool may
 not grow. Programs that use the store have to cope, and so has the rest of the store,
 but tests hardly ever get there. So a simulation passes a `Buggify` to what it composes,
-which then uses subclasses that ask it at each point (`infinistore/core/buggified.py`,
-`infinistore/server/buggified.py`). Without one, none of that is in use, and nothing
-asks.
+which then uses subclasses that ask it at each point (`buggified` in
+`infinistore/core/`, `infinistore/server/` and `infinistore/client/`). Without one, none
+of that is in use, and nothing asks.
 """
 
 from collections import Counter
@@ -40,6 +40,10 @@ class Point(Enum):
     GROWTH_REFUSED = "there is no memory for another arena"
     TABLES_REFUSED = "there is no memory for the tables of a client"
     SLOW_THREAD = "a thread takes a while to begin"
+    BLOCK_FORGOTTEN = "a client no longer knows where a block is"
+    HAZARDS_FULL = "a client has no entries left in its hazard table"
+    TOUCH_LOG_FULL = "a client cannot leave a note of what it has read"
+    COMMIT_BY_MESSAGE = "a client may not commit by a number in shared memory"
 
 
 class Buggify:

@@ -101,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHIN: dict[str, dict[str, set[str]]] = {
     "client": {
         "environment": {"movers"},
+        "buggified": {"movers"},
         "cluster": {"connection", "environment", "memory", "movers", "options", "requests"},
         "options": set(),
         "memory": set(),

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.simulation.found import add_found
 from tests.simulation.many import Tally, run_many
-from tests.simulation.points import LEAST_FIRED, seldom_fired
+from tests.simulation.points import LEAST_FIRED, SEEDS, seldom_fired
 from tests.simulation.report import console, counts, failure, summary
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
@@ -53,9 +53,9 @@ def main() -> int:
     if tally.failed is not None:
         _report(tally.failed)
         return 1
-    seldom = seldom_fired(tally.points) if given.minutes is not None and given.minutes >= 5 else []
+    seldom = seldom_fired(tally.points, tally.seeds)
     if seldom:
-        out.print(f"Fired less than {LEAST_FIRED} times: {', '.join(seldom)}", style="bold red")
+        out.print(f"Fired less than {LEAST_FIRED} times in {SEEDS} seeds: {', '.join(seldom)}", style="bold red")
     return 1 if seldom else 0
 
 

@@ -92,21 +92,27 @@ _CHANCES = {
 
 
 _SELDOM_ASKED = {
-    Point.SHORT_READ_AHEAD,
-    Point.SHORT_SLICE,
-    Point.FULL_BODY_BUDGET,
-    Point.GROWTH_REFUSED,
-    Point.PREPARE_REFUSED,
-    Point.SPARE_REFUSED,
-    Point.TABLES_REFUSED,
-    Point.SLOW_THREAD,
+    Point.SHORT_READ_AHEAD: 0.5,
+    Point.SHORT_SLICE: 0.5,
+    Point.ACCEPT_REFUSED: 0.2,
+    Point.FULL_BODY_BUDGET: 0.5,
+    Point.GROWTH_REFUSED: 0.97,
+    Point.PREPARE_REFUSED: 0.5,
+    Point.SPARE_REFUSED: 0.5,
+    Point.TABLES_REFUSED: 0.5,
+    Point.SLOW_THREAD: 0.5,
+    Point.REMOVAL_COLLISION: 0.2,
+    Point.HAZARDS_FULL: 0.2,
+    Point.TOUCH_LOG_FULL: 0.5,
+    Point.COMMIT_BY_MESSAGE: 0.2,
 }
+"""Points that few things ask, each with the chance that it has at least."""
 
 
 @attrs.frozen
 class BuggifySettings:
     """What the product does although it seldom does it, and how likely that is each
-    time; at least an even chance where it is seldom asked.
+    time; more so where it is seldom asked.
     """
 
     points: tuple[str, ...] = ()
@@ -117,15 +123,15 @@ class BuggifySettings:
     def choose(cls, chance: random.Random) -> "BuggifySettings":
         """Choose some points."""
         wanted = chance.choice([0.0, 0.2, 0.5])
-        often = 0.8 if wanted else 0.0
+        often = 0.9 if wanted else 0.0
         points = [point for point in Point if chance.random() < (often if point in _SELDOM_ASKED else wanted)]
         return cls(tuple(point.name for point in points), chance.choice([0.01, 0.05, 0.2]))
 
     def make(self, chance: random.Random) -> Buggify:
         """Make what decides."""
         chances = {Point[name]: self.chance for name in self.points}
-        for point in chances.keys() & _SELDOM_ASKED:
-            chances[point] = max(self.chance, 0.97 if point is Point.GROWTH_REFUSED else 0.5)
+        for point in chances.keys() & _SELDOM_ASKED.keys():
+            chances[point] = max(self.chance, _SELDOM_ASKED[point])
         return Buggify(chance, chances)
 
 

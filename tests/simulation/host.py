@@ -18,6 +18,8 @@ from unittest import mock
 import attrs
 import trio
 
+from infinistore.buggify import Buggify
+from infinistore.client.buggified import buggified
 from infinistore.client.environment import Environment as ClientEnvironment
 from infinistore.client.movers.shm.mapped_pool import Machine
 from infinistore.client.movers.shm.server_watch import ServerWatch
@@ -82,6 +84,8 @@ class SharedHost(Plug):
 
     def __init__(self, settings: SharingSettings) -> None:
         self.settings = settings
+        self.buggify: Buggify | None = None
+        """What has clients do what they seldom do."""
         self._servers: dict[str, Process] = {}
         self._watches: dict[int, list[_Watch]] = {}
         self._cleanup = ExitStack()
@@ -185,6 +189,8 @@ class SharedHost(Plug):
             start_thread=refuse_thread,
             spare_bytes=range(1 if self.settings.asks_ahead else 1 << 20, 1 << 24),
         )
+        if self.buggify is not None:
+            machine = buggified(machine, self.buggify)
         settings = self.settings
         url = f"infinistore://{server}:1" if settings.asks_by_tcp else f"shm://{SOCKET}"
         options = {

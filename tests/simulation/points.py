@@ -4,12 +4,15 @@ from collections import Counter
 
 from infinistore.buggify import Point
 
-__all__ = ["LEAST_FIRED", "seldom_fired"]
+__all__ = ["LEAST_FIRED", "SEEDS", "seldom_fired"]
 
 LEAST_FIRED = 100
-"""How often each point has to fire in five minutes."""
+"""How often each point has to fire"""
+SEEDS = 500
+"""in so many seeds: not in so many minutes, in which a busy machine runs fewer."""
 
 
-def seldom_fired(fired: Counter[str]) -> list[str]:
-    """Return the points that have fired too seldom for a run of five minutes."""
-    return [point.name for point in Point if fired[point.name] < LEAST_FIRED]
+def seldom_fired(fired: Counter[str], seeds: int) -> list[str]:
+    """Return the points that have fired too seldom for so many seeds."""
+    least = seeds // SEEDS * LEAST_FIRED
+    return [point.name for point in Point if fired[point.name] < least]

@@ -100,6 +100,8 @@ class _Run:
         self.network = Network(world, scenario.network)
         self.server = ServerNode(world, self.network, history, "server", scenario.server)
         self.buggify = self.server.buggify = scenario.buggify.make(world.generator("buggify"))
+        if host is not None:
+            host.buggify = self.buggify
         self.faults = Faults(world, self.network, self.server, history, scenario.faults)
         self._at_work = _Countdown(scenario.clients)
         self._healed = trio.Event()

@@ -22,6 +22,7 @@ import attrs
 from infinistore.client.memory.copy_threads import CopyThreads
 from infinistore.client.memory.views import Watch
 from infinistore.client.movers.shm.known_blocks import KnownBlocks
+from infinistore.client.movers.shm.known_reads import KnownReads
 from infinistore.client.movers.shm.server_watch import ServerWatch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
@@ -49,6 +50,9 @@ class Machine:
     """The sizes of batches, in bytes, for which a put asks for the space of the next
     one. The space is kept until then, so not for larger ones; small ones seldom
     repeat."""
+    known_blocks: Callable[[int], KnownBlocks] = KnownBlocks
+    known_reads: Callable[..., KnownReads] = KnownReads
+    """What simulations replace by what `infinistore.client.buggified` has."""
 
 
 class MappedPool:
@@ -70,7 +74,7 @@ class MappedPool:
         self.instance = instance
         self.machine = machine or Machine()
         self.closed = False
-        self.known = KnownBlocks(known_blocks)
+        self.known = self.machine.known_blocks(known_blocks)
         """The known locations of blocks in this pool."""
         self.copier = self.machine.make_copier(copy_threads)
         """Copies blocks from and to the pool."""

@@ -28,7 +28,7 @@ from infinistore.client.movers.channel import Channel, expect, present_in
 from infinistore.client.movers.inline import read_payload, skipped_keys
 from infinistore.client.movers.shm.descriptors import ask_tables, learn_arenas
 from infinistore.client.movers.shm.known_blocks import Places
-from infinistore.client.movers.shm.known_reads import KnownReads, PinnedBlocks, is_too_long
+from infinistore.client.movers.shm.known_reads import PinnedBlocks, is_too_long
 from infinistore.client.movers.shm.mapped_pool import MappedPool
 from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
@@ -69,7 +69,7 @@ class ShmMover(Mover):
         self.pool = self.mapped = pool
         self._pins = channel.pins
         self._inline_bytes = inline_bytes
-        self._known_reads = KnownReads(pool.known, channel.pins, pool.machine.map_memory)
+        self._known_reads = pool.machine.known_reads(pool.known, channel.pins, pool.machine.map_memory)
         self._last_sizes = pack_u64()  # of the last put
         self._spare: ReserveReply | None = None  # room for a put like the last
         self.handlers = {
