@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 import attrs
 
 from tests.simulation.durability import broken_durability, by_life
-from tests.simulation.errors import wrong_errors
+from tests.simulation.errors import may_be_corrupted, wrong_errors
 from tests.simulation.history import Call, End, History, Life
 from tests.simulation.promises import PromiseException, promise_exceptions
 
@@ -161,8 +161,8 @@ class _Checker:
                 continue
             found = key.values.get(value)
             if found is None:
-                if not call.verified and any(name == key for key, _ in self._history.corrupted_puts):
-                    continue  # a lease that reads no byte gives what came to the server
+                if may_be_corrupted(call, name, self._history):
+                    continue
                 yield f"call {call.number}: {call.client} read under {name} what nobody has put: {value[:80]!r}"
             elif found.put.begun > call.ended:
                 yield f"call {call.number}: {call.client} read under {name} what call {found.put.number} put later"

@@ -8,7 +8,7 @@ from infinistore.errors import ChecksumMismatch, ProtocolError
 from tests.simulation.history import Call, End, History
 from tests.simulation.promises import allowed_errors
 
-__all__ = ["wrong_errors"]
+__all__ = ["may_be_corrupted", "wrong_errors"]
 
 
 def wrong_errors(history: History) -> Iterator[str]:
@@ -25,6 +25,14 @@ def wrong_errors(history: History) -> Iterator[str]:
             right = type(error).__name__ in allowed_errors(call.method)
         if not right:
             yield f"call {call.number}: {call.method} of {call.client} raised {type(error).__name__}: {error}"
+
+
+def may_be_corrupted(call: Call, key: str, history: History) -> bool:
+    """Whether a call may have returned what a cable made of a block: nobody checked."""
+    puts = [put for name, put in history.corrupted_puts if name == key]
+    if call.verified:
+        return not all(put.verified for put in puts)
+    return bool(puts) or _was_corrupted_for(call, history.corrupted_replies)
 
 
 def _was_corrupted_for(call: Call, events: list[tuple[float, str]]) -> bool:
@@ -50,5 +58,6 @@ def _reads_all_of(read: Call, key: str, since_s: float, until_s: float) -> bool:
         and read.ended < until_s
         and key in read.keys
         and read.is_whole
+        and read.verified
         and (isinstance(read.error, ChecksumMismatch) or (read.end is End.RETURNED and bool(read.seen)))
     )

@@ -42,7 +42,7 @@ class Call:
     is_whole: bool = True
     """Whether its keys are one part, so that it happens in one moment."""
     verified: bool = True
-    """Whether it has checked what it has read against checksums."""
+    """Whether it has checked what it has read against checksums, or stored such."""
     ended: float = math.inf
     end: End = End.RUNNING
     error: BaseException | None = None

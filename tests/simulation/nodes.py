@@ -2,8 +2,8 @@
 
 Both are the product as it is: `infinistore.server` composed with a simulated network,
 and `infinistore.open_store` with streams of it. Each server has a clock of its own,
-which is wrong by a rate and an offset. A client keeps the time of its loop, so that a
-client with a clock that is too fast is one with shorter deadlines.
+which is wrong by a rate and an offset. Clients measure only how long something takes:
+one with a clock that is too fast is one with a shorter deadline.
 """
 
 from collections.abc import AsyncGenerator, Callable

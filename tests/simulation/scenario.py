@@ -40,6 +40,10 @@ class Scenario:
     disks: DiskSettings = attrs.field(factory=DiskSettings)
     readers: int = 0
     """How many of the clients, the first ones, write nothing."""
+    trusting: int = 0
+    """How many of the clients, the last ones, write and check no checksums."""
+    client_clock_rates: tuple[float, ...] = (1.0,)
+    """How many seconds pass on the clock of each client in one second; in turn."""
     client_restart_chance: float = 0.0
     """That a client ends in the middle of a call and starts again, for each of its
     lives.
@@ -49,11 +53,19 @@ class Scenario:
     def from_seed(cls, seed: int) -> "Scenario":
         """Choose a scenario."""
         kind = _KINDS[seed % len(_KINDS)]
-        if kind == "crowded":
-            return cls.crowded(seed)
+        scenario = cls.crowded(seed) if kind == "crowded" else cls.plain(seed)
+        if kind == "disks":
+            scenario = scenario.with_disks()
+        chance = random.Random(f"{seed}/trust")
+        return attrs.evolve(scenario, trusting=chance.choice([0, 0, 0, 1, scenario.clients]))
+
+    @classmethod
+    def plain(cls, seed: int) -> "Scenario":
+        """Choose a scenario with any methods, any faults and any settings."""
         chance = random.Random(f"{seed}/scenario")
         sharing = SharingSettings.choose(random.Random(f"{seed}/sharing"))
-        scenario = cls(
+        clocks = random.Random(f"{seed}/clocks")
+        return cls(
             seed=seed,
             clients=chance.choice([1, 2, 2, 3, 4]),
             workload=_workload(chance),
@@ -63,10 +75,10 @@ class Scenario:
             faults=FaultSettings.choose(chance),
             deadline_s=chance.choice([0.05, 0.3, 1.0, 5.0, 30.0]),
             max_connections=chance.choice([1, 2, 8]),
+            client_clock_rates=tuple(clocks.choices([1.0, 0.9, 1.5], [2, 1, 1], k=2)),
             client_restart_chance=chance.choice([0.0, 0.0, 0.5]),
             buggify=BuggifySettings.choose(chance),
         )
-        return scenario.with_disks() if kind == "disks" else scenario
 
     def shortened(self, operations: int) -> "Scenario":
         """Return the same with so many calls of each task at most."""

@@ -151,7 +151,12 @@ class _Run:
         self, name: str, number: int, life: int, share: Sharing | None = None, *, last: bool = False
     ) -> None:
         """Be a client with one store; in its last life, also when faults are over."""
-        options = {"deadline_s": self.scenario.deadline_s, "max_connections": self.scenario.max_connections}
+        scenario, rates = self.scenario, self.scenario.client_clock_rates
+        options = {
+            "deadline_s": scenario.deadline_s / rates[number % len(rates)],
+            "max_connections": scenario.max_connections,
+            "verify": "never" if number >= scenario.clients - scenario.trusting else "always",
+        }
         settings = attrs.evolve(
             self.scenario.workload,
             answers_may_be_short=Point.SHORT_ANSWER.name in self.scenario.buggify.points

@@ -280,6 +280,25 @@ def test_a_lease_that_verifies_nothing_gives_what_came_to_the_server(past: Past)
     assert found(past.problems(), "what nobody has put")
 
 
+def test_a_client_that_verifies_nothing_gives_what_a_cable_made_of_a_block(past: Past) -> None:
+    past.put(b"a", "k0")
+    past.get(b"what a cable made of it").verified = False
+    assert found(past.problems(), "what nobody has put")
+    past.history.corrupted_replies.append((past.history.calls[-1].begun, "client"))
+    assert past.problems() == []
+    past.history.calls[-1].verified = True
+    assert found(past.problems(), "what nobody has put")
+
+
+def test_a_block_without_a_checksum_may_have_come_wrong_for_everybody(past: Past) -> None:
+    put = past.put(b"a", "k0")
+    past.history.corrupted_puts.append(("k0", put))
+    past.get(b"what a cable made of it")
+    assert found(past.problems(), "what nobody has put")
+    put.verified = False
+    assert past.problems() == []
+
+
 def test_an_error_that_a_method_does_not_promise_is_found(past: Past) -> None:
     past.call("put", ["k0"], end=End.REFUSED).error = KeyNotFound("x")
     assert found(past.problems(), "put of client raised KeyNotFound")

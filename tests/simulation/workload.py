@@ -4,6 +4,7 @@ and version.
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -13,6 +14,7 @@ import trio
 from infinistore.client.api.store import AsyncStore
 from infinistore.errors import (
     BufferTooSmall,
+    ChecksumMismatch,
     DeadlineExceeded,
     DiskFailed,
     InfiniStoreException,
@@ -273,10 +275,12 @@ class Workload:
     async def _get_into(self) -> Call:
         key = self._key()
         buffer = bytearray(self._random.choice(self.settings.value_bytes) + 64)
+        registers = self._random.random() < 0.2
 
         async def get(call: Call) -> None:
             try:
-                length = await self.store.get_into(key, buffer)
+                with await self.store.register(buffer) if registers else nullcontext():
+                    length = await self.store.get_into(key, buffer)
             except KeyNotFound:
                 call.seen.append((key, None))
             except BufferTooSmall:
@@ -311,7 +315,7 @@ class Workload:
 
         async def enter(call: Call) -> None:
             found.extend(await lease.__aenter__())
-            call.verified = verify or not self.store.mapped_arenas()
+            call.verified = verify if self.store.mapped_arenas() else self.store.verifies
             for key, view in zip(keys, found, strict=True):
                 call.seen.append((key, None if view is None else bytes(view)))
 
@@ -410,6 +414,7 @@ class Workload:
         **facts: Any,
     ) -> Call:
         clock = self.world.clock
+        facts["verified"] = self.store.verifies
         facts["is_whole"] = whole or self._is_whole(list(keys), facts.get("puts", {}))
         call = self.history.begin(self.client, method, list(keys), clock.now, **facts)
         if self._random.random() < self.settings.cancel_chance:
@@ -430,6 +435,8 @@ class Workload:
         except InfiniStoreException as error:
             call.error = error
             call.end = end_of(error, parts=not call.is_whole)
+            if isinstance(error, ChecksumMismatch) and len(call.keys) > 1:  # it may have been in the first part
+                call.is_whole &= not self.settings.answers_may_be_short
         except (trio.Cancelled, Killed):
             call.end = End.UNKNOWN
             raise
