@@ -69,6 +69,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def ended_until(self, sequence: int) -> bool:
+        """Return whether no batch up to a sequence is under way. Purges and batches of
+        nothing take sequences, too, and are none."""
+        return not self._batches or self._batches[0].sequence > sequence
+
     def under_way(self, key: str) -> bool:
         """Return whether a record of this key is under way, block or tombstone."""
         return key in self._newest

@@ -106,7 +106,7 @@ class Upkeep:
         listing = yield from self._listing_of(oldest)
         yield from self._offer(oldest, listing)
         barrier = log.next_sequence - 1  # what was appended again is durable first
-        while log.settled < barrier or oldest.pins:
+        while not self._batches.ended_until(barrier) or oldest.pins:
             if not self._writable():
                 break
             yield WAIT

@@ -118,6 +118,27 @@ def test_a_block_that_is_appended_again_outlives_its_segment(world: VolumeWorld)
     assert world.get("kept") == b"k" * 9000
 
 
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_segment_is_reused_although_nothing_of_it_was_worth_keeping(world: VolumeWorld, is_purged: bool) -> None:
+    """What was offered was replaced or purged before it was appended again: no batch is
+    under way, and none may come before there is a segment for it."""
+    world.accept_offers = False
+    for number in range(200):
+        world.put({f"filler/{number}": bytes(12_000)})
+        world.settle()
+        if world.offers:
+            break
+    [offer] = world.offers
+    if is_purged:
+        world.volume.purge()
+    else:
+        world.volume.forget(offer.keys)
+        assert world.put(dict.fromkeys(offer.keys, b"again"), list(offer.locations)) is not None
+    world.volume.reclaimed(offer.segment)
+    world.settle()
+    assert world.volume.statistics().recycled_segments == 1
+
+
 def test_a_full_disk_shrinks_the_capacity(world: VolumeWorld) -> None:
     world.disk.free_bytes = 2 * 64 * 1024
     fill(world, 60)
