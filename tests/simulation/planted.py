@@ -185,8 +185,14 @@ PLANTED = [
     Planted(
         "a record kept after its bytes were overwritten",
         "infinistore.disk.upkeep",
-        "        log.records.end_segment(segment.number)\n        log.counters.recycled_segments += 1\n",
-        "        log.counters.recycled_segments += 1\n",
+        "            log.records.remove(slots[here])\n",
+        "",
+        beside=Planted(
+            "segments whose records do not end with them",
+            "infinistore.disk.records",
+            "        self._laps[segment] = (self._laps[segment] + np.uint64(1)) & _LAP_MASK\n",
+            "",
+        ),
     ),
     Planted(
         "a read from disk not verified",
