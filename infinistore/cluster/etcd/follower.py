@@ -142,19 +142,10 @@ class Follower:
 
     async def _apply(self, change: Change) -> None:
         self.confirmed_at = self._clock()
-        # What a range has read may come once more.
-        written = [item for item in change.written if item.mod_revision > self._known(item)]
-        deleted = [item for item in change.deleted if item.key in self._items and item.mod_revision > self._known(item)]
-        for item in written:
-            self._items[item.key] = item
-        for item in deleted:
-            del self._items[item.key]
-        if written or deleted:
-            self._revision = max(item.mod_revision for item in (*written, *deleted))
+        revision = change.apply_to(self._items)
+        if revision:
+            self._revision = revision
             await self._believe()
-
-    def _known(self, item: Item) -> int:
-        return self._items[item.key].mod_revision if item.key in self._items else 0
 
     async def _believe(self) -> None:
         """Make a view of what is listed."""

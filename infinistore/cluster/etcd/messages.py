@@ -10,6 +10,7 @@ Any bytes that etcd sends are understood or raise `EtcdMisbehaved`.
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import attrs
@@ -116,6 +117,24 @@ class Change:
     reason: str = ""
     written: tuple[Item, ...] = ()
     deleted: tuple[Item, ...] = ()
+
+    def apply_to(self, items: dict[str, Item]) -> int:
+        """Change these items, by their keys, one after the other as it was in etcd: a
+        key may have been deleted and written again. What they know already may come
+        once more. Returns the revision of the last change, 0 if there was none.
+        """
+        last = 0
+        events = [(item.mod_revision, item, True) for item in self.written]
+        events += [(item.mod_revision, item, False) for item in self.deleted]
+        for revision, item, written in sorted(events, key=itemgetter(0)):
+            known = items.get(item.key)
+            if revision > (known.mod_revision if known is not None else 0) and (written or known is not None):
+                if written:
+                    items[item.key] = item
+                else:
+                    del items[item.key]
+                last = revision
+        return last
 
 
 # Requests

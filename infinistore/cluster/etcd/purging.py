@@ -61,9 +61,7 @@ async def purge_cluster(session: EtcdSession, layout: Layout, clock: Callable[[]
             change = None if line is None else read_watch(line)
             if change is None or change.canceled:
                 break
-            items |= {item.key: item for item in change.written}
-            for item in change.deleted:
-                items.pop(item.key, None)
+            change.apply_to(items)
     except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused):
         pass  # the purge stands; only who has carried it out is not heard any more
     waiting = _waiting(layout, items, revision)

@@ -85,6 +85,27 @@ def test_what_changes_is_seen_at_once() -> None:
     assert watched.names == "a c d e"
 
 
+def test_what_is_deleted_and_written_again_in_one_message_is_there() -> None:
+    watched = Watched("a", "b")
+    watched.start()
+    for instance in ("second", "third"):  # as a server does that is started again, twice
+        watched.delete("a")
+        watched.put(attrs.evolve(node("a"), instance=instance))
+    watched.delete("b")
+    watched.world.run(0.001)
+    assert len(watched.views) == 2
+    assert [one.instance for one in watched.views[-1].nodes] == ["third"]
+
+
+def test_what_is_written_and_deleted_in_one_message_is_gone() -> None:
+    watched = Watched("a", "b")
+    watched.start()
+    watched.put(node("c"))
+    watched.delete("c", "b")
+    watched.world.run(0.001)
+    assert watched.names == "a"
+
+
 def test_a_view_that_says_nothing_new_is_not_published() -> None:
     watched = Watched("a")
     watched.start()
