@@ -5,11 +5,23 @@ with them.
 from typing import Any, Final, Protocol
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
-from infinistore.settings import Kind, declare, integer, number, text
+from infinistore.settings import Kind, declare, integer, number, size, text
+from infinistore.sizes import GIB, KIB, MIB
 
-__all__ = ["advertise", "cluster", "conflicts_of_cluster", "node_id", "node_warm_up", "node_weight", "node_zone"]
+__all__ = [
+    "advertise",
+    "cluster",
+    "conflicts_of_cluster",
+    "node_drain_rate",
+    "node_drain_size",
+    "node_id",
+    "node_warm_up",
+    "node_weight",
+    "node_zone",
+]
 
 _CLUSTER: Final = "Cluster"
+_MOST_BYTES: Final = 1 << 50
 _EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
 
 
@@ -57,6 +69,23 @@ def node_warm_up() -> Any:
     """How long the weight grows."""
     help_text = "How long the weight of a server that joins others grows, in five steps"
     return declare("node_warm_up", number(0, 86400, "SECONDS", "seconds"), "30", help_text, group=_CLUSTER)
+
+
+def node_drain_size() -> Any:
+    """How much a node passes on."""
+    help_text = (
+        "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
+        "a unit"
+    )
+    kind = size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
+    return declare("node_drain_size", kind, None, help_text, group=_CLUSTER, default_text="half of the pool")
+
+
+def node_drain_rate() -> Any:
+    """How fast it does that."""
+    help_text = "How much of that it passes on each second, in MB or with a unit"
+    kind = size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
+    return declare("node_drain_rate", kind, "256MiB", help_text, group=_CLUSTER)
 
 
 class _Settings(Protocol):

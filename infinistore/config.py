@@ -225,6 +225,8 @@ class ServerConfig:
     node_weight: int = cluster_settings.node_weight()
     node_zone: str | None = cluster_settings.node_zone()
     node_warm_up_s: float = cluster_settings.node_warm_up()
+    node_drain_bytes: int | None = cluster_settings.node_drain_size()
+    node_drain_bytes_per_s: int = cluster_settings.node_drain_rate()
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),

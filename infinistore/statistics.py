@@ -338,6 +338,26 @@ class ListedNode:
 
 
 @attrs.frozen
+class DrainStatistics:
+    """How far a server is that drains on request. Groups are keys with one hash tag;
+    those of the last drain, but for the totals.
+    """
+
+    state: str
+    """ "none", "draining" or "drained"."""
+    groups: int
+    """How many are to be moved."""
+    moved_groups: int
+    skipped_groups: int
+    """Those that were with their new owners already."""
+    failed_groups: int
+    """Those that could not be moved as a whole."""
+    moved_groups_total: int
+    """Since the server started."""
+    moved_bytes_total: int
+
+
+@attrs.frozen
 class MembershipStatistics:
     """What a server knows of its cluster, and whether the cluster knows it."""
 
@@ -346,8 +366,8 @@ class MembershipStatistics:
     node: str
     """The id of the server itself."""
     registration: str
-    """ "registering", "registered", "lost" or "left"; "listed" where servers do not
-    register.
+    """ "registering", "registered", "lost", "drained" or "left"; "listed" where servers
+    do not register.
     """
     registrations: int
     """How often it has registered."""
@@ -360,6 +380,10 @@ class MembershipStatistics:
     copies: int
     purged_revision: int
     nodes: list[ListedNode]
+    drains: list[str]
+    """The ids of nodes that were asked to drain, also of those that have left."""
+    drain: DrainStatistics
+    """Its own."""
 
 
 @attrs.frozen

@@ -43,6 +43,8 @@ VALUES: dict[str, list[Any]] = {
     "node_weight": [0, "250"],
     "node_zone": ["z"],
     "node_warm_up": [0, "2.5"],
+    "node_drain_size": [0, "512MiB", 0.5],
+    "node_drain_rate": [16, "1GiB"],
     "pin_cores": [True, "off"],
     "prealloc_size": [1, "512MiB", 0.5, "2GiB"],
     "minimal_allocate_size": [16, "64", "1MiB"],

@@ -16,7 +16,7 @@ from .imports import PACKAGE, import_graph, product_files
 GROUND: dict[str, set[str]] = {
     "addresses": {"settings"},
     "buggify": set(),
-    "cluster_settings": {"addresses", "settings"},
+    "cluster_settings": {"addresses", "settings", "sizes"},
     "config": {
         "addresses",
         "cluster_settings",
@@ -71,8 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"addresses", "errors", "settings", "sizes"},
     # protocol, transports: a node is asked who it is.
     "cluster_io": {"addresses", "errors", "new_threads", "token_file", "cluster", "protocol", "transports"},
-    # cluster_io, disk, disk_io: imported late, when a cluster or a disk is asked for.
-    "server": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
+    # client, cluster_io, disk, disk_io: imported late, for a cluster or a disk. A node
+    # that drains is a client of the others.
+    "server": {*GROUND, *ENGINE, "client", "cluster", "cluster_io", "disk", "disk_io"},
     "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
     "aio": {"client"},
     "blocking": {"client"},

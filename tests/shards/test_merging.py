@@ -15,13 +15,14 @@ from infinistore.server.shards.merging import (
     merge_selftests,
     merge_statistics,
 )
-from infinistore.statistics import MembershipStatistics
+from infinistore.statistics import DrainStatistics, MembershipStatistics
 from tests.monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
 
 
 async def scrape(path: str, **store: Any) -> bytes:
     operation = make_operation("put", latency_counts=[1] * 19)
-    cluster = MembershipStatistics("infinistore+static://a", "a", "listed", 0, "", 0.0, 0, 1, 0, [])
+    drain = DrainStatistics("none", 0, 0, 0, 0, 0, 0)
+    cluster = MembershipStatistics("infinistore+static://a", "a", "listed", 0, "", 0.0, 0, 1, 0, [], [], drain)
     disks = make_disks(make_disk(path))
     return await render(make_server(), make_store(**store), [operation], "serving", disks, cluster=cluster)
 

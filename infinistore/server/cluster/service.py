@@ -1,5 +1,5 @@
 """The tasks of a server that is a node of a cluster: it registers, stays registered,
-purges when the cluster was purged, says that it drains, and leaves.
+purges when the cluster was purged, drains on request, says that it drains, and leaves.
 
 A server that has blocks of an earlier process, on disk, serves as soon as it knows that
 it missed no purge of the cluster. Any other serves at once, and goes on whatever
@@ -10,17 +10,21 @@ ends a server that has not been registered yet.
 import math
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import attrs
 import trio
 
 from infinistore.addresses import host_and_port, with_port
+from infinistore.client import StoreOptions, open_store
+from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.cluster.documents import ClusterConfig
+from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import ClusterUrl, EtcdPlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.view import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
@@ -29,6 +33,9 @@ from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import MINOR
+from infinistore.server.cluster.draining import Drainer
+from infinistore.server.cluster.others import Others
+from infinistore.server.cluster.pushing import PushLimits, push
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance.incremental import purge_incrementally
 from infinistore.server.server import Server
@@ -38,6 +45,8 @@ __all__ = ["ClusterService"]
 
 _LEAVE_S = 2.0
 """How long a server that ends tries to give its lease up."""
+_PUT_S = 5.0
+"""How long another node may take for what it is passed."""
 
 
 @attrs.frozen
@@ -67,10 +76,12 @@ class ClusterService:
         """Raises ConfigError if the URL, or a file that it names, cannot be used."""
         self._server = server
         self._node = _node_of(config, server)
+        self._drainer = Drainer(partial(self._push, config, token), self._tell_drain)
         self._waits = bool(config.disks)
         self._url = _parse(config.cluster or "")
         self._membership: StaticMembership | RunningMembership
         self._registrar: _Registrar | None = None
+        self._listed_as_draining = False
         place = self._url.place
         if isinstance(place, StaticPlace):
             self._membership = StaticMembership(place.nodes, copies=place.copies)
@@ -87,6 +98,7 @@ class ClusterService:
                 config=ClusterConfig(place.copies),
                 has_old_blocks=bool(config.disks),
                 on_registered=may_serve.set,
+                on_drain=self._drainer.want,
                 warm_up_s=config.node_warm_up_s,
             )
             runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(token), purge=self._purge)
@@ -100,6 +112,7 @@ class ClusterService:
         async with trio.open_nursery() as nursery:
             if isinstance(self._membership, RunningMembership):
                 nursery.start_soon(self._membership.run)
+                nursery.start_soon(self._drain_on_request)
             if self._registrar is None:
                 await serve()
             else:
@@ -140,10 +153,50 @@ class ClusterService:
 
     async def _purge(self) -> None:
         core, disk = self._server.core, self._server.context.disk
-        if disk is None:
-            await purge_incrementally(core)
-        else:
-            await disk.purge()
+        with self._drainer.suspended():
+            if disk is None:
+                await purge_incrementally(core)
+            else:
+                await disk.purge()
+
+    async def _drain_on_request(self) -> None:
+        """Drain whenever somebody asks for it, until the server is told to stop."""
+        remove = self._membership.add_listener(self._look) if self._registrar is None else _nothing
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._drainer.run)
+                await self._server.drain_begun()
+                nursery.cancel_scope.cancel()
+        finally:
+            remove()
+
+    def _look(self, view: View) -> None:
+        """Look what a file says of this node."""
+        wanted = any(node.id == self._node.id and node.state is NodeState.DRAINING for node in view.nodes)
+        if wanted != self._listed_as_draining:
+            self._listed_as_draining = wanted
+            self._drainer.want(wanted)
+
+    async def _push(self, config: ServerConfig, token: str, on_progress: Callable[[Drain], None]) -> None:
+        """Pass blocks on, as a client of the other nodes."""
+        core = self._server.core
+        most_bytes = config.node_drain_bytes
+        limits = PushLimits(
+            most_bytes=core.pool.capacity_bytes // 2 if most_bytes is None else most_bytes,
+            bytes_per_s=config.node_drain_bytes_per_s,
+        )
+        others = Others(self._membership, self._node.id)
+        environment = ClientEnvironment(membership=lambda url: others)
+        options: StoreOptions = {"name": f"drain of {self._node.id}", "lazy": True, "deadline_s": _PUT_S}
+        if token:
+            options["token"] = token
+        open_others = partial(open_store, config.cluster, environment=environment, **options)
+        await push(core, open_others, limits, on_progress)
+
+    def _tell_drain(self, drain: Drain) -> None:
+        if self._registrar is not None:
+            self._registrar.registration.drained(drain)
+            self._registrar.runner.wake()
 
     def statistics(self) -> MembershipStatistics:
         """What the server knows of its cluster."""
@@ -160,7 +213,13 @@ class ClusterService:
             copies=view.copies,
             purged_revision=view.purged_revision,
             nodes=[_statistics_of(node) for node in view.nodes],
+            drains=list(view.drains),
+            drain=self._drainer.statistics(),
         )
+
+
+def _nothing() -> None:
+    """There is nothing to end."""
 
 
 def _parse(url: str) -> ClusterUrl:

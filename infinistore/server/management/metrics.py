@@ -344,6 +344,18 @@ METRICS: tuple[Described, ...] = (
         "cluster_registrations", "How often it has registered", _of_cluster(lambda c: c.registrations),
     ),
     _gauge(
+        "cluster_draining", "1 while this server drains on request, or has done so",
+        _of_cluster(lambda c: int(c.drain.state != "none")),
+    ),
+    _counter(
+        "cluster_moved_groups", "Groups of keys that it has passed on while it drained",
+        _of_cluster(lambda c: c.drain.moved_groups_total),
+    ),
+    _counter(
+        "cluster_moved_bytes", "Bytes of blocks that it has passed on while it drained",
+        _of_cluster(lambda c: c.drain.moved_bytes_total),
+    ),
+    _gauge(
         "cluster_view_age_seconds", "For how long nothing has confirmed its view of the cluster; -1 without a view",
         _of_cluster(lambda c: c.view_age_s),
     ),

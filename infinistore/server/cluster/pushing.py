@@ -1,0 +1,196 @@
+"""Passes the hottest blocks of a node that drains on to the nodes that own them now.
+
+Groups, that is keys with one hash tag, go as wholes, the group with the hottest block
+first, and the blocks of a group in the order of their use: the head of a prefix before
+its tail. One batch is under way at a time, so that requests hardly notice. What the new
+owner has stays as it is.
+
+Cancelled, it lets go of everything at once.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import attrs
+import trio
+from xxhash import xxh3_64_intdigest
+
+from infinistore.client import AsyncStore
+from infinistore.cluster.drains import Drain
+from infinistore.cluster.placement import hash_tag
+from infinistore.core.clients import Client, Lease
+from infinistore.core.entry import NO_CHECKSUM, length_of
+from infinistore.core.store import StoreCore
+from infinistore.errors import InfiniStoreException, PartialPut
+
+__all__ = ["PushLimits", "push"]
+
+_log = logging.getLogger("infinistore.cluster")
+_SLICE_KEYS: Final = 4096
+_BATCH_KEYS: Final = 256
+_BATCH_BYTES: Final = 4 * 1024 * 1024
+_SETTLE_S: Final = 1.0
+"""How long clients that have not heard of the drain may still write here, before this
+node looks again what it has."""
+
+
+@attrs.frozen
+class PushLimits:
+    """How much is passed on, in all and in a second."""
+
+    most_bytes: int
+    bytes_per_s: int
+
+
+@attrs.define(eq=False)
+class _Group:
+    keys: list[str] = attrs.field(factory=list)
+    size_bytes: int = 0
+    left: int = 0
+    """How many of its keys have not been tried yet."""
+    moved: bool = False
+    failed: bool = False
+
+
+async def push(
+    core: StoreCore,
+    open_others: Callable[[], AbstractAsyncContextManager[AsyncStore]],
+    limits: PushLimits,
+    on_progress: Callable[[Drain], None],
+) -> None:
+    """Pass blocks on to the store of the other nodes, until there are none that came
+    meanwhile. What could not be moved is counted, and logged at the end.
+    """
+    drain = Drain()
+    problem = ""
+    client = core.open_client("drain", counted=False)
+    try:
+        async with open_others() as store:
+            tried: set[str] = set()
+            due = trio.current_time()
+            while groups := await _hottest(core, limits.most_bytes - drain.moved_bytes, tried):
+                drain = attrs.evolve(drain, groups=drain.groups + len(groups))
+                on_progress(drain)
+                keys = [(group, key) for group in groups for key in group.keys]
+                tried.update(key for _, key in keys)
+                done = 0
+                while done < len(keys):
+                    batch = await _put_next(core, client, store, keys[done : done + _BATCH_KEYS])
+                    done += len(batch.keys)
+                    problem = batch.problem or problem
+                    drain = _counted(drain, batch)
+                    on_progress(drain)
+                    # What a slow node has not taken is not made up for.
+                    due = max(due, trio.current_time() - 1.0) + sum(batch.moved.values()) / limits.bytes_per_s
+                    await trio.sleep_until(due)
+                await trio.sleep(_SETTLE_S)
+    except InfiniStoreException as error:  # of the store as a whole, when it is opened
+        problem = str(error)
+    finally:
+        core.close_client(client)
+    if problem:
+        _log.warning("blocks were not passed on", extra={"groups": drain.failed_groups, "problem": problem})
+
+
+async def _hottest(core: StoreCore, most_bytes: int, without: Container[str]) -> list[_Group]:
+    """Return the hottest groups in memory, as many as have `most_bytes` together: the
+    hottest group first, and in each its hottest key.
+    """
+    groups: dict[str, _Group] = {}
+    keys = core.all_keys()
+    keys.reverse()
+    for first in range(0, len(keys), _SLICE_KEYS):
+        part = keys[first : first + _SLICE_KEYS]
+        for key, entry in zip(part, core.index.get_many(part), strict=True):
+            if entry is not None and key not in without:
+                tag = hash_tag(key)
+                group = groups.get(tag)
+                if group is None:
+                    group = groups[tag] = _Group()
+                group.keys.append(key)
+                group.left += 1
+                group.size_bytes += length_of(entry)
+        await trio.lowlevel.checkpoint()
+    left_bytes = most_bytes
+    chosen = []
+    for group in groups.values():
+        if group.size_bytes <= left_bytes:
+            left_bytes -= group.size_bytes
+            chosen.append(group)
+    return chosen
+
+
+@attrs.frozen
+class _Batch:
+    """What became of some keys: the lengths of the blocks that were moved, and those
+    that could not be. The others were there, or are gone.
+    """
+
+    keys: Sequence[tuple[_Group, str]]
+    moved: Mapping[str, int] = {}
+    failed: Collection[str] = ()
+    problem: str = ""
+
+
+async def _put_next(core: StoreCore, client: Client, store: AsyncStore, keys: Sequence[tuple[_Group, str]]) -> _Batch:
+    """Put the first of these keys, as many as go at once."""
+    keys = keys[: core.limits.max_batch_keys]
+    lease = core.lease(client, [key for _, key in keys], max_bytes=_BATCH_BYTES, touch=False)
+    try:
+        keys = keys[: len(lease.entries)]
+        items = _sound(core, [key for _, key in keys], lease)
+        if not items:
+            await trio.lowlevel.checkpoint()
+            return _Batch(keys)
+        problem = ""
+        not_moved: Collection[str]
+        failed: Collection[str] = ()
+        try:
+            not_moved = await store.put_many(items, replace=False)
+        except PartialPut as error:
+            failed, problem = [*error.failed, *error.unknown], str(error)
+            not_moved = failed
+        except InfiniStoreException as error:
+            failed, problem = items.keys(), str(error)
+            not_moved = failed
+        skipped = frozenset(not_moved)
+        moved = {key: len(view) for key, view in items.items() if key not in skipped}
+        return _Batch(keys, moved, frozenset(failed), problem)
+    finally:
+        core.release(lease)
+
+
+def _sound(core: StoreCore, keys: Sequence[str], lease: Lease) -> dict[str, memoryview]:
+    """Return the blocks of a lease. One that is damaged must not get a checksum that
+    fits: it is dropped.
+    """
+    found: dict[str, memoryview] = {}
+    for key, view, checksum in zip(keys, lease.views, lease.checksums, strict=True):
+        if view is None:
+            continue
+        if checksum in (NO_CHECKSUM, xxh3_64_intdigest(view)):
+            found[key] = view
+        else:
+            core.verify(key)
+    return found
+
+
+def _counted(drain: Drain, batch: _Batch) -> Drain:
+    """Count a batch, and the groups that it ends."""
+    ended: list[_Group] = []
+    for group, key in batch.keys:
+        group.left -= 1
+        group.moved |= key in batch.moved
+        group.failed |= key in batch.failed
+        if not group.left:
+            ended.append(group)
+    return attrs.evolve(
+        drain,
+        moved_groups=drain.moved_groups + sum(group.moved and not group.failed for group in ended),
+        skipped_groups=drain.skipped_groups + sum(not group.moved and not group.failed for group in ended),
+        failed_groups=drain.failed_groups + sum(group.failed for group in ended),
+        moved_blocks=drain.moved_blocks + len(batch.moved),
+        moved_bytes=drain.moved_bytes + sum(batch.moved.values()),
+    )

@@ -1,0 +1,206 @@
+"""What a node that drains passes on, in which order, and what it lets go of."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+from xxhash import xxh3_64_intdigest
+
+from infinistore.allocators import create_allocator
+from infinistore.cluster.drains import Drain
+from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.core.limits import CoreLimits
+from infinistore.errors import OutOfMemory, PartialPut, StoreUnavailable
+from infinistore.server.cluster.pushing import PushLimits, push
+
+KIB = 1024
+PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40)
+
+
+class Others:
+    """The store of the other nodes, as far as `push` uses it."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.has: dict[str, bytes] = {}
+        self.at: list[float] = []
+        self.before_put: Callable[[list[str]], Any] = lambda keys: None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[Any, None]:
+        yield self
+
+    async def put_many(self, items: dict[str, memoryview], *, replace: bool) -> list[str]:
+        assert not replace
+        await trio.lowlevel.checkpoint()
+        self.batches.append(list(items))
+        self.at.append(trio.current_time())
+        self.before_put(list(items))
+        skipped = [key for key in items if key in self.has]
+        self.has.update({key: bytes(view) for key, view in items.items() if key not in self.has})
+        return skipped
+
+
+@pytest.fixture
+def core() -> Any:
+    pool = Pool(create_allocator("bitmap", KIB))
+    pool.add_arena(create_arena(0, 4096 * KIB))
+    yield StoreCore(pool, clock=lambda: 0.0, limits=CoreLimits(max_batch_keys=8))
+    pool.close()
+
+
+def put(core: StoreCore, *keys: str, size_bytes: int = KIB, value: bytes | None = None) -> None:
+    client = core.open_client("test")
+    reservation = core.reserve(client, [size_bytes] * len(keys))
+    values = [value or key.encode().ljust(size_bytes, b".") for key in keys]
+    for view, data in zip(reservation.views, values, strict=True):
+        view[:] = data
+    core.commit(reservation, keys, [xxh3_64_intdigest(data) for data in values])
+    core.close_client(client)
+
+
+async def pushed(core: StoreCore, others: Others, limits: PushLimits = PLENTY) -> Drain:
+    told: list[Drain] = [Drain()]
+    await push(core, others.open, limits, told.append)
+    assert core.statistics().leases == 0
+    assert core.statistics().clients == 0
+    return told[-1]
+
+
+async def test_the_hottest_group_goes_first_as_a_whole_and_its_head_first(
+    core: StoreCore, autojump_clock: MockClock
+) -> None:
+    put(core, "{cold}1", "{cold}2", "{cold}3")
+    put(core, "alone")
+    put(core, "{warm}1", "{warm}2", "{warm}3")
+    core.match_prefix(["{cold}1"])  # its head was used last
+    others = Others()
+    drain = await pushed(core, others)
+    order = [key for batch in others.batches for key in batch]
+    assert order == ["{cold}1", "{cold}2", "{cold}3", "{warm}1", "{warm}2", "{warm}3", "alone"]
+    assert others.has["{warm}2"].rstrip(b".") == b"{warm}2"
+    assert drain == Drain(groups=3, moved_groups=3, moved_blocks=7, moved_bytes=7 * KIB)
+    assert core.all_keys()[-1] == "{cold}1"  # passing on is no use
+
+
+async def test_a_batch_is_bounded_and_several_groups_share_one(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, *[f"{{{number // 2}}}{number}" for number in range(8)])
+    put(core, *[f"other {number}" for number in range(4)])
+    others = Others()
+    await pushed(core, others)
+    assert [len(batch) for batch in others.batches] == [8, 4]  # max_batch_keys
+
+
+async def test_what_is_there_stays_as_it_is(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1", "{a}2")
+    put(core, "{b}1", "{b}2")
+    others = Others()
+    others.has = {"{a}1": b"newer", "{a}2": b"newer", "{b}1": b"newer"}
+    drain = await pushed(core, others)
+    assert others.has["{a}1"] == b"newer"
+    assert (drain.moved_groups, drain.skipped_groups, drain.moved_blocks) == (1, 1, 1)
+
+
+async def test_no_more_is_passed_on_than_was_said(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{cold}1")
+    put(core, "{large}1", "{large}2", "{large}3", "{large}4")
+    put(core, "{hot}1", "{hot}2")
+    others = Others()
+    drain = await pushed(core, others, PushLimits(most_bytes=3 * KIB, bytes_per_s=1 << 40))
+    assert list(others.has) == ["{hot}1", "{hot}2", "{cold}1"]  # the large group would not fit as a whole
+    assert drain.groups == 2
+
+
+async def test_it_takes_its_time(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, *[f"{{a}}{number}" for number in range(8)])
+    put(core, *[f"{{b}}{number}" for number in range(8)])
+    others = Others()
+    started = trio.current_time()
+    await pushed(core, others, PushLimits(most_bytes=1 << 30, bytes_per_s=2 * KIB))
+    assert [at - started for at in others.at] == [0, 4]
+    assert trio.current_time() - started >= 8
+
+
+async def test_what_is_written_meanwhile_is_passed_on_too(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1")
+    others = Others()
+
+    def write_once(keys: list[str]) -> None:
+        if keys == ["{a}1"]:
+            put(core, "{a}2", "{b}1")
+
+    others.before_put = write_once
+    drain = await pushed(core, others)
+    assert set(others.has) == {"{a}1", "{a}2", "{b}1"}
+    assert drain.moved_blocks == 3
+
+
+async def test_groups_whose_node_is_lost_are_counted_and_told_once(
+    core: StoreCore, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(core, "{a}1", "{a}2")
+    put(core, "{b}1", "{b}2")
+    others = Others()
+
+    def lose(keys: list[str]) -> None:
+        raise PartialPut("b is gone", stored=["{a}1", "{a}2"], failed=["{b}1"], unknown=["{b}2"])
+
+    others.before_put = lose
+    with caplog.at_level(logging.WARNING):
+        drain = await pushed(core, others)
+    assert (drain.moved_groups, drain.failed_groups, drain.moved_blocks) == (1, 1, 2)
+    assert [record.getMessage() for record in caplog.records] == ["blocks were not passed on"]
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("full"), StoreUnavailable("nobody there")])
+async def test_whatever_refuses_does_not_end_it(core: StoreCore, autojump_clock: MockClock, error: Exception) -> None:
+    put(core, "{b}1")
+    put(core, *[f"{{a}}{number}" for number in range(8)])
+    others = Others()
+    errors = [error]
+
+    def refuse_once(keys: list[str]) -> None:
+        if errors:
+            raise errors.pop()
+
+    others.before_put = refuse_once
+    drain = await pushed(core, others)
+    assert (drain.failed_groups, drain.moved_groups) == (1, 1)
+
+
+async def test_a_store_that_cannot_be_opened_is_told(
+    core: StoreCore, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynccontextmanager
+    async def refused() -> AsyncGenerator[Any, None]:
+        raise StoreUnavailable("no")
+        yield
+
+    put(core, "a")
+    await push(core, refused, PLENTY, lambda drain: None)
+    assert "blocks were not passed on" in caplog.text
+
+
+async def test_a_damaged_block_is_dropped_and_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "good", "bad")
+    entry = core.index.get("bad")
+    assert entry is not None
+    core.pool.views([entry[:3]], writable=True)[0][0] ^= 1
+    others = Others()
+    await pushed(core, others)
+    assert list(others.has) == ["good"]
+    assert core.all_keys() == ["good"]
+
+
+async def test_cancelled_it_lets_go_at_once(core: StoreCore) -> None:
+    put(core, "a")
+    others = Others()
+    with trio.CancelScope() as scope:
+        others.before_put = lambda keys: scope.cancel()
+        await push(core, others.open, PLENTY, lambda drain: None)
+    assert scope.cancelled_caught
+    assert (core.statistics().leases, core.statistics().clients, core.statistics().pinned_bytes) == (0, 0, 0)
