@@ -61,11 +61,10 @@ mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, 
 	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
 
 # Hours. Each part runs whatever became of the one before it.
-nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk for an hour each, bugs that simulate has to find, churn, fuzz for two, all the tests with many examples, mutants
+nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk for an hour each, bugs that simulate has to find, fuzz for two, all the tests with many examples, mutants
 	@failed=; \
 	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
 	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
-	$(BIN)/python -m tests.churn --minutes 30 --first-seed $$(date +%Y%m%d000000) || failed="$$failed churn"; \
 	$(MAKE) stress MINUTES=60 || failed="$$failed stress"; \
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \

@@ -1,8 +1,10 @@
-"""`infinistore cluster`: looks at the nodes of a cluster, and purges all of them."""
+"""`infinistore cluster`: looks at the nodes of a cluster, takes one out or brings it
+back, and purges all of them.
+"""
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
@@ -10,6 +12,7 @@ from urllib.parse import urlencode
 import attrs
 import rich_click as click
 
+from infinistore.cli import draining
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option, log_level_option, token_file_option
 from infinistore.cli.output import print_json, print_line, print_table
@@ -18,6 +21,7 @@ from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
+    from infinistore.cluster.drains import Drain
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster.view import Node, View
     from infinistore.statistics import Stats
@@ -30,9 +34,10 @@ _STORE_SCHEMES: Final = ("infinistore", "infinistores", "tcp", "unix", "shm", "r
 _SHOWN_OF_INSTANCE: Final = 8
 
 
-@click.group("cluster", short_help="Look at the nodes of a cluster, and purge it.")
+@click.group("cluster", short_help="Look at the nodes of a cluster, take one out, purge all.")
 def command() -> None:
-    """Look at the nodes of a cluster, and purge all of them.
+    """Look at the nodes of a cluster, take one out or bring it back, or purge all of
+    them.
 
     \b
     URL says where to hear who they are:
@@ -43,6 +48,10 @@ def command() -> None:
     The commands for a store take such a URL with --url: `infinistore stat` adds the
     statistics of the nodes up, and `infinistore ls` lists the keys of all of them.
     """
+
+
+command.add_command(draining.drain)
+command.add_command(draining.add)
 
 
 def _arguments(deadline_s: float) -> Callable[[_Function], _Function]:
@@ -70,6 +79,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
     given = _given(token_file, deadline)
     view, age_s = _look(cluster, given)
     asked = _ask_all(cluster, view.nodes, given, lambda store: store.stats())
+    drains = _drains(cluster, view)
     if as_json:
         print_json(
             {
@@ -79,6 +89,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
                 "purged_revision": view.purged_revision,
                 "view_age_s": age_s,
                 "nodes": [_document(one) for one in asked],
+                "drains": {node_id: attrs.asdict(drain) for node_id, drain in drains.items()},
             }
         )
     else:
@@ -86,6 +97,9 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
         print_line("the view cannot change" if _is_static(cluster) else f"the view was confirmed {age_s:.1f} s ago")
         if asked:
             _print_nodes(asked)
+        for node_id, drain in drains.items():
+            told = "has drained, and stays out until it is added" if drain.done else "drains"
+            print_line(f"{node_id} {told}: {draining.describe_drain(drain)}")
     if not asked:
         raise NegativeAnswer(f"no node is in {cluster}; start a server with --cluster")
     silent = [f"{one.node.id} does not answer: {one.problem}" for one in asked if one.problem]
@@ -152,6 +166,19 @@ def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":
         return membership.view, membership.age_s
     finally:
         membership.close()
+
+
+def _drains(cluster: "ClusterUrl", view: "View") -> "Mapping[str, Drain]":
+    """Return the drains that somebody asked for, by the ids of their nodes."""
+    from infinistore.cluster.locate import EtcdPlace
+
+    if not view.drains or not isinstance(cluster.place, EtcdPlace):
+        return {}
+    import trio
+
+    from infinistore.cluster_io.draining import Operator
+
+    return trio.run(Operator(cluster.place).drains)
 
 
 def _is_static(cluster: "ClusterUrl") -> bool:

@@ -48,8 +48,6 @@ class _Expected:
     number: int
     epoch: int
     committed: int
-    kept: int
-    """The least version that it may have if the server is killed meanwhile."""
     life: int
     """Of the server when it was asked."""
 
@@ -153,9 +151,9 @@ class _Client:
         chosen = []
         for writer, number in zip(writers, range(first, first + count), strict=True):
             epoch, life = self.board.epoch(writer), self.board.life
-            committed, kept = self.board.committed(writer, number % KEYS), self.board.kept(writer, number % KEYS)
+            committed = self.board.committed(writer, number % KEYS)
             if not epoch % 2 and epoch == self.board.epoch(writer):
-                chosen.append(_Expected(writer, number % KEYS, epoch, committed, kept, life))
+                chosen.append(_Expected(writer, number % KEYS, epoch, committed, life))
         return list({expected.key: expected for expected in chosen}.values())
 
     def check(self, expected: _Expected, value: bytes | bytearray | memoryview | None) -> int:
@@ -165,7 +163,7 @@ class _Client:
         version = version_in(expected.key, value)
         begun = self.board.begun(expected.writer, expected.number)
         is_same_life = self.board.life == expected.life
-        oldest = expected.committed if is_same_life else expected.kept
+        oldest = expected.committed if is_same_life else self.board.kept(expected.writer, expected.number)
         if self.board.epoch(expected.writer) == expected.epoch:
             if not oldest <= version <= begun:
                 raise WrongValue(

@@ -1,0 +1,238 @@
+"""Nodes that drain on request: real servers, a real etcd, and clients that read all the
+while.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+from infinistore.cli.failures import run
+from infinistore.cluster.drains import Drain, write_drain
+from infinistore.cluster.etcd.layout import Layout
+from tests.cluster_client.clusters import Cluster, Member, running_cluster
+from tests.cluster_io.etcd import Etcd, needs_etcd
+
+pytestmark = needs_etcd
+LAYOUT = Layout("test")
+# Groups of three blocks, in which the block tells its key.
+BLOCKS = {f"{{group {group}}}{block}": f"{group} {block}".encode() * 30 for group in range(60) for block in range(3)}
+PATIENT: dict[str, Any] = {"lookup_deadline_s": 30.0}
+
+
+class Nodes:
+    """A cluster whose nodes register, and the command that drains them."""
+
+    def __init__(self, etcd: Etcd, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+        self.etcd, self.cluster, self._capsys = etcd, cluster, capsys
+        self.url = etcd.url
+
+    def command(self, *words: str) -> tuple[int, str, str]:
+        code = run(["cluster", *words])
+        return code, *self._capsys.readouterr()
+
+    def drain(self, member: Member, *words: str) -> tuple[int, str, str]:
+        return self.command("drain", member.address, self.url, *words)
+
+    def add(self, member: Member, *words: str) -> tuple[int, str, str]:
+        return self.command("add", member.address, self.url, *words)
+
+    def states(self) -> dict[str, str]:
+        nodes = json.loads(self.command("status", "--json", self.url)[1])["nodes"]
+        return {node["id"]: node["state"] for node in nodes}
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        ends = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+
+    def until_all_serve(self) -> None:
+        self.until(lambda: list(self.states().values()) == ["serving"] * len(self.cluster.members))
+
+
+@pytest.fixture
+def etcd(tmp_path: Any) -> Iterator[Etcd]:
+    running = Etcd(tmp_path)
+    yield running
+    running.close()
+
+
+@contextmanager
+def nodes_of(etcd: Etcd, capsys: pytest.CaptureFixture[str], count: int = 3, **settings: Any) -> Iterator[Nodes]:
+    with running_cluster(count, cluster=etcd.url, **{"node_warm_up_s": 0.5, **settings}) as cluster:
+        nodes = Nodes(etcd, cluster, capsys)
+        nodes.until_all_serve()
+        yield nodes
+
+
+def read(store: Any) -> list[bytes | None]:
+    return [value and bytes(value) for value in store.get_many(list(BLOCKS))]
+
+
+@contextmanager
+def reading(store: Any) -> Iterator[list[str]]:
+    """Read everything again and again; what was not there, or wrong, is on the list."""
+    wrong: list[str] = []
+    over = threading.Event()
+
+    def read_on() -> None:
+        while not over.is_set():
+            for (key, wanted), found in zip(BLOCKS.items(), read(store), strict=True):
+                if found != wanted:
+                    wrong.append(key)
+
+    reader = threading.Thread(target=read_on)
+    reader.start()
+    try:
+        yield wrong
+    finally:
+        over.set()
+        reader.join()
+
+
+def test_what_a_drained_node_had_is_found_while_it_drains_and_afterwards(
+    etcd: Etcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nodes_of(etcd, capsys) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+        leaving, *others = nodes.cluster.members
+        store.put_many(BLOCKS)
+        had = leaving.keys()
+        assert had
+        with reading(store) as wrong:
+            code, shown, errors = nodes.drain(leaving, "--json")
+            assert (code, errors) == (0, "")
+            assert read(store) == list(BLOCKS.values())
+        assert wrong == []
+        told = json.loads(shown)
+        assert told["done"]
+        assert (told["moved_blocks"], told["moved_groups"]) == (len(had), len(had) // 3)
+        assert told["failed_groups"] == 0
+        assert nodes.states() == dict.fromkeys((one.address for one in others), "serving")
+        assert "stays out until it is added: " in nodes.command("status", nodes.url)[1]
+        assert had <= others[0].keys() | others[1].keys()
+
+        # It comes back, as a newcomer, and nothing is missing meanwhile.
+        with reading(store) as wrong:
+            code, shown, errors = nodes.add(leaving)
+            assert (code, errors) == (0, "")
+            assert shown == f"{leaving.address} serves again, with weight 20\n"
+            nodes.until_all_serve()
+        assert wrong == []
+        assert nodes.add(leaving)[1].startswith(f"{leaving.address} was not asked to drain: it serves")
+
+
+def test_two_nodes_that_drain_at_once_pass_everything_to_the_third(
+    etcd: Etcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nodes_of(etcd, capsys) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+        *leaving, last = nodes.cluster.members
+        store.put_many(BLOCKS)
+        with reading(store) as wrong:
+            for one in leaving:
+                assert nodes.drain(one, "--timeout", "0")[0] == 0
+            for one in leaving:
+                code, _, errors = nodes.drain(one)
+                assert (code, errors) == (
+                    0,
+                    f"infinistore: {one.address} was asked to drain before; this waits for it\n",
+                )
+        assert wrong == []
+        assert last.keys() == set(BLOCKS)
+        code, _, errors = nodes.drain(last)
+        assert (code, errors.count("\n")) == (2, 1)
+        assert "is the last node of the cluster 'test' that takes blocks" in errors
+        assert nodes.drain(last, "--force")[0] == 0
+
+
+def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(
+    etcd: Etcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = {"node_drain_bytes_per_s": 1024}
+    with nodes_of(etcd, capsys, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+        store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
+        leaving = nodes.cluster.members[0]
+        code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
+        assert code == 4
+        assert f"{leaving.address} has not drained within 0.5 s, and goes on: " in errors
+        assert nodes.states()[leaving.address] == "draining"
+        leaving.stop()  # and its lease runs on
+        leaving.start()  # with nothing
+        code, shown, _ = nodes.drain(leaving, "--json")
+        assert code == 0
+        assert json.loads(shown)["done"]
+        leaving.stop()
+        leaving.start()
+        assert leaving.address not in nodes.states()
+        store.put("key", b"x")
+        assert store.get("key") == b"x"
+        assert nodes.add(leaving)[0] == 0
+
+
+def test_a_drain_that_is_taken_back_stops(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes_of(etcd, capsys, node_drain_bytes_per_s=1024) as nodes:
+        leaving = nodes.cluster.members[0]
+        with blocking.open_store(nodes.url, **PATIENT) as store:
+            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
+            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+            assert nodes.add(leaving)[0] == 0
+            nodes.until_all_serve()
+            assert read(store) == [bytes(10_000)] * len(BLOCKS)
+        leaving.wait_until_quiet()
+
+
+def test_while_etcd_is_away_a_node_drains_on(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes_of(etcd, capsys, count=2) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+        leaving, other = nodes.cluster.members
+        store.put_many(BLOCKS)
+        with reading(store) as wrong:
+            # The node hears of it, and then etcd is gone.
+            assert nodes.drain(leaving, "--timeout", "0")[0] == 0
+            etcd.kill()
+            code, _, errors = nodes.drain(leaving, "--timeout", "0.2")
+            assert (code, errors.count("\n")) == (3, 1)
+            assert "etcd: " in errors
+            etcd.start()
+            assert nodes.drain(leaving)[0] == 0
+        assert wrong == []
+        assert other.keys() == set(BLOCKS)
+
+
+def test_a_purge_while_a_node_drains_purges(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes_of(etcd, capsys, count=2, node_drain_bytes_per_s=1024) as nodes:
+        leaving, other = nodes.cluster.members
+        with blocking.open_store(nodes.url, **PATIENT) as store:
+            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
+            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+            assert nodes.command("purge", "--yes", nodes.url)[0] == 0
+            assert nodes.drain(leaving)[0] == 0
+            assert (leaving.keys(), other.keys()) == (set(), set())
+
+
+def test_bad_input_is_one_line(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+    etcd.control("put", LAYOUT.node("a"), '{"address": "a:1"}')
+    etcd.control("put", LAYOUT.drain("b"), write_drain(Drain(done=True, groups=3, moved_groups=3)).decode())
+    nodes = Nodes(etcd, Cluster([]), capsys)
+    for words, code, told in [
+        (("drain", "c", etcd.url), 2, "the cluster 'test' has no node 'c'; it has a, b"),
+        (("add", "c", etcd.url), 2, "the cluster 'test' has no node 'c'; it has a, b"),
+        (("drain", "a", etcd.url), 2, "a is the last node of the cluster 'test' that takes blocks"),
+        (("drain", "a", f"{etcd.url}2"), 2, "etcd knows no cluster 'test2'"),
+        (("drain", etcd.url, "a"), 2, f"first the node, then the URL: `infinistore cluster drain a {etcd.url}`"),
+        (("drain", "a", "infinistore+static://a"), 2, "the nodes of infinistore+static://a stand in the URL"),
+        (("drain", "a"), 2, "missing argument 'URL'"),
+        (("add", "b", etcd.url, "--timeout", "0.1"), 1, "b may serve, but does not: no server is registered"),
+    ]:
+        ended, shown, errors = nodes.command(*words)
+        assert (ended, shown, errors.count("\n")) == (code, "", 1), errors
+        assert told in errors
+    etcd.kill()
+    for word in ("drain", "add"):
+        code, shown, errors = nodes.command(word, "a", etcd.url)
+        assert (code, shown, errors.count("\n")) == (3, "", 1)
+        assert "cannot be reached" in errors
