@@ -24,7 +24,7 @@ TTFT_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test dist lock test-cluster test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test dist lock test-cluster soak-cluster test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -61,12 +61,13 @@ mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, 
 	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
 
 # Hours. Each part runs whatever became of the one before it.
-nightly: $(TEST_STAMP) ## the long runs: simulate, stress and stress with a disk for an hour each, bugs that simulate has to find, fuzz for two, all the tests with many examples, mutants
+nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk and soak-cluster for an hour each, bugs that simulate has to find, fuzz for two, all the tests with many examples, mutants
 	@failed=; \
 	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
 	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
 	$(MAKE) stress MINUTES=60 || failed="$$failed stress"; \
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
+	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
 	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="--timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
 	$(MAKE) test-packages || failed="$$failed test-packages"; \
@@ -95,6 +96,9 @@ dist: .venvs/packages/.installed ## build wheel and sdist in dist, and the SBOM 
 lock: .venvs/packages/.installed ## write requirements/server.lock, with hashes; UPGRADE=1 takes new versions
 	.venvs/packages/bin/uv pip compile pyproject.toml --extra disk --universal --python-version 3.11 --generate-hashes --quiet \
 	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" --output-file requirements/server.lock
+
+soak-cluster: $(TEST_STAMP) ## a cluster on hosts of its own with a fault every few seconds, for MINUTES (3), as root; SEED does the same again
+	@$(BIN)/python -m tests.cluster_network.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # What skips without RDMA in `make test` fails here.
 test-rdma: $(VENV)/.installed-test ## set up, then run tests/rdma, in a virtual machine with Soft-RoCE if there is no RDMA here

@@ -62,8 +62,9 @@ class _Connection:
 
     async def receive(self) -> None:
         data = await self.stream.receive_some(_RECEIVE_BYTES)
-        self.http.receive(bytes(data))
-        if not data and not self.http.complete:
+        if data:
+            self.http.receive(bytes(data))
+        elif not self.http.closed():
             raise trio.BrokenResourceError("it closed the connection")
 
 

@@ -9,6 +9,7 @@ cable is the queueing discipline tbf of tc, and one that loses packets a rule of
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,7 @@ class Network:
             for number, name in enumerate(names, 1)
         }
         self._made: list[str] = []
+        self._cuts: Counter[tuple[str, str]] = Counter()
 
     def make(self) -> None:
         """Make all of it."""
@@ -109,15 +111,18 @@ class Network:
     @contextmanager
     def cut(self, *ways: tuple[str, str]) -> Iterator[None]:
         """Until the block is left, lose all that the first host of each pair sends to
-        the second.
+        the second. What is cut twice is whole again when both blocks are left.
         """
-        for source, target in ways:
-            self._neighbour("replace", source, target, "lladdr", _NOBODY, "nud", "permanent")
+        for way in ways:
+            self._cuts[way] += 1
+            self._neighbour("replace", *way, "lladdr", _NOBODY, "nud", "permanent")
         try:
             yield
         finally:
-            for source, target in ways:
-                self._neighbour("del", source, target)
+            for way in ways:
+                self._cuts[way] -= 1
+                if not self._cuts[way]:
+                    self._neighbour("del", *way)
 
     @contextmanager
     def slow(self, name: str, rate: str) -> Iterator[None]:

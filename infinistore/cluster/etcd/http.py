@@ -1,5 +1,7 @@
 """HTTP/1.1 to one member of etcd, without I/O: one request and its answer at a time."""
 
+from contextlib import suppress
+
 import h11
 
 from infinistore.cluster.etcd.messages import Answer, EtcdMisbehaved
@@ -53,7 +55,7 @@ class HttpConversation:
         return b"".join(self._connection.send(part) or b"" for part in parts)
 
     def receive(self, data: bytes) -> None:
-        """Take what came; nothing says that the peer has closed."""
+        """Take what came; nothing if the peer has closed."""
         try:
             self._connection.receive_data(data)
             while True:
@@ -70,6 +72,12 @@ class HttpConversation:
                     return
         except h11.RemoteProtocolError as error:
             raise EtcdMisbehaved(f"what answers does not speak HTTP: {error}") from None
+
+    def closed(self) -> bool:
+        """Note that the peer has closed; return whether the answer is complete."""
+        with suppress(EtcdMisbehaved):  # it broke off
+            self.receive(b"")
+        return self.complete
 
     def take_line(self) -> bytes | None:
         """Take the next line of the answer, if it is there; the rest of an answer that
