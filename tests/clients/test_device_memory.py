@@ -320,7 +320,7 @@ async def test_a_transfer_that_fails_stores_nothing_and_says_so() -> None:
             with pytest.raises(DeviceMemoryUnreachable, match=r"reached by tcp .*tried again in"):
                 await call("a", tensor)
             assert await store.get("a") == b"old"
-            store.calls.rdma.works()  # type: ignore[attr-defined] # the pause is over
+            store.calls.rdma_pause.end()  # type: ignore[attr-defined]
             store.calls.pool.close_idle()  # type: ignore[attr-defined]
 
 

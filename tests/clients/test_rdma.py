@@ -7,6 +7,8 @@ them too: see `tests.clients.stores`.
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import Any
 from unittest import mock
@@ -18,8 +20,12 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.client.connection.calls import Calls
 from infinistore.client.movers.rdma import device as client_rdma
+from infinistore.client.movers.rdma import pause as rdma_pause
 from infinistore.client.movers.rdma import source as rdma_source
 from infinistore.client.options.options import Options
+from infinistore.cluster.locate import parse_cluster_url
+from infinistore.cluster.membership import StaticMembership
+from infinistore.cluster.placement import Placement
 from infinistore.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -27,15 +33,15 @@ from infinistore.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from infinistore.protocol.messages import HelloReply
 from infinistore.server.movers.rdma import pool as server_rdma
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
 from tests.server.running import KIB, MIB, make_config, running_server
-from tests.transports.fake_rdma import fabric_in_use
+from tests.transports.fake_rdma import Fabric, fabric_in_use
 
 REMOTE_ACCESS = 10
+KEYS = [f"key-{number}" for number in range(32)]
 LARGE = DeviceLimits(depth=256, longest_bytes=1 << 30)
 
 
@@ -298,7 +304,7 @@ async def test_where_rdma_is_forced_a_failed_transfer_is_an_error_and_stores_not
 
 async def test_rdma_is_tried_again_after_a_pause() -> None:
     async with serving() as (fabric, server):
-        with mock.patch.object(client_rdma, "FIRST_PAUSE_S", 0.0):
+        with mock.patch.object(rdma_pause, "FIRST_PAUSE_S", 0.0):
             async with infinistore.open_store(best_url(server)) as store:
                 fabric.unplugged = True
                 await store.put("a", VALUE)
@@ -338,21 +344,53 @@ async def test_the_pause_doubles_and_ends_with_success() -> None:
         options = Options(device="fake1")
         rdma = client_rdma.StoreRdma(options, lambda: now, forced=False)
         pauses = []
-        hello = HelloReply("", "", 1, 1, 1, 1, rdma="Ethernet")
         for _ in range(8):
             with pytest.raises(NoRdma):
-                rdma.device_for(hello)
-            assert rdma.resting
-            pauses.append(rdma.pause_s)
-            now += rdma.pause_s
+                rdma.take_device()
+            assert rdma.pause.resting
+            pauses.append(rdma.pause.pause_s)
+            now += rdma.pause.pause_s
         assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
         fabric.absent = ""
-        assert not rdma.resting
-        rdma.device_for(hello)
-        rdma.works()
-        assert rdma.pause_s == 0
+        assert not rdma.pause.resting
+        rdma.take_device()
+        rdma.pause.end()
+        assert rdma.pause.pause_s == 0
         rdma.release(None)
         rdma.close()
+
+
+@asynccontextmanager
+async def two_servers() -> AsyncGenerator[tuple[Fabric, Any, list[str], list[str]], None]:
+    """A store of two servers, and the keys that it has put on each."""
+    async with serving() as (fabric, first), running_server(make_config()) as second:
+        addresses = sorted(f"127.0.0.1:{server.server.addresses.port}" for server in (first, second))
+        url = f"infinistore+static://{','.join(addresses)}?inline_bytes=0&device=fake1"
+        owners = Placement(StaticMembership(parse_cluster_url(url).place.nodes).view).owners(KEYS)  # type: ignore[union-attr]
+        async with infinistore.open_store(url) as store:
+            of_first = [key for key, owner in zip(KEYS, owners, strict=True) if owner == 0]
+            yield fabric, store, of_first, [key for key in KEYS if key not in of_first]
+
+
+async def test_a_transfer_that_fails_to_one_server_leaves_rdma_to_others_alone() -> None:
+    async with two_servers() as (fabric, store, first, second):
+        fabric.statuses.append(REMOTE_ACCESS)
+        await store.put_many(dict.fromkeys(first, VALUE))  # by TCP
+        before = fabric.moved_bytes
+        await store.put_many(dict.fromkeys(second, VALUE))
+        assert await store.get_many(KEYS) == [VALUE] * len(KEYS)
+        assert fabric.moved_bytes - before == 2 * len(VALUE) * len(second)
+        assert [node.stats.transport for node in (await store.stats()).cluster.nodes] == ["tcp", "rdma"]
+
+
+async def test_a_device_that_fails_by_itself_is_left_alone_by_all_servers() -> None:
+    async with two_servers() as (fabric, store, first, second):
+        fabric.absent = "it is broken"
+        await store.put_many(dict.fromkeys(first, VALUE))
+        tried = len(fabric.asked_near)
+        await store.put_many(dict.fromkeys(second, VALUE))
+        assert await store.get_many(KEYS) == [VALUE] * len(KEYS)
+        assert len(fabric.asked_near) == tried
 
 
 # The ends of things

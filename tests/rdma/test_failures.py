@@ -17,7 +17,7 @@ import trio.lowlevel
 
 import infinistore
 from infinistore.client import AsyncStore
-from infinistore.client.movers.rdma import device as client_rdma
+from infinistore.client.movers.rdma import pause as rdma_pause
 from infinistore.errors import StoreUnavailable, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut
@@ -167,7 +167,7 @@ async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_m
 async def test_a_pulled_cable_costs_a_moment_and_rdma_comes_back_with_it(
     hosts: tuple[Host, Host], cable: Cable, patience: Patience
 ) -> None:
-    with mock.patch.object(client_rdma, "FIRST_PAUSE_S", 0.0):
+    with mock.patch.object(rdma_pause, "FIRST_PAUSE_S", 0.0):
         async with opened(hosts, forced=False) as (server, store):
             values = {f"{i}": VALUE[i:] for i in range(8)}
 

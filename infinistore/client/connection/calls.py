@@ -22,6 +22,7 @@ from infinistore.client.connection.routing import Route, Router
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.base import MoverSource, SourceFactory
 from infinistore.client.movers.rdma.device import StoreRdma, register
+from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.client.movers.rdma.source import RdmaSource
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.client.movers.shm.source import ShmSource
@@ -124,6 +125,8 @@ class Calls(Generic[_Stream]):
             raise ConfigError("RDMA does not encrypt blocks, and TLS is asked for; unencrypted_rdma=on allows it")
         self._owns_rdma = terms.rdma is None
         self.rdma = terms.rdma or StoreRdma(options, clock, forced=transport == "rdma")
+        self.rdma_pause = RdmaPause(clock)
+        """After a failure of RDMA to this server."""
         self._shm = ShmSource(
             options.inline_bytes,
             options.copy_threads,
@@ -153,7 +156,7 @@ class Calls(Generic[_Stream]):
             return []
         if transport == "shm":
             return [Route(self._shm, forced=True)]
-        rdma = RdmaSource(self.rdma, self.options.inline_bytes, asked_for=self.rdma.asked_for)
+        rdma = RdmaSource(self.rdma, self.rdma_pause, self.options.inline_bytes, asked_for=self.rdma.asked_for)
         if transport == "rdma":
             return [Route(rdma, forced=True)]
         if transport == "infinistore" and not self.options.transport:

@@ -1,8 +1,9 @@
-"""RDMA at the client: the device, the memory that callers register, and when to try it.
+"""RDMA at the client: the device, and the memory that callers register.
 
-The device is opened with the first connection that may use it. Where that fails, or a
-transfer failed, the reason is kept, and RDMA is tried again after a pause that doubles
-each time. Meanwhile other paths serve.
+The device is opened with the first connection that may use it. Where it fails by
+itself, the reason is kept, and it is tried again after a pause that doubles each time.
+Meanwhile other paths serve. A server to which a transfer fails has a pause of its own
+(`infinistore.client.movers.rdma.source`).
 """
 
 import logging
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from infinistore.client.memory.registration import Registration
+from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.client.options.options import Options
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
 from infinistore.protocol.messages import HelloReply
@@ -25,9 +27,6 @@ __all__ = ["DEAD_AFTER_S", "StoreRdma", "register"]
 
 _log = logging.getLogger("infinistore.client")
 DEAD_AFTER_S = 0.25
-FIRST_PAUSE_S = 1.0
-"""How long RDMA is left alone after a failure; twice as long after the next."""
-_LONGEST_PAUSE_S = 60.0
 
 
 class StoreRdma:
@@ -41,8 +40,9 @@ class StoreRdma:
         """Whether RDMA comes before shared memory."""
         self.memory = RegisteredMemory()
         self.device_memory = RegisteredDeviceMemory()
+        self.pause = RdmaPause(clock)
+        """After a failure of the device itself."""
         self._options = options
-        self._clock = clock
         self._lock = threading.RLock()
         self.device: Device | None = None
         """The device, while it is open."""
@@ -50,37 +50,31 @@ class StoreRdma:
         self._staging: list[Staging] = []
         self._closed = False
         self._users = 0  # connections that have a queue pair
-        self._reason = ""
-        self._try_again_at = 0.0
-        self.pause_s = 0.0
-        """The pause after the last failure; 0 once bytes have moved."""
 
     def is_likely(self, hello: HelloReply) -> bool:
         """Whether both sides have a device, for who has not asked for one."""
         return bool(hello.rdma) and there_is_rdma()
 
-    def device_for(self, hello: HelloReply, near: Address | None = None) -> Device:
-        """Return the device to reach this server by; if it is opened now, preferably
-        one near an address of ours by which the server was reached.
+    def take_device(self, near: Address | None = None) -> Device:
+        """Return the device, until `release`; if it is opened now, preferably one near
+        an address of ours by which a server was reached.
 
         Raises:
             NoRdma: there is none here, or it is not the time to try.
         """
         with self._lock:
-            if self._reason and not self.forced and self._clock() < self._try_again_at:
-                raise NoRdma(f"{self._reason}; tried again in {self._try_again_at - self._clock():.0f} s")
+            if not self.forced:
+                self.pause.check()
             try:
                 device = self._opened(near)
-                if device.link != hello.rdma:
-                    raise NoRdma(f"{device.place} is {device.link}, the server's port is {hello.rdma}")
             except NoRdma as error:
-                self.failed(str(error))
+                self.pause.begin(str(error))
                 raise
             self._users += 1
             return device
 
     def release(self, staging: Staging | None) -> None:
-        """End what `device_for` began, when the queue pair is destroyed; `staging` may
+        """End what `take_device` began, when the queue pair is destroyed; `staging` may
         be used by others then.
         """
         with self._lock:
@@ -89,23 +83,6 @@ class StoreRdma:
             self._users -= 1
             if self._closed and not self._users:
                 self._close_device()
-
-    def failed(self, reason: str) -> None:
-        """Note why RDMA did not work, and leave it alone for a while."""
-        with self._lock:
-            self._reason = reason
-            self.pause_s = min(_LONGEST_PAUSE_S, self.pause_s * 2 or FIRST_PAUSE_S)
-            self._try_again_at = self._clock() + self.pause_s
-
-    def works(self) -> None:
-        """Note that bytes were moved."""
-        self.pause_s = 0.0
-        self._reason = ""
-
-    @property
-    def resting(self) -> bool:
-        """Whether it failed, and is left alone for now."""
-        return bool(self._reason) and self._clock() < self._try_again_at
 
     def register(self, memory: memoryview | DeviceMemory) -> Registration:
         """Register memory, now if a device is open, else when one is.
@@ -153,7 +130,11 @@ class StoreRdma:
         with self._lock:
             if self._staging:
                 return self._staging.pop()
-            return Staging(self._opened(), self._options.staging_bytes)
+            try:
+                return Staging(self._opened(), self._options.staging_bytes)
+            except NoRdma as error:
+                self.pause.begin(str(error))
+                raise
 
     def close(self) -> None:
         """Unregister everything and close the device, when the calls that are under way

@@ -22,6 +22,7 @@ from infinistore.client.movers.base import GetPart, Mover, PutPart
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import read_payload, skipped_keys
 from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.errors import DeadlineExceeded, DeviceMemoryUnreachable, ProtocolError, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.effects import Pause
@@ -58,10 +59,11 @@ class RdmaMover(Mover):
     name = "rdma"
     writes_before_it_tells = True
 
-    def __init__(self, channel: Channel, rdma: StoreRdma, queue: Queue, inline_bytes: int) -> None:
+    def __init__(self, channel: Channel, rdma: StoreRdma, pause: RdmaPause, queue: Queue, inline_bytes: int) -> None:
         self._channel = channel
         self._connection = channel.connection
         self._rdma = rdma
+        self._pause = pause
         self._queue: Queue | None = queue
         self._inline_bytes = inline_bytes
         self._staged: Staging | None = None
@@ -125,7 +127,7 @@ class RdmaMover(Mover):
             part.replace,
         )
         reply = expect(PutReply, await self._channel.ask(put))
-        self._rdma.works()
+        self._works()
         return skipped_keys(part.keys, reply)
 
     async def _put_in_pieces(self, part: PutPart, staging: Staging) -> list[str]:
@@ -148,7 +150,7 @@ class RdmaMover(Mover):
         reply = expect(PutReply, (await self._channel.ask(commit)))
         self._channel.holding = False
         self._owed = None
-        self._rdma.works()
+        self._works()
         return skipped_keys(part.keys, reply)
 
     # Get
@@ -194,7 +196,7 @@ class RdmaMover(Mover):
         else:
             sources = staging.views(map(len, targets))
             hashes = await copy_blocks(sources, targets, hash_targets=verify)
-        self._rdma.works()
+        self._works()
         if verify:
             await self._check_hashes(keys, reply, hashes)
         return len(reply.sizes)
@@ -246,7 +248,7 @@ class RdmaMover(Mover):
         if reply.lease or (reply.inline and set(reply.sizes) != {MISSING}):
             raise ProtocolError("the server did not write to the memory that it was given")
         part.destination(reply.sizes, part.first)
-        self._rdma.works()
+        self._works()
         return len(reply.sizes)
 
     def _locate(self, views: Sequence[memoryview]) -> Placement:
@@ -257,6 +259,11 @@ class RdmaMover(Mover):
         return placement
 
     # The queue pair
+
+    def _works(self) -> None:
+        """Note that bytes were moved."""
+        self._pause.end()
+        self._rdma.pause.end()
 
     def _staging(self) -> Staging:
         if self._staged is None:
@@ -272,7 +279,8 @@ class RdmaMover(Mover):
         """
         self.close()
         self._channel.holding = True  # so that the next call makes another connection
-        self._rdma.failed(str(error))
+        if not isinstance(error, NoRdma):  # else it is the device that failed, which has noted that
+            self._pause.begin(str(error))
         if isinstance(error, DeadlineExceeded) or (self._rdma.forced and isinstance(error, TransferFailed)):
             return False
         if self._rdma.forced:

@@ -7,6 +7,7 @@ from infinistore.client.movers.base import CannotMove, MoverSource
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.rdma.device import DEAD_AFTER_S, StoreRdma
 from infinistore.client.movers.rdma.mover import RdmaMover
+from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.errors import TransferFailed
 from infinistore.protocol.messages import RdmaConnect, RdmaConnectReply
 from infinistore.protocol.versions import Capability
@@ -21,7 +22,8 @@ class RdmaSource(MoverSource):
     """Makes movers for connections to a server with an RDMA device of the same kind.
 
     The device is the store's, which closes it: memory is registered with it even where
-    no connection moves blocks by it.
+    no connection moves blocks by it. `pause` is that of the server: where a transfer
+    failed, other servers may still be reached by the same device.
 
     `asked_for` says that the caller named RDMA or a device. Else it is left alone where
     one side has no device.
@@ -30,8 +32,9 @@ class RdmaSource(MoverSource):
     name = "rdma"
     needs = Capability.RDMA
 
-    def __init__(self, rdma: StoreRdma, inline_bytes: int, *, asked_for: bool) -> None:
+    def __init__(self, rdma: StoreRdma, pause: RdmaPause, inline_bytes: int, *, asked_for: bool) -> None:
         self.rdma = rdma
+        self.pause = pause
         self._inline_bytes = inline_bytes
         self._asked_for = asked_for
 
@@ -49,10 +52,17 @@ class RdmaSource(MoverSource):
 
     async def _connect(self, channel: Channel, stream: Any) -> RdmaMover:
         rdma = self.rdma
-        device = rdma.device_for(channel.hello, _own_address(stream))
+        if not rdma.forced:
+            self.pause.check()
+        device = rdma.take_device(_own_address(stream))
         queue = None
+        rests = self.pause
         try:
+            if device.link != channel.hello.rdma:
+                raise NoRdma(f"{device.place} is {device.link}, the server's port is {channel.hello.rdma}")
+            rests = rdma.pause
             queue = device.create_queue(serves=False)
+            rests = self.pause
             end = queue.endpoint
             request = RdmaConnect(end.queue, end.packet, end.gid, end.lid, end.mtu, end.reads)
             reply = expect(RdmaConnectReply, await channel.ask(request))
@@ -66,21 +76,21 @@ class RdmaSource(MoverSource):
             rdma.release(None)
             if not isinstance(error, NoRdma | TransferFailed):
                 raise
-            rdma.failed(str(error))
+            rests.begin(str(error))
             raise NoRdma(str(error)) from error
-        mover = RdmaMover(channel, rdma, queue, self._inline_bytes)
+        mover = RdmaMover(channel, rdma, self.pause, queue, self._inline_bytes)
         mover.place = f"by {device.place}"
         return mover
 
     @property
     def retry_is_due(self) -> bool:
         """Whether the pause is over, or bytes were moved by another connection."""
-        return not self.rdma.resting
+        return self.due
 
     @property
     def due(self) -> bool:
         """Whether a new connection should try it, if it can be had at all."""
-        return not self.rdma.resting
+        return not self.rdma.pause.resting and not self.pause.resting
 
 
 def _own_address(stream: Any) -> Address | None:
