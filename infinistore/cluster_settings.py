@@ -33,7 +33,7 @@ def cluster() -> Any:
 
 def node_id() -> Any:
     """The name of the node."""
-    help_text = "Name of this server in its cluster. Another server must not have it"
+    help_text = "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on"
     return declare("node_id", text("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
 
 
@@ -47,7 +47,8 @@ def advertise() -> Any:
         "advertise",
         Kind("HOST:PORT", text().parse, check),
         None,
-        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients",
+        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
+        "have PORT, PORT+1 and so on",
         group=_CLUSTER,
         default_text="--host and --service-port",
     )
@@ -55,7 +56,7 @@ def advertise() -> Any:
 
 def node_weight() -> Any:
     """The share of the node."""
-    help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none"
+    help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it"
     return declare("node_weight", integer(0, 10_000), "100", help_text, group=_CLUSTER)
 
 
@@ -95,8 +96,6 @@ class _Settings(Protocol):
     def advertise(self) -> str | None: ...
     @property
     def host(self) -> str: ...
-    @property
-    def shards(self) -> int: ...
 
 
 def conflicts_of_cluster(config: _Settings) -> list[tuple[tuple[str, ...], str]]:
@@ -104,8 +103,6 @@ def conflicts_of_cluster(config: _Settings) -> list[tuple[tuple[str, ...], str]]
     found: list[tuple[tuple[str, ...], str]] = []
     if config.cluster is None:
         return found
-    if config.shards > 1:
-        found.append((("cluster", "shards"), "is for one server; start one without --shards for each node"))
     if config.cluster.startswith("infinistore+etcd:") and config.host in _EVERYWHERE and config.advertise is None:
         problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
         found.append((("cluster", "host"), problem))

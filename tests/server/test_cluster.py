@@ -156,7 +156,6 @@ async def test_a_url_that_names_no_cluster_is_refused(settings: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"cluster": "infinistore+static://a", "shards": "2"}, "start one without --shards for each node"),
         (
             {"cluster": "infinistore+etcd://a/c", "host": "0.0.0.0", "insecure": "yes"},
             "--host 0.0.0.0 is no address that others can connect to; add --advertise HOST:PORT",

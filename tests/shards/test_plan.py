@@ -45,6 +45,33 @@ def test_ports_and_sockets_follow_those_of_the_first() -> None:
     ]
 
 
+def test_each_is_a_node_of_its_own_in_a_cluster() -> None:
+    config = ServerConfig(
+        shards=3,
+        prealloc_bytes=MIB,
+        cluster="infinistore+etcd://h/c",
+        node_id="rack 1",
+        node_weight=100,
+        advertise="host:7000",
+    )
+    assert [(one.node_id, one.node_weight, one.advertise) for one in parts_of(config)] == [
+        ("rack 1/0", 33, "host:7000"),
+        ("rack 1/1", 33, "host:7001"),
+        ("rack 1/2", 33, "host:7002"),
+    ]
+
+
+@pytest.mark.parametrize(("whole", "each"), [(0, 0), (1, 1), (2, 1), (3, 2), (10_000, 5000)])
+def test_shards_divide_the_weight_and_have_none_of_none(whole: int, each: int) -> None:
+    config = ServerConfig(shards=2, prealloc_bytes=MIB, node_weight=whole)
+    assert [one.node_weight for one in parts_of(config)] == [each, each]
+
+
+def test_without_an_id_or_a_port_each_has_those_of_its_own_port() -> None:
+    config = ServerConfig(shards=2, prealloc_bytes=MIB, advertise="host")
+    assert [(one.node_id, one.advertise) for one in parts_of(config)] == [(None, "host"), (None, "host")]
+
+
 @pytest.mark.parametrize("place", ["auto", "off"])
 def test_free_ports_are_free_for_each_and_their_sockets_are_named_by_them(place: str) -> None:
     config = ServerConfig(shards=2, service_port=0, unix_socket=place, prealloc_bytes=MIB)
@@ -73,7 +100,7 @@ def test_growth_is_divided_whether_its_limit_was_given_or_is_the_machine() -> No
 def test_limits_of_requests_and_connections_are_those_of_each_shard() -> None:
     config = ServerConfig(shards=2, service_port=0, prealloc_bytes=MIB, max_connections=10, max_batch_keys=100)
     for part in parts_of(config):
-        divided = ("shards", "prealloc_bytes", "disks", "max_pool_bytes", "unix_socket", "service_port")
+        divided = ("shards", "prealloc_bytes", "disks", "max_pool_bytes", "unix_socket", "service_port", "node_weight")
         same = {field.name: getattr(config, field.name) for field in attrs.fields(ServerConfig)}
         assert attrs.evolve(part, **{name: same[name] for name in divided}) == config
 

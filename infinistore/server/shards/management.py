@@ -85,8 +85,10 @@ class ShardsManagement:
         return JSONResponse({"clients": merge_clients(await self._told(request))})
 
     async def cluster(self, request: Request) -> Response:
-        """There is none: `--cluster` is for one server."""
-        raise HTTPException(404, "shards are in no cluster; start a server without --shards for each node")
+        """The cluster as the first shard sees it that answers, and as each does."""
+        told = await self._told(request)
+        each = [{"shard": shard, **statistics} for shard, statistics in told.items()]
+        return JSONResponse({**next(iter(told.values())), "shards": each})
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes. It answers without shards, too: then it tells that
@@ -204,12 +206,14 @@ _SHARD: Final[Schema] = exactly(
 def _of_shards(operation: Operation) -> Operation:
     """Return an operation of a plain server as one of all shards."""
     answers = operation.answers
-    if operation.path == "/stats":
+    if operation.path in ("/stats", "/cluster"):
         of_one = answers[200]
         assert isinstance(of_one, dict)
+        if "$ref" in of_one:
+            of_one = api.COMPONENTS[of_one["$ref"].rpartition("/")[2]]
         each = {**of_one["properties"], "shard": {"type": "integer"}}
         shards = {"type": "array", "items": {"type": "object", "properties": each}}
-        answers = {200: {**of_one, "properties": {**of_one["properties"], "shards": shards}}}
+        answers = {**answers, 200: {**of_one, "properties": {**of_one["properties"], "shards": shards}}}
     return attrs.evolve(operation, handler=_HANDLERS[operation.path], answers=answers)
 
 

@@ -1,9 +1,10 @@
 """What each shard gets of what was asked for: settings, and a core.
 
 Each has an equal part of the pool and of each disk, rounded down. Ports follow the
-first one. Limits of a connection, a request or a block are those of every shard,
-because a client has connections to all of them. A part that is too small is refused
-with the settings (`infinistore.config`).
+first one. In a cluster, each is a node of its own, ID/0 and so on, and all of them
+together have the weight of the whole. Limits of a connection, a request or a block are
+those of every shard, because a client has connections to all of them. A part that is
+too small is refused with the settings (`infinistore.config`).
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Final
 
 import attrs
 
+from infinistore.addresses import host_and_port, with_port
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
@@ -47,6 +49,9 @@ def divide(config: ServerConfig, *, page_bytes: int, available_bytes: int, spins
             shards=1,
             service_port=config.service_port + index if config.service_port else 0,
             unix_socket=_socket(config.unix_socket, index),
+            node_id=None if config.node_id is None else f"{config.node_id}/{index}",
+            node_weight=_weight(config.node_weight, config.shards),
+            advertise=_advertised(config.advertise, index),
             spin_us=0 if config.spin_us is None and not spins else config.spin_us,
             prealloc_bytes=_part(config, config.prealloc_bytes, page_bytes),
             max_pool_bytes=_most(config, available_bytes, page_bytes),
@@ -76,6 +81,19 @@ def _most(config: ServerConfig, available_bytes: int, page_bytes: int) -> int | 
 def _socket(place: str, index: int) -> str:
     """Return the Unix socket of a shard; `auto` names it by its port."""
     return place if place in ("auto", "off") or not index else f"{place}.{index}"
+
+
+def _weight(whole: int, count: int) -> int:
+    """Return the weight of one of `count` shards: a part, but not none of something."""
+    return max(round(whole / count), min(whole, 1))
+
+
+def _advertised(place: str | None, index: int) -> str | None:
+    """Return what a shard advertises; without a port, it is that of the shard."""
+    if place is None:
+        return None
+    host, port = host_and_port(place, 0)
+    return with_port(host, port + index) if port else place
 
 
 def _folder_name(index: int, count: int) -> str:
