@@ -4,6 +4,7 @@ The flags of a server derive from `ServerConfig`; no setting is repeated here.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,8 @@ class Target:
         """Connect, waiting up to `wait_s` for the server, and disconnect at the end."""
         from infinistore import blocking
 
+        # What is logged of a cluster, the error says, too: it is one line.
+        logging.getLogger("infinistore.cluster").addHandler(logging.NullHandler())
         given = self._given()
         self._wait_for_server(given)
         with blocking.open_store(self.url, **given) as store:

@@ -106,6 +106,8 @@ def read_file(text: str | bytes, epoch: int) -> View:
             raise ValueError(f"nodes[{number}] {error}") from None
         if node.id in nodes:
             raise ValueError(f"nodes[{number}] has the id {node.id!r} of another node; give each its own")
+        if any(node.address == other.address for other in nodes.values()):
+            raise ValueError(f"nodes[{number}] has the address {node.address!r} of another node; list each server once")
         nodes[node.id] = node
     return View(epoch, tuple(nodes[node_id] for node_id in sorted(nodes)), copies=config.copies)
 

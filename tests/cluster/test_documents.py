@@ -81,6 +81,7 @@ def test_a_file_lists_nodes_by_address_alone() -> None:
         ('{"nodes": [{"id": "a", "address": "h", "weight": -1}]}', "weight that is no whole number from 0 to 10000"),
         ('{"nodes": [{"id": "a", "address": "h", "state": "gone"}]}', "there are joining, serving, draining"),
         ('{"nodes": [{"id": "a", "address": "h"}, {"id": "a", "address": "i"}]}', r"nodes\[1\] has the id 'a' of ano"),
+        ('{"nodes": [{"id": "a", "address": "h"}, {"id": "b", "address": "h:22345"}]}', "list each server once"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, problem: str) -> None:

@@ -71,8 +71,11 @@ def parse_url(url: str) -> StoreUrl:
     if not separator:
         raise ConfigError(f"{url!r} is no URL of a store; write infinistore://{url or 'HOST'}")
     if scheme not in SCHEMES:
-        known = ", ".join(SCHEMES)
-        raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{near(scheme, SCHEMES) or f'; known are {known}'}")
+        from infinistore.cluster.locate import CLUSTER_SCHEMES  # late: few stores are clusters
+
+        known = [*SCHEMES, *CLUSTER_SCHEMES]
+        hint = near(scheme, known) or f"; known are {', '.join(known)}"
+        raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{hint}")
     try:
         parts = urlsplit(url)
         port = parts.port
