@@ -295,6 +295,7 @@ class ServerConfig:
     )
     token_file: Path | None = security_settings.token_file()  # noqa: RUF009
     insecure: bool = security_settings.insecure()
+    manage_allowed_hosts: tuple[str, ...] = security_settings.manage_allowed_hosts()
     tls_cert: Path | None = security_settings.tls_cert()  # noqa: RUF009
     tls_key: Path | None = security_settings.tls_key()  # noqa: RUF009
     tls_client_ca: Path | None = security_settings.tls_client_ca()  # noqa: RUF009

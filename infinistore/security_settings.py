@@ -2,15 +2,25 @@
 with them.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from infinistore.addresses import is_loopback
-from infinistore.settings import declare, path, switch
+from infinistore.settings import Kind, declare, path, switch
 
-__all__ = ["conflicts_of_security", "insecure", "tls_cert", "tls_client_ca", "tls_key", "token_file"]
+__all__ = [
+    "conflicts_of_security",
+    "insecure",
+    "manage_allowed_hosts",
+    "tls_cert",
+    "tls_client_ca",
+    "tls_key",
+    "token_file",
+]
 
 _SECURITY: Final = "Security"
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
 def token_file() -> Any:
@@ -23,6 +33,26 @@ def insecure() -> Any:
     """Whether anyone may do anything."""
     help_text = "Let anyone who reaches the port read and write, also beyond loopback"
     return declare("insecure", switch(), "off", help_text, group=_SECURITY)
+
+
+def manage_allowed_hosts() -> Any:
+    """The names of the management API."""
+
+    def parse(raw: Any) -> tuple[str, ...]:
+        names = raw.split(",") if isinstance(raw, str) else raw
+        return tuple(name.strip() for name in names)
+
+    def check(value: Any) -> None:
+        if not all(isinstance(name, str) and _HOST_NAME.fullmatch(name) for name in value):
+            raise ValueError("must be names of hosts without ports, with commas between them")
+
+    help_text = (
+        "Names by which the management API of a server without a token is asked, with commas between them. IP "
+        "addresses, localhost and the name of the machine are always allowed"
+    )
+    return declare(
+        "manage_allowed_hosts", Kind("NAME,NAME", parse, check), tuple, help_text, group=_SECURITY, default_text="none"
+    )
 
 
 def tls_cert() -> Any:

@@ -135,7 +135,7 @@ def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     urls = _urls("tcp" if config.tls_cert is None else "infinistores", addresses.tcp)
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
-    management = _urls("http", addresses.management)
+    management = _urls("http" if config.tls_cert is None else "https", addresses.management)
     if as_json:
         print_json(
             {

@@ -37,7 +37,7 @@ from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.buggified.machine import buggified, collide, make_body_budget
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.environment import Environment
-from infinistore.server.listeners import ServerAddresses, open_listeners
+from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.maintenance.periodic_eviction import evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
@@ -134,7 +134,7 @@ async def run_server(
         async with trio.open_nursery() as nursery:
             try:
                 descriptors = share_descriptors(config)
-                management = _start_management(config, token, listeners.management, nursery, descriptors.management)
+                management = _start_management(config, token, listeners, nursery, tls=tls, descriptors=descriptors)
                 shards = await environment.meet_shards(listeners.addresses)
                 make_arena = partial(_make_arena, config, environment)
                 pool.add_arena(await environment.run_in_thread(make_arena, 0, config.prealloc_bytes))
@@ -414,18 +414,22 @@ def _make_removals(
 
 
 def _start_management(
-    config: ServerConfig, token: str, listeners: list[socket.socket], nursery: trio.Nursery, connections: int
+    config: ServerConfig,
+    token: str,
+    listeners: Listeners,
+    nursery: trio.Nursery,
+    *,
+    tls: "Certificates | None",
+    descriptors: DescriptorBudget,
 ) -> "Management | None":
-    if not listeners:
+    if not (found := listeners.management):
         return None
-    from infinistore.server.management.api import (  # late: an embedding that has none does not pay for it
-        PROBES,
-        Management,
-    )
+    from infinistore.server.management import api  # late: an embedding that has none does not pay for it
 
-    management = Management(config, token)
-    limits = HttpLimits(connections=connections, probes=PROBES)
-    nursery.start_soon(serve_http, management.application(), listeners, limits)
+    management = api.Management(config, token)
+    limits = HttpLimits(connections=descriptors.management, probes=api.PROBES)
+    secure = None if tls is None or found[0].family == socket.AF_UNIX else tls.secure_management
+    nursery.start_soon(serve_http, management.application(), found, limits, secure)
     return management
 
 

@@ -67,6 +67,7 @@ VALUES: dict[str, list[Any]] = {
     "rdma_timeout": [1, "0.25"],
     "token_file": ["/etc/token", "token"],
     "insecure": [True, "false"],
+    "manage_allowed_hosts": ["kv.example,kv"],
     "tls_cert": ["/etc/server.pem"],
     "tls_key": ["/etc/server.key"],
     "tls_client_ca": ["/etc/ca.pem"],

@@ -43,7 +43,7 @@ async def ask_over(
 ) -> Answer:
     """Send a request over a stream, and read its response."""
     connection = h11.Connection(h11.CLIENT)
-    given = {"Host": "test"} | ({"Content-Length": str(len(body))} if body else {}) | (headers or {})
+    given = {"Host": "localhost"} | ({"Content-Length": str(len(body))} if body else {}) | (headers or {})
     fields = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
     request: Any = h11.Request(method=method, target=path, headers=fields)
     data = connection.send(request) or b""

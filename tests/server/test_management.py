@@ -2,6 +2,7 @@
 does, and who may ask for it.
 """
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,12 +30,18 @@ from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.management.selftest import SELFTEST_PREFIX, check_transports
+from infinistore.transports.sockets.trio_streams import connect_tcp
+from infinistore.transports.tls.contexts import client_context
+from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.trio_stream import TlsStream
 from tests.disk_io.faulty_runner import Fail, Rot
-from tests.server.http_client import Answer, ask
+from tests.server.http_client import Answer, ask, ask_over
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
 from tests.server.test_disk_faults import Faults
+from tests.transports.certificates import issue
 
 TOKEN = "a secret \N{SNOWMAN}"
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}".encode().decode("latin-1")}
 
 
 async def get(server: RunningServer, path: str) -> Answer:
@@ -201,9 +208,16 @@ async def test_a_huge_body_is_refused() -> None:
 # The self-test
 
 
-async def test_the_self_test_goes_over_every_transport_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_the_self_test_by_get_changes_nothing(tmp_path: Path) -> None:
     async with running_server(make_config(unix_socket=str(tmp_path / "s"))) as server:
         answer = await get(server, "/selftest")
+        assert (answer.status, [one["ok"] for one in answer.json["transports"]]) == (200, [True, True])
+        assert {one.kind for one in server.server.telemetry.operations()} == {"exists"}
+
+
+async def test_the_self_test_goes_over_every_transport_and_leaves_nothing(tmp_path: Path) -> None:
+    async with running_server(make_config(unix_socket=str(tmp_path / "s"))) as server:
+        answer = await post(server, "/selftest")
         assert [(one["transport"], one["ok"], one["error"]) for one in answer.json["transports"]] == [
             ("tcp", True, ""),
             ("unix", True, ""),
@@ -218,7 +232,7 @@ async def test_the_self_test_says_which_transport_failed_and_why(tmp_path: Path)
     path = tmp_path / "s"
     async with running_server(make_config(unix_socket=str(path))) as server:
         path.unlink()
-        answer = await get(server, "/selftest")
+        answer = await post(server, "/selftest")
         tcp, unix = answer.json["transports"]
         assert (answer.status, answer.json["status"], tcp["ok"], unix["ok"]) == (503, "failed", True, False)
         assert "StoreUnavailable: cannot connect to" in unix["error"]
@@ -228,15 +242,15 @@ async def test_the_self_test_says_which_transport_failed_and_why(tmp_path: Path)
 async def test_the_self_test_shows_a_full_server() -> None:
     async with running_server(make_config(max_connections=1)) as server:
         peer = await server.peer()
-        answer = await get(server, "/selftest")
+        answer = await post(server, "/selftest")
         assert "LimitExceeded" in answer.json["transports"][0]["error"]
         peer.close()
 
 
 async def test_the_self_test_of_a_server_with_a_token_shows_it(token_file: Path) -> None:
     async with running_server(make_config(token_file=token_file)) as server:
-        assert (await get(server, "/selftest")).status == 200
-        (check,) = await check_transports(server.server.addresses.tcp, None, "another")
+        assert (await post(server, "/selftest", headers=AUTHORIZED)).status == 200
+        (check,) = await check_transports(server.server.addresses, "another")
         assert (check.ok, check.error.partition(":")[0]) == (False, "AuthenticationFailed")
 
 
@@ -249,7 +263,7 @@ async def test_the_self_test_finds_bytes_that_are_not_what_was_written() -> None
             return real_commit(reservation, *arguments, **more)
 
         with mock.patch.object(server.core, "commit", damaging):
-            (check,) = (await get(server, "/selftest")).json["transports"]
+            (check,) = (await post(server, "/selftest")).json["transports"]
         assert check["error"] == "ChecksumMismatch: wrote 4096 bytes, and read other bytes"
         assert server.core.keys(prefix=SELFTEST_PREFIX) == []
 
@@ -258,7 +272,7 @@ async def test_the_self_test_reads_a_block_back_from_disk(tmp_path: Path) -> Non
     config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
     async with running_server(config) as server, open_store(server.url) as store:
         await store.put("mine", b"1")
-        answer = await get(server, "/selftest")
+        answer = await post(server, "/selftest")
         assert (answer.status, answer.json["status"]) == (200, "ok")
         assert (answer.json["disks"]["ok"], answer.json["disks"]["error"]) == (True, "")
         stats = await store.stats()
@@ -272,7 +286,7 @@ async def test_the_self_test_says_when_no_disk_can_be_written(tmp_path: Path) ->
     faults = Faults(writes=Fail())
     config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
     async with running_server(config, Environment(open_disks=faults.open_disks)) as server:
-        answer = await get(server, "/selftest")
+        answer = await post(server, "/selftest")
         assert (answer.status, answer.json["status"]) == (503, "failed")
         assert [one["ok"] for one in answer.json["transports"]] == [True]
         assert answer.json["disks"]["error"].startswith("StoreUnavailable: no disk could be written; see")
@@ -283,13 +297,13 @@ async def test_the_self_test_finds_blocks_that_do_not_come_back_from_disk(tmp_pa
     faults = Faults(reads=Rot())
     config = make_config(disks=(DiskPlace(tmp_path / "disk", 64 * MIB),))
     async with running_server(config, Environment(open_disks=faults.open_disks)) as server:
-        answer = await get(server, "/selftest")
+        answer = await post(server, "/selftest")
         assert answer.json["disks"]["error"] == "ChecksumMismatch: wrote 4096 bytes, and read nothing"
 
 
 async def test_the_self_test_of_a_server_without_disks_does_not_name_them() -> None:
     async with running_server() as server:
-        assert set((await get(server, "/selftest")).json) == {"status", "transports"}
+        assert set((await post(server, "/selftest")).json) == {"status", "transports"}
 
 
 async def test_one_self_test_at_a_time() -> None:
@@ -297,7 +311,7 @@ async def test_one_self_test_at_a_time() -> None:
         answers: list[Answer] = []
 
         async def test() -> None:
-            answers.append(await get(server, "/selftest"))
+            answers.append(await post(server, "/selftest"))
 
         async with trio.open_nursery() as nursery:
             for _ in range(4):
@@ -309,7 +323,7 @@ async def test_one_self_test_at_a_time() -> None:
 
 async def test_a_wildcard_address_is_tested_through_loopback() -> None:
     async with running_server(make_config(host="0.0.0.0", insecure=True)) as server:
-        assert (await get(server, "/selftest")).json["transports"][0]["ok"]
+        assert (await post(server, "/selftest")).json["transports"][0]["ok"]
 
 
 # Who may
@@ -318,7 +332,7 @@ async def test_a_wildcard_address_is_tested_through_loopback() -> None:
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer wrong", "Basic a secret", f"Bearer {TOKEN}x".encode().decode("latin-1")]
 )
-async def test_without_the_token_nothing_is_changed(token_file: Path, header: str | None) -> None:
+async def test_without_the_token_nothing_is_told_or_changed(token_file: Path, header: str | None) -> None:
     async with running_server(make_config(token_file=token_file)) as server:
         async with open_store(server.url, token=TOKEN) as store:
             await store.put("a", b"1")
@@ -331,15 +345,86 @@ async def test_without_the_token_nothing_is_changed(token_file: Path, header: st
                 says_wrong = answer.json["error"].startswith("the token given is wrong")
                 assert says_wrong == bool(header and " " in header)
             assert await store.exists("a")
-        assert (await get(server, "/metrics")).status == 200
+        for path in ("/stats", "/metrics", "/kvmap_len", "/clients", "/cluster", "/selftest", "/openapi.json"):
+            address = server.server.addresses.management[0]
+            assert (await ask(address, "GET", path, headers=given)).status == 401
+        for path in ("/healthz", "/readyz"):
+            assert (await get(server, path)).status == 200
 
 
 async def test_with_the_token_changes_are_made(token_file: Path) -> None:
     async with running_server(make_config(token_file=token_file)) as server:
         async with open_store(server.url, token=TOKEN) as store:
             await store.put("a", b"1")
-        header = f"Bearer {TOKEN}".encode().decode("latin-1")
-        assert (await post(server, "/purge", headers={"Authorization": header})).json["num"] == 1
+        assert (await post(server, "/purge", headers=AUTHORIZED)).json["num"] == 1
+
+
+NAMES = [
+    ("127.0.0.1:18080", True),
+    ("[::1]:18080", True),
+    ("10.0.0.7", True),
+    ("localhost:1", True),
+    ("LOCALHOST", True),
+    ("x.localhost", True),
+    (socket.gethostname(), True),
+    ("kv.example:18080", True),
+    ("evil.example", False),
+    ("localhost.evil.example", False),
+    ("127.0.0.1.evil.example", False),
+    ("[", False),
+]
+
+
+async def test_a_name_that_is_not_the_servers_is_told_nothing_without_a_token(token_file: Path) -> None:
+    async with running_server(make_config(manage_allowed_hosts=("kv.example",))) as server:
+        address = server.server.addresses.management[0]
+        for host, ok in NAMES:
+            for method, path in (("GET", "/stats"), ("GET", "/openapi.json"), ("POST", "/purge")):
+                answer = await ask(address, method, path, headers={"Host": host})
+                assert answer.status == (200 if ok else 421), host
+            assert (await ask(address, "GET", "/healthz", headers={"Host": host})).status == 200
+        refused = await ask(address, "GET", "/stats", headers={"Host": "evil.example"})
+        assert "--manage-allowed-hosts" in refused.json["error"]
+    async with running_server(make_config(token_file=token_file)) as server:  # which no page knows
+        address = server.server.addresses.management[0]
+        assert (await ask(address, "GET", "/stats", headers={"Host": "evil.example", **AUTHORIZED})).status == 200
+
+
+def test_what_is_no_name_is_refused() -> None:
+    for value in (("kv:1",), ("",), ("a b",)):
+        with pytest.raises(ConfigError, match="names of hosts without ports"):
+            make_config(manage_allowed_hosts=value)
+
+
+# Over TLS
+
+
+async def test_the_api_has_the_certificate_of_the_server_and_asks_nobody_for_one(
+    tmp_path: Path, token_file: Path
+) -> None:
+    files = issue(tmp_path)
+    config = make_config(tls_cert=files.cert, tls_key=files.key, tls_client_ca=files.ca, token_file=token_file)
+    async with running_server(config) as server:
+        address = server.server.addresses.management[0]
+        for path, expected in (("/healthz", 200), ("/stats", 401)):
+            plain = await connect_tcp(*address)
+            stream = TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+            assert (await ask_over(stream, "GET", path)).status == expected
+            stream.close()
+        answer = await get(server, "/healthz")
+        assert (answer.status, answer.json) == (400, {"error": "this port speaks TLS: use https://"})
+
+
+@pytest.mark.parametrize("asks_clients", [False, True])
+async def test_the_self_test_of_a_server_with_tls_passes(tmp_path: Path, asks_clients: bool) -> None:
+    files = issue(tmp_path, ca="clients")
+    more = {"tls_client_ca": issue(tmp_path, stem="other").ca} if asks_clients else {}
+    config = make_config(tls_cert=files.cert, tls_key=files.key, unix_socket=str(tmp_path / "s"), **more)
+    async with running_server(config) as server:
+        checks = await check_transports(server.server.addresses, "", tls=server.server.tls)
+        assert [(check.transport, check.error) for check in checks] == [("tls", ""), ("unix", "")]
+        puts = [one.transport for one in server.server.telemetry.operations() if one.kind == "put"]
+        assert puts == (["unix"] if asks_clients else ["tls", "unix"])
 
 
 async def test_a_web_page_changes_nothing() -> None:
@@ -417,7 +502,8 @@ def test_the_api_is_what_its_openapi_document_says(token_file: Path, tmp_path: P
     )
     disks = (DiskPlace(tmp_path / "disk", 64 * MIB),) if has_disks else ()
     with server_in_a_thread(token_file, disks=disks) as url:
-        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        authorized = {"Authorization": b"Bearer " + TOKEN.encode()}
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=authorized)
         tested = set()
         for found in schema.get_all_operations():
             operation = found.ok()  # type: ignore[union-attr]
@@ -426,7 +512,7 @@ def test_the_api_is_what_its_openapi_document_says(token_file: Path, tmp_path: P
             @given(case=operation.as_strategy())
             def check(case: Any) -> None:
                 case.call_and_validate(
-                    headers={"Authorization": b"Bearer " + TOKEN.encode()},
+                    headers=authorized,
                     checks=[
                         checks.not_a_server_error,
                         openapi_checks.status_code_conformance,

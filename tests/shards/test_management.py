@@ -11,6 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from infinistore.server.management.http import Application, ConnectionSlots, HttpLimits, serve_connection, serve_http
+from infinistore.server.security.access import Access
 from infinistore.server.shards.management import ShardsManagement
 from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.transports.sockets.unix_listener import listen_unix
@@ -68,7 +69,7 @@ async def merged(folder: Path, *shards: Application | None, token: str = "") -> 
                     nursery.start_soon(serve_http, application, [listener])
                     state.started(1)
                     state.serving(0.0)
-            yield Asked(ShardsManagement(Fleet(states), token).application(), nursery)
+            yield Asked(ShardsManagement(Fleet(states), Access(token)).application(), nursery)
             nursery.cancel_scope.cancel()
 
 

@@ -22,6 +22,7 @@ from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
 from infinistore.server.management.openapi import Schema, schema_of
 from infinistore.server.management.routing import Operation, application_of, exactly
 from infinistore.server.management.selftest import DiskCheck, TransportCheck, check_disks, check_transports
+from infinistore.server.security.access import PROBES, Access
 from infinistore.server.server import Server
 from infinistore.statistics import (
     ClientStatistics,
@@ -34,10 +35,6 @@ from infinistore.statistics import (
 
 __all__ = ["COMPONENTS", "OPERATIONS", "PROBES", "Management"]
 
-PROBES: Final = frozenset(("/healthz", "/readyz"))
-"""The probes, which an orchestrator asks before it restarts a server or sends clients
-to it. They are answered however busy the API is.
-"""
 COMPONENTS: Final[dict[str, Schema]] = {}
 """The schemas that the operations refer to."""
 _COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
@@ -79,7 +76,7 @@ class Management:
 
     def application(self) -> Application:
         """Return the ASGI application."""
-        return application_of(self, OPERATIONS, COMPONENTS, self.token)
+        return application_of(self, OPERATIONS, COMPONENTS, Access(self.token, self.config.manage_allowed_hosts))
 
     # What the operations do
 
@@ -138,8 +135,8 @@ class Management:
         return Response(text, media_type=METRICS_MEDIA_TYPE)
 
     async def selftest(self, request: Request) -> Response:
-        """Write and read a block over each transport, and through the disks. Anybody
-        may ask for it, so only one runs at a time.
+        """Write and read a block over each transport, and through the disks; if asked
+        by GET, only look a key up. Only one runs at a time.
         """
         server = self.there
         addresses = server.addresses
@@ -147,11 +144,11 @@ class Management:
             raise HTTPException(503, "a self-test is under way; ask again in a moment")
         self._testing = True
         try:
-            unix_socket = None if addresses.unix_socket is None else str(addresses.unix_socket)
-            checks = await check_transports(addresses.tcp, unix_socket, self.token)
+            writes = request.method == "POST"
+            checks = await check_transports(addresses, self.token, tls=server.tls, writes=writes)
             disks = None
-            if server.context.disk is not None:
-                disks = await check_disks(addresses.tcp, self.token, server.core.evict_keys)
+            if writes and server.context.disk is not None:
+                disks = await check_disks(addresses, self.token, server.core.evict_keys, tls=server.tls)
         finally:
             self._testing = False
         ok = all(check.ok for check in checks) and (disks is None or disks.ok)
@@ -233,9 +230,16 @@ OPERATIONS: Final = (
     ),
     Operation("GET", "/metrics", "Metrics for Prometheus", Management.metrics, {200: METRICS_MEDIA_TYPE}),
     Operation(
-        "GET",
+        "POST",
         "/selftest",
         "Write, read back and delete a block over each transport, and through the disks, if there are some",
+        Management.selftest,
+        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
+    ),
+    Operation(
+        "GET",
+        "/selftest",
+        "Look a key up over each transport, and change nothing",
         Management.selftest,
         {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
     ),

@@ -34,7 +34,7 @@ async def ask(path: Path, method: str, target: str, headers: Mapping[str, str], 
         StoreUnavailable: nobody listens there, or the connection broke.
     """
     connection = h11.Connection(h11.CLIENT)
-    given = {"host": "shard", "connection": "close", "content-length": str(len(body)), **headers}
+    given = {"host": "localhost", "connection": "close", "content-length": str(len(body)), **headers}
     fields = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
     events: list[Any] = [
         h11.Request(method=method, target=target, headers=fields),

@@ -20,7 +20,7 @@ The application decides what the paths mean, and who may use them.
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ import attrs
 import h11
 import trio
 
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream
@@ -85,9 +85,14 @@ class _RefusedRequest(Exception):
 
 
 async def serve_http(
-    application: Application, listeners: Sequence[socket.socket], limits: HttpLimits | None = None
+    application: Application,
+    listeners: Sequence[socket.socket],
+    limits: HttpLimits | None = None,
+    secure: Callable[[Stream], Stream] | None = None,
 ) -> None:
-    """Serve the application on these listeners until cancelled."""
+    """Serve the application on these listeners until cancelled; `secure` puts TLS over
+    each stream.
+    """
     slots = ConnectionSlots(limits or HttpLimits())
     log_budget = slots.log_budget
     async with trio.open_nursery() as connections:
@@ -95,7 +100,9 @@ async def serve_http(
         async def accept_from(listener: socket.socket) -> None:
             while True:
                 try:
-                    stream = await accept(listener)
+                    stream: Stream = await accept(listener)
+                    if secure is not None:
+                        stream = secure(stream)
                 except OSError as error:
                     slots.drop_longest()
                     log_budget.log(logging.WARNING, "cannot accept a management connection", error=error.strerror)
@@ -163,6 +170,9 @@ async def serve_connection(application: Application, stream: Stream, slots: Conn
     try:
         with scope:
             await _Connection(application, stream, slots, scope).run()
+    except TlsFailed as error:
+        slots.log_budget.log(logging.INFO, "no TLS on a management connection", error=str(error))
+        await _answer_plainly(stream)
     except StoreUnavailable:
         pass  # how a broken stream says so
     except Exception:  # noqa: BLE001  # a fault of ours in one connection must not end all the others
@@ -170,6 +180,19 @@ async def serve_connection(application: Application, stream: Stream, slots: Conn
     finally:
         slots.leave(scope)
         stream.close()
+
+
+async def _answer_plainly(stream: Any) -> None:
+    """Tell a client that does not speak TLS that it should."""
+    if stream.session.peer_is_plain:
+        text = b'{"error": "this port speaks TLS: use https://"}'
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        with trio.move_on_after(_LINGER_S), suppress(StoreUnavailable):
+            await stream.inner.send_all([memoryview(head + b"content-length: %d\r\n\r\n" % len(text) + text)])
+            await stream.inner.send_eof()
+            buffer = [memoryview(bytearray(_RECEIVE_BYTES))]
+            while await stream.inner.receive_into(buffer):
+                pass
 
 
 class _Connection:

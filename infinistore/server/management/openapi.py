@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias, Union, get_args, get_origin, get_ty
 
 import attrs
 
+from infinistore.server.security.access import PROBES
 from infinistore.version import __version__
 
 __all__ = ["Schema", "document", "schema_of"]
@@ -118,7 +119,7 @@ def _operation(operation: Described, wants_token: bool) -> Schema:
         ]
     if operation.body is not None:
         described["requestBody"] = {"required": False, "content": {"application/json": {"schema": operation.body}}}
-    if operation.method == "POST" and wants_token:
+    if wants_token and operation.path not in PROBES:
         described["security"] = [{"token": []}]
     return described
 
@@ -129,7 +130,9 @@ def _refusals(operation: Described, wants_token: bool) -> list[int]:
     if operation.parameters or operation.body is not None:
         refusals.append(400)
     if operation.method == "POST":
-        refusals += [401, 403] if wants_token else [403]
+        refusals.append(403)
+    if operation.path not in PROBES:
+        refusals.append(401 if wants_token else 421)
     return sorted(refusals)
 
 
@@ -143,6 +146,7 @@ _DESCRIPTIONS = {
     400: "A parameter, or the body, is wrong.",
     401: "The token is missing or wrong.",
     403: "The request comes from a web page.",
+    421: "The Host is no name of this server.",
     404: "There is no such thing here.",
     408: "The request did not come in time.",
     413: "The body is too long.",

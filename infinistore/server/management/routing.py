@@ -1,12 +1,5 @@
-"""From a table of operations to an application: routes, the OpenAPI document, and who
-may change something.
+"""From a table of operations to an application: routes, and the OpenAPI document."""
 
-Operations that change the store require the server's token, if it has one, and refuse
-requests of web pages: a browser on the same machine reaches loopback, whatever page it
-shows.
-"""
-
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +13,7 @@ from starlette.routing import Route
 
 from infinistore.server.management.http import Application
 from infinistore.server.management.openapi import Schema, document
+from infinistore.server.security.access import Access
 
 __all__ = ["Handler", "Operation", "application_of", "exactly"]
 
@@ -53,18 +47,19 @@ class Operation:
 
 
 def application_of(
-    api: object, operations: Sequence[Operation], components: dict[str, Schema], token: str
+    api: object, operations: Sequence[Operation], components: dict[str, Schema], access: Access
 ) -> Application:
     """Return the ASGI application of an API with these operations. `components` are the
     schemas that they refer to.
     """
     routes = [
-        Route(operation.path, partial(_answer, api, operation, token), methods=[operation.method])
+        Route(operation.path, partial(_answer, api, operation, access), methods=[operation.method])
         for operation in operations
     ]
-    described = document(operations, components, wants_token=bool(token))
+    described = document(operations, components, wants_token=bool(access.token))
 
     async def openapi(request: Request) -> Response:
+        access.check(request)
         return JSONResponse(described)
 
     routes.append(Route("/openapi.json", openapi))
@@ -73,27 +68,9 @@ def application_of(
     return application
 
 
-async def _answer(api: object, operation: Operation, token: str, request: Request) -> Response:
-    if operation.method == "POST":
-        _check_may_change(request, token)
+async def _answer(api: object, operation: Operation, access: Access, request: Request) -> Response:
+    access.check(request)
     return await operation.handler(api, request)
-
-
-def _check_may_change(request: Request, token: str) -> None:
-    if "origin" in request.headers:
-        raise HTTPException(403, "a web page may not change the store; send the request without Origin")
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if token and not (scheme.lower() == "bearer" and _equal(given.strip(), token)):
-        problem = "the token given is wrong" if given else "this needs the server's token"
-        raise HTTPException(
-            401,
-            f"{problem}: send Authorization: Bearer TOKEN",
-            headers={"WWW-Authenticate": 'Bearer realm="infinistore"'},
-        )
-
-
-def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("latin-1"), token.encode())
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -8,18 +8,24 @@ find: no connection left, a wrong token, a full pool, corrupted bytes.
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 import xxhash
 
-from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreException, StoreUnavailable, TlsFailed
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.disk_messages import Flush
-from infinistore.protocol.messages import CountReply, Delete, Get, GetReply, Hello, Keys, Put, Request
+from infinistore.protocol.messages import CountReply, Delete, Exists, Get, GetReply, Hello, Keys, Put, Request
+from infinistore.server.listeners import ServerAddresses
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+
+if TYPE_CHECKING:
+    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["SELFTEST_PREFIX", "DiskCheck", "TransportCheck", "check_disks", "check_transports"]
 
@@ -52,42 +58,68 @@ class DiskCheck:
 
 
 async def check_transports(
-    tcp: tuple[tuple[str, int], ...], unix_socket: str | None, token: str
+    addresses: ServerAddresses, token: str, *, tls: "Certificates | None" = None, writes: bool = True
 ) -> list[TransportCheck]:
-    """Check the server at each of these addresses, one after the other."""
-    found = [("tcp", f"{host}:{port}", _tcp(host, port)) for host, port in tcp]
-    if unix_socket is not None:
-        found.append(("unix", unix_socket, lambda: connect_unix(unix_socket)))
+    """Check the server at each of its addresses, one after the other; without `writes`,
+    by looking a key up. `tls` is what the server has.
+    """
+    found = [("tcp" if tls is None else "tls", f"{host}:{port}", _tcp(host, port, tls)) for host, port in addresses.tcp]
+    if (unix_socket := addresses.unix_socket) is not None:
+        found.append(("unix", str(unix_socket), lambda: connect_unix(str(unix_socket))))
+
+    async def run(stream: Stream) -> None:
+        connection = _Connection(stream, token)
+        await (connection.write_read_delete() if writes else connection.look_up())
+
     checks = []
     for transport, address, connect in found:
-        error, elapsed_s = await _check(connect, lambda stream: _Connection(stream, token).write_read_delete())
+        error, elapsed_s = await _check(connect, run, wants_certificate=tls is not None and tls.asks_clients)
         checks.append(TransportCheck(transport, address, not error, error, elapsed_s))
     return checks
 
 
 async def check_disks(
-    tcp: tuple[tuple[str, int], ...], token: str, evict: Callable[[Sequence[str]], object]
+    addresses: ServerAddresses,
+    token: str,
+    evict: Callable[[Sequence[str]], object],
+    *,
+    tls: "Certificates | None" = None,
 ) -> DiskCheck:
-    """Check the disks of the server at the first of these addresses. `evict` takes keys
-    from its memory.
+    """Check the disks of the server at the first of its addresses: its Unix socket, if
+    it has one. `evict` takes keys from its memory.
     """
+    connect = _tcp(*addresses.tcp[0], tls)
+    if (unix_socket := addresses.unix_socket) is not None:
+        connect = partial(connect_unix, str(unix_socket))
     error, elapsed_s = await _check(
-        _tcp(*tcp[0]), lambda stream: _Connection(stream, token).write_read_delete(through_disk=evict)
+        connect,
+        lambda stream: _Connection(stream, token).write_read_delete(through_disk=evict),
+        wants_certificate=tls is not None and tls.asks_clients,
     )
     return DiskCheck(not error, error, elapsed_s)
 
 
-def _tcp(host: str, port: int) -> Callable[[], Awaitable[Stream]]:
+def _tcp(host: str, port: int, tls: "Certificates | None") -> Callable[[], Awaitable[Stream]]:
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:  # a server that listens everywhere is found at home
         host = "127.0.0.1" if address.version == 4 else "::1"
-    return lambda: connect_tcp(host, port)
+
+    async def connect() -> Stream:
+        stream: Stream = await connect_tcp(host, port)
+        return stream if tls is None else tls.connect_to_self(stream)
+
+    return connect
 
 
 async def _check(
-    connect: Callable[[], Awaitable[Stream]], run: Callable[[Stream], Awaitable[None]]
+    connect: Callable[[], Awaitable[Stream]],
+    run: Callable[[Stream], Awaitable[None]],
+    *,
+    wants_certificate: bool = False,
 ) -> tuple[str, float]:
-    """Return what went wrong, empty if nothing, and how long it took."""
+    """Return what went wrong, empty if nothing, and how long it took. A server that
+    wants a certificate of its clients is sound if it says so: it has none of these.
+    """
     start = trio.current_time()
     error = ""
     try:
@@ -100,6 +132,8 @@ async def _check(
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"no answer within {_DEADLINE_S:g} s")
     except InfiniStoreException as problem:
+        if wants_certificate and isinstance(problem, TlsFailed):
+            return "", trio.current_time() - start
         error = f"{type(problem).__name__}: {problem}"
     return error, trio.current_time() - start
 
@@ -109,6 +143,11 @@ class _Connection:
         self._connection = ClientConnection()
         self._stream = stream
         self._token = token
+
+    async def look_up(self) -> None:
+        """Ask for a key that nobody has."""
+        await self._ask(Hello(name="selftest", token=self._token))
+        await self._ask(Exists(Keys([SELFTEST_PREFIX + secrets.token_hex(16)])))
 
     async def write_read_delete(self, through_disk: Callable[[Sequence[str]], object] | None = None) -> None:
         """Write a block, read it and delete it; take it from memory by `through_disk`

@@ -3,13 +3,14 @@
 import logging
 import signal
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import trio
 
 from infinistore.errors import ConfigError
 from infinistore.transports.base import Stream
-from infinistore.transports.tls.contexts import server_context
+from infinistore.transports.tls.contexts import client_context, server_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
 
@@ -27,8 +28,7 @@ class Certificates:
     def __init__(self, cert: "Path", key: "Path | None", client_ca: "Path | None") -> None:
         """Raises ConfigError if a file cannot be used."""
         self._files = cert, key, client_ca
-        self.context = self._load()
-        """What the next connection uses."""
+        self.context, self._management = self._load()
 
     @property
     def asks_clients(self) -> bool:
@@ -39,26 +39,53 @@ class Certificates:
         """Return the server's end of TLS over a stream that was accepted."""
         return TlsStream(stream, TlsSession(self.context, "the client"))
 
+    def secure_management(self, stream: Stream) -> TlsStream:
+        """Return the same for the management API, where no client needs a
+        certificate: probes and scrapers rarely have one.
+        """
+        return TlsStream(stream, TlsSession(self._management, "the client"))
+
+    def connect_to_self(self, stream: Stream) -> TlsStream:
+        """Return a client's end over a connection to this server, which shows the
+        server's certificate and verifies nothing.
+        """
+        cert, key, _ = self._files
+        context = client_context(cert=cert, key=key)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return TlsStream(stream, TlsSession(context, "this server", host_name="localhost"))
+
     def reload(self) -> None:
         """Read the files again: all are taken, or none. Blocking, for a moment.
 
         Raises:
             ConfigError: a file cannot be used; what was loaded before stays.
         """
-        self.context = self._load()
+        self.context, self._management = self._load()
 
-    async def reload_on_signal(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Reload at each SIGHUP, and log what came of it."""
+    def reload_and_log(self) -> bool:
+        """Reload, and log what came of it; return whether all is new."""
+        try:
+            self.reload()
+        except ConfigError as error:
+            _log.error("the certificate stays as it was", extra={"problem": str(error)})
+            return False
+        _log.info("the certificate was loaded again", extra={"file": str(self._files[0])})
+        return True
+
+    async def reload_on_signal(
+        self,
+        then: Callable[[], Awaitable[None]] | None = None,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Reload at each SIGHUP, `then` do the rest."""
         with trio.open_signal_receiver(signal.SIGHUP) as signals:
             task_status.started()
             async for _ in signals:
-                try:
-                    self.reload()
-                except ConfigError as error:
-                    _log.error("the certificate stays as it was", extra={"problem": str(error)})
-                else:
-                    _log.info("the certificate was loaded again", extra={"file": str(self._files[0])})
+                if self.reload_and_log() and then is not None:
+                    await then()
 
-    def _load(self) -> ssl.SSLContext:
+    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         cert, key, client_ca = self._files
-        return server_context(cert, key, client_ca)
+        return server_context(cert, key, client_ca), server_context(cert, key)

@@ -19,7 +19,7 @@ from infinistore.errors import InfiniStoreException
 from infinistore.protocol.shards import Shard
 from infinistore.server.listeners import ServerAddresses
 
-__all__ = ["Drain", "Link", "Listening", "Met", "Refused", "Serving", "Start", "receive_start"]
+__all__ = ["Drain", "Link", "Listening", "Met", "Refused", "Reload", "Serving", "Start", "receive_start"]
 
 _LONGEST_BYTES: Final = 1 << 17
 
@@ -64,11 +64,16 @@ class Refused:
 
 
 @attrs.frozen
+class Reload:
+    """To a shard: load the certificate again."""
+
+
+@attrs.frozen
 class Drain:
     """To a shard: stop when the requests under way have finished."""
 
 
-Message: TypeAlias = Start | Listening | Met | Serving | Refused | Drain
+Message: TypeAlias = Start | Listening | Met | Serving | Refused | Reload | Drain
 
 
 class Link:

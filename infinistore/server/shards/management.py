@@ -24,6 +24,7 @@ from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
 from infinistore.server.management.openapi import Schema
 from infinistore.server.management.routing import Operation, application_of, exactly
+from infinistore.server.security.access import Access
 from infinistore.server.shards.merging import (
     merge_clients,
     merge_metrics,
@@ -51,13 +52,13 @@ SHARD_METRICS: Final = {
 class ShardsManagement:
     """The management API of a server with shards."""
 
-    def __init__(self, fleet: Fleet, token: str) -> None:
+    def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
-        self._token = token
+        self._access = access
 
     def application(self) -> Application:
         """Return the ASGI application."""
-        return application_of(self, OPERATIONS, api.COMPONENTS, self._token)
+        return application_of(self, OPERATIONS, api.COMPONENTS, self._access)
 
     async def healthz(self, request: Request) -> Response:
         """Alive, whatever it does."""

@@ -24,7 +24,7 @@ from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.server import Server
-from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Serving, Start, receive_start
+from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start, receive_start
 from infinistore.transports.sockets.unix_listener import listen_unix
 
 __all__ = ["ShardProcess"]
@@ -117,6 +117,8 @@ class _Served:
                 self._met.set()
             elif isinstance(message, Drain):
                 self._drain()
+            elif isinstance(message, Reload) and self._server is not None and self._server.tls is not None:
+                self._server.tls.reload_and_log()
         self._scope.cancel()
 
     async def drain_on_signal(self, *, task_status: trio.TaskStatus[None]) -> None:

@@ -14,9 +14,9 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import trio
@@ -27,13 +27,17 @@ from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, S
 from infinistore.kept_errors import KeptError
 from infinistore.machine_memory import available_memory, free_huge_pages
 from infinistore.server.listeners import ServerAddresses
-from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Serving, Start
+from infinistore.server.security.loading import load_certificates
+from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start
 from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
 from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.service_manager import ServiceManager
 from infinistore.token_file import read_token
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
+
+if TYPE_CHECKING:
+    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["serve_shards"]
 
@@ -73,6 +77,7 @@ async def serve_shards(
     refused: KeptError | None = None
     with ExitStack() as resources:
         token = read_token(config.token_file) if config.token_file else ""
+        tls = load_certificates(config)
         listeners: list[socket.socket] = []
         folder: Path | None = None
         if config.manage_port is not None:
@@ -87,8 +92,10 @@ async def serve_shards(
         supervisor = _Supervisor(config, command, folder, manager)
         async with trio.open_nursery() as nursery:
             if listeners:
-                supervisor.serve_management(listeners, token, nursery)
+                supervisor.serve_management(listeners, token, tls, nursery)
             if handle_signals:
+                if tls is not None:
+                    await nursery.start(tls.reload_on_signal, supervisor.reload)
                 await nursery.start(supervisor.drain_on_signal, nursery.cancel_scope)
             management = tuple(sock.getsockname()[:2] for sock in listeners)
             nursery.start_soon(supervisor.tell_when_serving, management, task_status)
@@ -123,6 +130,7 @@ class _Supervisor:
         )
         sockets = [None if folder is None else folder / f"{index}.sock" for index in range(config.shards)]
         self._drain_timeout_s = config.drain_timeout_s
+        self._allowed_hosts = config.manage_allowed_hosts
         self._command = command
         self._manager = manager
         self._starts = [
@@ -136,14 +144,23 @@ class _Supervisor:
         self._drain = trio.Event()
         self._refused: KeptError | None = None
 
-    def serve_management(self, listeners: list[socket.socket], token: str, nursery: trio.Nursery) -> None:
+    def serve_management(
+        self, listeners: list[socket.socket], token: str, tls: "Certificates | None", nursery: trio.Nursery
+    ) -> None:
         """Start the management API."""
-        from infinistore.server.management.api import PROBES  # late: who has none does not pay for it
         from infinistore.server.management.http import HttpLimits, serve_http
+        from infinistore.server.security.access import PROBES, Access  # late: who has none does not pay for it
         from infinistore.server.shards.management import ShardsManagement
 
-        application = ShardsManagement(self.fleet, token).application()
-        nursery.start_soon(serve_http, application, listeners, HttpLimits(probes=PROBES))
+        application = ShardsManagement(self.fleet, Access(token, self._allowed_hosts)).application()
+        secure = None if tls is None else tls.secure_management
+        nursery.start_soon(serve_http, application, listeners, HttpLimits(probes=PROBES), secure)
+
+    async def reload(self) -> None:
+        """Have all shards load their certificates again."""
+        for link in list(self._links.values()):
+            with suppress(StoreUnavailable, OSError, trio.BrokenResourceError, trio.ClosedResourceError):  # it has gone
+                await link.send(Reload())
 
     async def tell_when_serving(
         self, management: tuple[tuple[str, int], ...], task_status: trio.TaskStatus[ServerAddresses]
