@@ -431,4 +431,8 @@ class ClusterStatistics:
     """Keys that puts stored on fewer nodes than they should have."""
     warmed_blocks: int
     """Blocks copied to nodes that had joined."""
+    moved_slots: int = 0
+    """Groups of keys that changed hands, as far as this client had met them before: of
+    the 65,536 slots that keys fall into, those that have got another owner.
+    """
     nodes: list[NodeStatistics]

@@ -58,14 +58,25 @@ class Placement:
         knows is not computed again. Without numpy, the result is the same.
         """
         self.view = view
+        self._moves: _Moves = _Moves() if previous is None else previous._moves
         arrays = _import_numpy() if with_numpy else None
         weights = [node.weight for node in view.nodes]
-        self._readers: _Owners = _Owners(view, weights, arrays, None if previous is None else previous._readers)
+        older = None if previous is None else previous._readers
+        self._readers: _Owners = _Owners(view, weights, arrays, older, self._moves)
         self._writers = self._readers
         draining = [node.state is NodeState.DRAINING for node in view.nodes]
         if any(draining):
             weights = [0 if drains else weight for weight, drains in zip(weights, draining, strict=True)]
-            self._writers = _Owners(view, weights, arrays, None if previous is None else previous._writers)
+            older = None if previous is None else previous._writers
+            self._readers.moves = None  # an owner is who is written to
+            self._writers = _Owners(view, weights, arrays, older, self._moves)
+
+    @property
+    def moved_slots(self) -> int:
+        """How many slots have got another owner by changes of the view, of those that
+        were asked for before and after a change.
+        """
+        return self._moves.count
 
     def owners(self, keys: Sequence[str], *, reading: bool = False) -> Sequence[int]:
         """Return the owner of each key, its rank 1.
@@ -113,14 +124,32 @@ def _import_numpy() -> Any:
     return numpy
 
 
+class _Moves:
+    """Which slots changed hands, over all views of a cluster. What threads do at the
+    same time may be counted twice.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._owners: dict[int, str] = {}
+
+    def note(self, slot: int, owner: str) -> None:
+        """Note who owns a slot now."""
+        former = self._owners.get(slot, owner)
+        self._owners[slot] = owner
+        self.count += former != owner
+
+
 class _Owners:
     """The owners of all slots. Threads may share it: what they fill in is the same."""
 
-    def __init__(self, view: View, weights: Sequence[int], arrays: Any, older: "_Owners | None") -> None:
+    def __init__(self, view: View, weights: Sequence[int], arrays: Any, older: "_Owners | None", moves: _Moves) -> None:
+        self._ids = [node.id for node in view.nodes]
         self._weight_of = {node.id: weight for node, weight in zip(view.nodes, weights, strict=True)}
         self._nodes = [index for index, weight in enumerate(weights) if weight]
         self._rendezvous = Rendezvous(list(self._weight_of), weights, arrays)
         self._table = [-1] * SLOTS
+        self.moves: _Moves | None = moves
         self._ranks: dict[int, tuple[int, ...]] = {}
         # What an older view knew: its table, the indices of its nodes in this view (-1
         # for one that may have lost slots to any other), and the nodes that may have
@@ -174,6 +203,9 @@ class _Owners:
         known = self._ranks
         unknown = sorted({slot for slot in slots if len(known.get(slot, ())) < count})
         known.update(zip(unknown, self._rendezvous.first(unknown, self._nodes, count), strict=True))
+        if self.moves is not None and count:
+            for slot in unknown:
+                self.moves.note(slot, self._ids[known[slot][0]])
         return [known[slot][:count] if count else () for slot in slots]
 
     def _fill(self, slots: Iterable[int]) -> None:
@@ -198,3 +230,6 @@ class _Owners:
             owners = self._rendezvous.better(known, owners, self._gaining)
         for slot, owner in zip(known, owners, strict=True):
             self._table[slot] = owner
+        if self.moves is not None:
+            for slot in [*fresh, *known]:
+                self.moves.note(slot, self._ids[self._table[slot]])

@@ -37,6 +37,26 @@ def owners_by_id(placement: Placement, keys: list[str] = KEYS, *, reading: bool 
     return [placement.view.nodes[owner].id for owner in placement.owners(keys, reading=reading)]
 
 
+def test_slots_that_get_another_owner_are_counted_if_they_were_asked_for() -> None:
+    few, more = view_of(100, 100, 100), view_of(100, 100, 100, 100)
+    first = Placement(few)
+    before = owners_by_id(first)
+    assert first.moved_slots == 0
+    joined = Placement(more, first)
+    assert joined.moved_slots == 0  # nobody has asked yet
+    after = owners_by_id(joined)
+    gone = {slot_of(key) for key, was, is_ in zip(KEYS, before, after, strict=True) if was != is_}
+    assert joined.moved_slots == len(gone) > 0
+    owners_by_id(joined)
+    assert joined.moved_slots == len(gone)
+    back = Placement(few, joined)
+    assert owners_by_id(back) == before
+    assert back.moved_slots == 2 * len(gone)
+    other = Placement(View(0, tuple(attrs.evolve(node, id=f"x{node.id}") for node in few.nodes)), back)
+    owners_by_id(other)
+    assert other.moved_slots == 2 * len(gone) + len({slot_of(key) for key in KEYS})
+
+
 weights = st.lists(st.sampled_from([1, 10, 50, 100, 100, 100, 300]), min_size=1, max_size=9)
 
 

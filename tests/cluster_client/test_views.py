@@ -104,6 +104,7 @@ def test_while_a_node_joins_its_keys_come_from_the_former_owner_and_are_copied(t
         warm = three.members[2].keys()
         assert [name for name in NAMES if name in warm]
         assert store.get_many(sorted(warm)) == [BLOCKS[name] for name in sorted(warm)]
+        assert store.stats().cluster.moved_slots > 0
 
 
 def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:

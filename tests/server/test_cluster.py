@@ -127,6 +127,26 @@ async def test_a_server_in_a_static_list_registers_nowhere() -> None:
     assert (found["registration"], found["copies"], len(found["nodes"])) == ("listed", 2, 2)
 
 
+async def test_the_metrics_say_how_much_of_the_keys_a_server_owns(tmp_path: Path) -> None:
+    nodes = [
+        {"id": "a", "address": "h1", "weight": 100},
+        {"id": "b", "address": "h2", "weight": 300},
+        {"id": "c", "address": "h3", "state": "draining"},
+    ]
+    (tmp_path / "nodes.json").write_text(json.dumps({"nodes": nodes}))
+    shares = {}
+    for name in ("a", "c", "not listed"):
+        config = make_config(cluster=f"infinistore+file://{tmp_path}/nodes.json", node_id=name)
+        async with running_server(config) as server:
+            await until(server, lambda found: bool(found["nodes"]))
+            answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
+        (line,) = (
+            one for one in answer.body.decode().splitlines() if one.startswith("infinistore_cluster_share_ratio ")
+        )
+        shares[name] = float(line.split()[1])
+    assert shares == {"a": 0.25, "c": 0.0, "not listed": 0.0}
+
+
 async def test_a_server_without_a_cluster_says_so_and_loads_none_of_it() -> None:
     async with running_server(make_config()) as server:
         answer = await ask(server.server.addresses.management[0], "GET", "/cluster")

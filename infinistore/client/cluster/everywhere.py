@@ -80,6 +80,7 @@ async def statistics(call: CallInView, request: GetStatistics) -> Stats:
             lost_reads=counters.lost_reads,
             lost_copies=counters.lost_copies,
             warmed_blocks=counters.warmed,
+            moved_slots=call.view.placement.moved_slots,
             nodes=nodes,
         ),
     )

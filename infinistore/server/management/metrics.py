@@ -194,6 +194,11 @@ def _of_disks(attribute: str) -> Callable[[Snapshot], _Samples]:
     return lambda snapshot: [((), getattr(snapshot.disk, attribute))] if snapshot.disk else []
 
 
+def _share(cluster: MembershipStatistics) -> float:
+    weights = {node.id: 0 if node.state == "draining" else node.weight for node in cluster.nodes}
+    return weights.get(cluster.node, 0) / max(1, sum(weights.values()))
+
+
 def _of_cluster(read: Callable[[MembershipStatistics], Any]) -> Callable[[Snapshot], _Samples]:
     return lambda snapshot: [((), read(snapshot.cluster))] if snapshot.cluster else []
 
@@ -336,6 +341,10 @@ METRICS: tuple[Described, ...] = (
     _counter("disk_late_blocks", "Blocks not read because nobody waited any more", _of_disks("late_blocks")),
     _counter("disk_no_room_blocks", "Blocks not read because the pool had no room", _of_disks("no_room_blocks")),
     _gauge("cluster_nodes", "Nodes of the cluster, as this server sees it", _of_cluster(lambda c: len(c.nodes))),
+    _gauge(
+        "cluster_share_ratio", "Part of the keys that this server owns, by the weights in its view",
+        _of_cluster(_share),
+    ),
     _gauge(
         "cluster_registered", "1 while this server is registered in its cluster",
         _of_cluster(lambda c: int(c.registration in ("registered", "listed"))),
