@@ -1,0 +1,182 @@
+"""The image and the compose file: what they say, and, as root where buildah and
+debootstrap are, an image that is built and run.
+
+No registry of images is needed: Debian's packages make the base.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infinistore.config import load_server_config
+
+PROJECT = Path(__file__).resolve().parents[2]
+CONTAINER = PROJECT / "deploy" / "container"
+COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
+ISOLATED = "--isolation=chroot"
+
+builds_images = pytest.mark.skipif(
+    not os.environ.get("INFINISTORE_TEST_DEPLOY")
+    or os.getuid() != 0
+    or not all(map(shutil.which, ("buildah", "debootstrap"))),
+    reason="`make test-deploy` runs this, as root, where buildah and debootstrap are installed",
+)
+
+
+def test_the_server_of_the_compose_file_has_settings_that_exist_and_memory_for_its_pool(tmp_path: Path) -> None:
+    service = COMPOSE["services"]["infinistore"]
+    (tmp_path / "token").write_text("secret")
+    variables = service["environment"] | {"INFINISTORE_TOKEN_FILE": str(tmp_path / "token")}
+    serve, *flags = service["command"]
+    given = {
+        name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+
+    config = load_server_config(given, environment=variables)
+
+    assert serve == "serve"
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in (config.service_port, config.manage_port)]
+    assert int(service["mem_limit"].removesuffix("m")) << 20 >= config.prealloc_bytes * 1.05
+    assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_timeout_s
+
+
+def test_every_file_that_the_compose_file_mounts_exists() -> None:
+    mounted = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
+    files = [one.split(":")[0] for one in mounted if one.startswith(".")]
+    assert len(files) == 5
+    assert [one for one in files if not (CONTAINER / one).is_file()] == []
+    named = {one.split(":")[0] for one in mounted if not one.startswith(".")}
+    assert named == COMPOSE["volumes"].keys()
+
+
+def test_prometheus_scrapes_the_job_that_the_alerts_are_about() -> None:
+    (job,) = yaml.safe_load((CONTAINER / "prometheus.yml").read_text())["scrape_configs"]
+    alerts = (PROJECT / "docs" / "operations" / "prometheus-alerts.yml").read_text()
+    assert f'job="{job["job_name"]}"' in alerts
+    assert job["static_configs"][0]["targets"] == [f"infinistore:{load_server_config(environment={}).manage_port}"]
+
+
+def test_no_service_has_rights_that_it_does_not_need() -> None:
+    for service in COMPOSE["services"].values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    assert COMPOSE["services"]["infinistore"]["read_only"] is True
+
+
+def test_what_the_image_copies_is_let_through_to_the_build() -> None:
+    dockerfile = (CONTAINER / "Dockerfile").read_text()
+    (copied,) = re.findall(r"^COPY (?!--from)(.*) /build/$", dockerfile, flags=re.MULTILINE)
+    ignored = (PROJECT / ".dockerignore").read_text().splitlines()
+    assert sorted(line[1:] for line in ignored if line.startswith("!")) == sorted(copied.split())
+
+
+# An image
+
+
+def run(*command: str | Path, timeout_s: float = 600) -> str:
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=timeout_s)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The command, with a storage of its own."""
+    place = tmp_path_factory.mktemp("storage")
+    yield ["buildah", "--root", str(place / "root"), "--runroot", str(place / "run"), "--storage-driver", "vfs"]
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def image(buildah: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The image, on a base of Debian's packages, built by the Dockerfile as it is."""
+    place = tmp_path_factory.mktemp("image")
+    (PROJECT / "dist").mkdir(exist_ok=True)
+    for old in (PROJECT / "dist").glob("*.whl"):
+        old.unlink()
+    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel")
+    run("debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", place / "base")
+    base = run(*buildah, "from", "scratch").strip()
+    run(*buildah, "add", "--quiet", base, place / "base", "/")
+    run(*buildah, "commit", "--quiet", "--rm", base, "localhost/base")
+    shutil.rmtree(place / "base")
+    # This machine's certificates: its way to PyPI may need them.
+    certificates = ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro"] if Path("/etc/ssl/certs").is_dir() else []
+    flags = [ISOLATED, "--pull-never", "--format=docker", "--build-arg", "BASE=localhost/base", *certificates]
+    run(*buildah, "bud", *flags, "--file", CONTAINER / "Dockerfile", "--tag", "localhost/infinistore", ".")
+    return "localhost/infinistore"
+
+
+SERVES_WITH_A_ROOT_THAT_IS_READ_ONLY = """
+set -e
+mount --bind "$1" "$1"
+mount -o remount,ro,bind "$1"
+mount -t proc proc "$1/proc"
+mount -t tmpfs -o mode=1777 tmpfs "$1/tmp"
+mount -t tmpfs -o uid=10001,gid=10001,mode=0750 tmpfs "$1/run/infinistore"
+inside=(chroot --userspec=10001:10001 "$1" env -i PATH=/opt/infinistore/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1)
+inside+=(INFINISTORE_UNIX_SOCKET=/run/infinistore/infinistore.sock INFINISTORE_UNIX_SOCKET_ACCESS=group)
+"${inside[@]}" tini -s -- infinistore serve --service-port 0 --manage-port off --prealloc-size 64MiB &
+"${inside[@]}" infinistore selftest --url shm:///run/infinistore/infinistore.sock --wait 60
+"${inside[@]}" sh -c 'touch /opt/infinistore/file 2>/dev/null && echo WRITABLE; id -u'
+kill "$!"
+wait "$!"
+echo "tini ended with $?"
+"""
+
+
+@builds_images
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_image_runs_the_self_test_as_a_user_of_its_own(buildah: list[str], image: str) -> None:
+    container = run(*buildah, "from", "--pull-never", image).strip()
+    inside = [*buildah, "run", ISOLATED, container, "--"]
+    assert run(*inside, "id", "-u").strip() == "10001"
+    assert "is gone" in run(*inside, "infinistore", "selftest", "--embedded")
+    assert run(*inside, "infinistore", "--version").strip()
+    owned = run(*inside, "sh", "-c", "find / -xdev -writable -type d -not -path '/proc/*' 2>/dev/null || true").split()
+    assert set(owned) <= {
+        "/run/infinistore",
+        "/var/lib/infinistore",
+        "/tmp",
+        "/var/tmp",
+        "/run/lock",
+        "/dev",
+        "/dev/shm",
+    }
+    config = json.loads(run(*buildah, "inspect", "--type", "image", image))["Docker"]["config"]
+    assert (config["User"], config["Entrypoint"]) == ("10001:10001", ["tini", "--", "infinistore"])
+    assert "/readyz" in str(config["Healthcheck"])
+    run(*buildah, "rm", container)
+
+
+@builds_images
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_server_in_the_image_needs_no_root_file_system_that_it_can_write(buildah: list[str], image: str) -> None:
+    container = run(*buildah, "from", "--pull-never", image).strip()
+    root = run(*buildah, "mount", container).strip()
+    command = [
+        "unshare",
+        "--mount",
+        "--pid",
+        "--fork",
+        "bash",
+        "-c",
+        SERVES_WITH_A_ROOT_THAT_IS_READ_ONLY,
+        "bash",
+        root,
+    ]
+    said = run(*command, timeout_s=120)
+    assert "is gone" in said
+    assert "WRITABLE" not in said
+    assert "\n10001\n" in said
+    assert "tini ended with 0" in said
