@@ -24,7 +24,7 @@ TTFT_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test dist lock test-cluster soak-cluster test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test dist docs lock test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -70,6 +70,8 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
 	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="--timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
+	$(MAKE) test-deploy || failed="$$failed test-deploy"; \
+	$(MAKE) test-docs || failed="$$failed test-docs"; \
 	$(MAKE) test-packages || failed="$$failed test-packages"; \
 	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="--timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
 	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
@@ -84,6 +86,17 @@ test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster
 # Skips in `make test`: it needs PyPI, and what requirements/packages.txt lists.
 test-packages: .venvs/packages/.installed ## build wheel and sdist, install them with pip, uv and pipx on each Python that is here, and try them
 	.venvs/packages/bin/pytest tests/packages $(PYTEST_ARGS)
+
+# The image: as root, with buildah and debootstrap; else it skips. In `make test`, the chart skips, too.
+test-deploy: .venvs/deploy/.installed ## check the units, render the chart and check it, build the container's image and run the server in it
+	INFINISTORE_TEST_DEPLOY=1 .venvs/deploy/bin/pytest tests/deploy $(PYTEST_ARGS)
+
+docs: .venvs/docs/.installed ## build the site in build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet
+
+# In the distribution's Chromium; without one, it only builds.
+test-docs: .venvs/docs/.installed ## build the site, and look at it in a browser
+	.venvs/docs/bin/pytest tests/site $(PYTEST_ARGS)
 
 dist: .venvs/packages/.installed ## build wheel and sdist in dist, and the SBOM of what they run with in build/sbom
 	rm -rf dist build/sbom
@@ -165,7 +178,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
-$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/packages/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
 	install --requirement requirements/$*.txt --editable .; \

@@ -1,0 +1,105 @@
+"""Hooks of MkDocs: bring into the site what its pages link to outside of docs/, and the
+parts of other files that pages show.
+
+A page of the repository, such as CONTRIBUTING.md, becomes a page of the site; any other
+file becomes a file of the site; a folder becomes a page that lists its files. Links are
+changed to match, so that a link works in the repository and on the site.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+PROJECT = Path(__file__).resolve().parents[1]
+PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+HOME = "index.md"
+"""What the README is on the site."""
+LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+PART = re.compile(r"^<!-- from (\S+): (.+?) -->$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the repository, and what they and others link to."""
+    for name in PAGES:
+        files.append(File.generated(config, f"project/{name}", content=(PROJECT / name).read_text(encoding="utf-8")))
+    for file in list(files.documentation_pages()):
+        for _, path, _ in LINK.findall(FENCED.sub("", file.content_string)):
+            target = _in_repository(file.src_uri, path)
+            if target is None or target.startswith("docs/") or target in (*PAGES, "README.md"):
+                continue
+            uri = _on_site(target)
+            if files.get_file_from_path(uri) is None:
+                source = PROJECT / target
+                content = _listing(source) if source.is_dir() else source.read_text(encoding="utf-8")
+                files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Fill in the parts of other files, and lead the links to the pages of the site."""
+    markdown = PART.sub(lambda found: _part(found[1], found[2], page), markdown)
+    code = FENCED.findall(markdown)
+    prose = [LINK.sub(lambda found: _link(found, page.file.src_uri), text) for text in FENCED.split(markdown)]
+    return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
+
+
+def _in_repository(uri: str, path: str) -> str | None:
+    """Where a link of a page leads, relative to the repository; None if nowhere."""
+    folder = "" if uri.startswith("project/") else posixpath.join("docs", posixpath.dirname(uri))
+    target = posixpath.normpath(posixpath.join(folder, path))
+    return target if (PROJECT / target).exists() else None
+
+
+def _on_site(target: str) -> str:
+    """Where something of the repository is on the site."""
+    if target == "README.md":
+        return HOME
+    if target in PAGES:
+        return f"project/{target}"
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"source/{target}.md" if (PROJECT / target).is_dir() else f"source/{target}"
+
+
+def _link(found: "re.Match[str]", uri: str) -> str:
+    before, path, after = found.groups()
+    if uri.startswith("source/"):
+        return found[0]
+    target = _in_repository(uri, path)
+    if target is None:
+        return found[0]
+    site = _on_site(target)
+    if site == HOME and after.startswith("#"):  # a heading of the README
+        after = ")"
+    return f"{before}{posixpath.relpath(site, posixpath.dirname(uri) or '.')}{after}"
+
+
+def _listing(folder: Path) -> str:
+    """A page with the files of a folder."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix != ".pyc"]
+    parts = [f"## {file.name}\n\n````{_language(file)}\n{file.read_text().rstrip()}\n````\n" for file in files]
+    return "\n".join([f"# {folder.relative_to(PROJECT)}\n", *parts])
+
+
+def _language(file: Path) -> str:
+    return {".py": "python", ".sh": "sh", ".json": "json", ".yaml": "yaml"}.get(file.suffix, "text")
+
+
+def _part(file: str, heading: str, page: Page) -> str:
+    """The section of a Markdown file under a heading, without the heading."""
+    text = (PROJECT / file).read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"{page.file.src_uri}: {file} has no section {heading!r}")
+    section = found.group(1).strip()
+    # Its links are relative to that file.
+    folder = posixpath.relpath(
+        posixpath.dirname(file) or ".", posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+    )
+    return LINK.sub(lambda link: f"{link[1]}{posixpath.normpath(posixpath.join(folder, link[2]))}{link[3]}", section)

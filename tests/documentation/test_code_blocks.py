@@ -1,0 +1,210 @@
+"""The blocks of code in the README and in docs/: tutorials are carried out as they
+stand, programs run, and what cannot run here is named with the reason, and checked as
+far as it can be.
+"""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import rich_click as click
+import yaml
+
+from infinistore.cli.root import root
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"python", "sh", "text", "json", "yaml", "toml", "mermaid", ""}
+
+TUTORIALS = ["docs/tutorials/five-minutes.md", "docs/tutorials/moving.md", "docs/tutorials/two-hosts.md"]
+INSTALLS = re.compile(r"^(python3 -m venv|source|pip) |vllm serve|infinistore doctor", re.MULTILINE)
+"""What a tutorial does that a test leaves out: the package is installed here, and no
+vLLM is.
+"""
+RUN = {"README.md": "first and third", "docs/index.md": "all", "docs/tensors.md": "tests/tensors runs it"}
+NOT_RUN = {
+    "README.md": "the second needs a server, which `five-minutes` starts",
+    "docs/add-a-mover.md": "parts of examples/loopback_mover.py, which tests/end_to_end runs",
+    "docs/add-an-allocator.md": "a class of the reader's",
+    "docs/disk.md": "a disk of the reader's",
+    "docs/moving-from-infinistore.md": "the tutorial `moving` runs the same without PyTorch",
+    "docs/opening-a-store.md": "only shows calls",
+    "docs/rdma.md": "needs an RDMA device; tests/rdma does the same",
+    "docs/security.md": "needs certificates of the reader's; tests/clients does the same",
+    "docs/transformers.md": "needs a model; tests/integrations does the same",
+}
+
+
+@attrs.frozen
+class Block:
+    """A block of code on a page."""
+
+    page: Path
+    language: str
+    code: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(PROJECT)}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found += [
+            Block(page, match[1], match[2], text[: match.start()].count("\n") + 1) for match in FENCE.finditer(text)
+        ]
+    return [block for block in found if not languages or block.language in languages]
+
+
+def of_pages(pages: list[str]) -> list[Block]:
+    return [block for block in blocks() if str(block.page.relative_to(PROJECT)) in pages]
+
+
+def names(block: Block) -> str:
+    return block.name
+
+
+def test_every_block_says_what_language_it_is_in() -> None:
+    assert {block.language for block in blocks()} <= LANGUAGES
+
+
+def test_every_page_with_programs_runs_them_or_says_why_not() -> None:
+    pages = {str(block.page.relative_to(PROJECT)) for block in blocks("python")}
+    assert pages == {*TUTORIALS, *RUN, *NOT_RUN}
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (PROJECT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = [str(page.relative_to(PROJECT / "docs")) for page in PAGES[1:]]
+    assert [page for page in pages if not re.search(rf"[ \[]{re.escape(page)}[],\n]", navigation)] == []
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=names)
+def test_a_program_is_python_and_what_it_imports_from_the_store_exists(block: Block) -> None:
+    compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "infinistore":
+            if node.module == "infinistore.tensors" or "integrations" in node.module:
+                pytest.importorskip("torch")
+            module = importlib.import_module(node.module)
+            assert [one.name for one in node.names if not hasattr(module, one.name)] == []
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in of_pages(["README.md", "docs/index.md"]) if "blocking.open_store()" in block.code],
+    ids=names,
+)  # fmt: skip
+def test_a_program_with_a_store_of_its_own_runs(block: Block, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-W", "error", "-c", block.code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[0] in ("2", "65536")
+
+
+@pytest.mark.parametrize("block", blocks("json", "yaml", "toml"), ids=names)
+def test_a_document_can_be_read(block: Block) -> None:
+    if block.language == "json":
+        json.loads(block.code)
+    elif block.language == "toml":
+        tomllib.loads(block.code)
+    else:
+        assert list(yaml.safe_load_all(block.code))
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=names)
+def test_shell_commands_can_be_parsed_and_ours_have_these_flags(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for arguments in our_commands(block.code):
+        check_flags(arguments)
+
+
+def our_commands(code: str) -> Iterator[list[str]]:
+    """The arguments of each call of `infinistore`, up to what the shell does next."""
+    for line in code.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # a string that goes on in the next line: not a command of ours
+            continue
+        while words:
+            rest = [index for index, word in enumerate(words) if set(word) <= set("|&;()<>")]
+            command, words = (words[: rest[0]], words[rest[0] + 1 :]) if rest else (words, [])
+            while command and ("=" in command[0] or command[0] == "sudo"):
+                command = command[1:]
+            if command and command[0].split("/")[-1] == "infinistore":
+                yield command[1:]
+
+
+def check_flags(arguments: list[str]) -> None:
+    """Every flag exists, for the command that it is given to."""
+    command: click.Command = root
+    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        found = command.get_command(click.Context(command), arguments[0])
+        if found is None:
+            break
+        command, arguments = found, arguments[1:]
+    if command is root:
+        serve = root.get_command(click.Context(root), "serve")
+        assert serve is not None
+        command = serve
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {"--help", "-h", "--version"}
+    given = [word.split("=")[0] for word in arguments if word.startswith("-") and word != "-"]
+    assert [flag for flag in given if flag not in known and not flag[1:].isdigit()] == []
+
+
+def script(page: str, port: int) -> tuple[str, list[str]]:
+    """A page as a script for bash, and the lines that it has to print in order."""
+    parts, expected = ["set -em", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"], []
+    for block in of_pages([page]):
+        code = block.code.replace("22345", str(port)).replace("18080", "0").replace("prefill:", "127.0.0.1:")
+        code = re.sub(r"--prealloc-size \S+", "--prealloc-size 64MiB", code)
+        if block.language == "python":
+            parts.append(f"python -P -W error - <<'END'\n{code}END")
+        elif block.language == "sh" and not INSTALLS.search(code):
+            parts.append(code)
+        elif block.language == "text":
+            expected += code.splitlines()
+    return "\n".join(parts), expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_can_be_followed_to_its_end(page: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    commands, expected = script(page, port)
+    assert expected
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("INFINISTORE_", "PYTHON"))}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "INFINISTORE_URL": f"infinistore://127.0.0.1:{port}",
+        "INFINISTORE_SERVICE_PORT": str(port),
+        "INFINISTORE_MANAGE_PORT": "0",
+        "TERM": "dumb",
+    }
+    done = subprocess.run(
+        ["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = iter(done.stdout.splitlines())
+    missing = [line for line in expected if not any(line in one for one in printed)]
+    assert missing == [], done.stdout

@@ -1,0 +1,98 @@
+"""The site as a reader sees it, in headless Chromium: `make test-docs`."""
+
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+PAGES = ["index.html", "tutorials/five-minutes.html", "architecture.html", "reference/python.html", "operations.html"]
+PAGES += ["reference/performance.html", "project/CONTRIBUTING.html", "source/examples/vllm.html"]
+
+pytest.importorskip("mkdocs", reason="`make test-docs` runs this")
+playwright = pytest.importorskip("playwright.sync_api", reason="`make test-docs` runs this")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A dead link or a name that is not found ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    command: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_load_whole_in_light_and_dark_and_from_nowhere_else(browser: Any, address: str, scheme: str) -> None:
+    page = browser.new_page(color_scheme=scheme)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("requestfailed", lambda request: problems.append(request.url))
+    page.on("request", lambda request: None if request.url.startswith(address) else problems.append(request.url))
+    backgrounds = set()
+    for name in PAGES:
+        reply = page.goto(f"{address}/{name}", wait_until="networkidle")
+        assert reply.status == 200
+        assert page.locator("h1").first.is_visible()
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        if folder := os.environ.get("SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/{name.replace('/', '-')}-{scheme}.png")
+    page.close()
+    assert problems == []
+    (background,) = backgrounds
+    red = int(background.removeprefix("rgb(").split(",")[0])
+    assert (red > 200) == (scheme == "light")
+
+
+@needs_chromium
+def test_the_search_finds_a_page_and_leads_to_it(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/index.html", wait_until="networkidle")
+    page.locator("input[name=query]").click()
+    page.keyboard.type("quarantine")  # it listens to keys
+    result = page.locator(".md-search-result__link").first
+    result.wait_for(state="visible", timeout=60_000)
+    result.click()
+    page.wait_for_url(lambda url: "/index.html" not in url, timeout=60_000)
+    assert "quarantine" in page.locator("article").inner_text().lower()
+    page.close()
