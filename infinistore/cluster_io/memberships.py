@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -28,6 +28,9 @@ from infinistore.cluster_io.folder_watch import FolderWatch
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import StoreUnavailable
 from infinistore.token_file import read_token
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 __all__ = ["EtcdMembership", "FileMembership", "RunningMembership", "make_membership", "make_session"]
 
@@ -203,13 +206,18 @@ def make_session(place: EtcdPlace, random: Random) -> EtcdSession:
 
 
 def make_membership(
-    place: FilePlace | EtcdPlace, token: str, *, clock: Callable[[], float] = trio.current_time
+    place: FilePlace | EtcdPlace,
+    token: str,
+    tls: "SSLContext | None" = None,
+    *,
+    clock: Callable[[], float] = trio.current_time,
 ) -> RunningMembership:
-    """Return the membership for a place. `token` is that of the servers.
+    """Return the membership for a place. `token` is that of the servers,
+    and `tls` is what they are asked with.
 
     Raises:
         ConfigError: a file that `place` names cannot be used.
     """
     if isinstance(place, FilePlace):
         return FileMembership(place, clock=clock)
-    return EtcdMembership(place, clock=clock, ask_instance=instance_asker(token))
+    return EtcdMembership(place, clock=clock, ask_instance=instance_asker(token, tls))

@@ -1,5 +1,7 @@
 """Asks a server who it is."""
 
+from typing import TYPE_CHECKING
+
 import trio
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
@@ -8,18 +10,27 @@ from infinistore.cluster_io.flows import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
-from infinistore.transports.base import drive
+from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 __all__ = ["instance_asker"]
 
 
-def instance_asker(token: str) -> AskInstance:
-    """Return a function that asks a node for its instance, over TCP."""
+def instance_asker(token: str, tls: "SSLContext | None" = None) -> AskInstance:
+    """Return a function that asks a node for its instance, over TCP: with TLS if `tls`
+    is given, or the node says that it speaks TLS.
+    """
 
     async def ask(node: Node) -> str:
+        scheme, _, written = node.address.partition("://")
         try:
-            stream = await connect_tcp(*host_and_port(node.address.partition("://")[2], DEFAULT_SERVICE_PORT))
+            host, port = host_and_port(written, DEFAULT_SERVICE_PORT)
+            stream: Stream = await connect_tcp(host, port)
+            if tls is not None or scheme == "infinistores":
+                stream = _over_tls(stream, host, tls)
         except InfiniStoreException:
             await trio.lowlevel.checkpoint()
             return ""
@@ -32,3 +43,11 @@ def instance_asker(token: str) -> AskInstance:
         return reply.instance if isinstance(reply, HelloReply) else ""
 
     return ask
+
+
+def _over_tls(stream: Stream, host: str, tls: "SSLContext | None") -> Stream:
+    from infinistore.transports.tls.contexts import client_context  # late: few need it
+    from infinistore.transports.tls.session import TlsSession
+    from infinistore.transports.tls.trio_stream import TlsStream
+
+    return TlsStream(stream, TlsSession(tls or client_context(), host, host_name=host))

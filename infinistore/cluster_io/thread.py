@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -21,14 +22,18 @@ from infinistore.cluster.view import View
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.new_threads import start_thread
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
 __all__ = ["open_membership"]
 
 _log = logging.getLogger("infinistore.cluster")
 
 
-def open_membership(url: ClusterUrl, token: str = "") -> Membership:
+def open_membership(url: ClusterUrl, token: str = "", tls: "SSLContext | None" = None) -> Membership:
     """Return a membership of a cluster, which may have no view yet; `wait_known` waits
-    for one. Close it when it is no longer needed. `token` is that of the servers.
+    for one. Close it when it is no longer needed. `token` is that of the servers,
+    and `tls` is what they are asked with: that of the first who opens it, for all.
 
     Raises:
         ConfigError: a file that the URL names cannot be used.
@@ -36,7 +41,7 @@ def open_membership(url: ClusterUrl, token: str = "") -> Membership:
     """
     if isinstance(url.place, StaticPlace):
         return StaticMembership(url.place.nodes, copies=url.place.copies)
-    return _all.open(url.place, token)
+    return _all.open(url.place, token, tls)
 
 
 class _Share:
@@ -133,12 +138,12 @@ class _Memberships:
         self._shared: dict[tuple[FilePlace | EtcdPlace, str], _Shared] = {}
         self._thread: _Thread | None = None
 
-    def open(self, place: FilePlace | EtcdPlace, token: str) -> Membership:
+    def open(self, place: FilePlace | EtcdPlace, token: str, tls: "SSLContext | None" = None) -> Membership:
         key = (place, token)
         with self._lock:
             shared = self._shared.get(key)
             if shared is None:
-                shared = _Shared(make_membership(place, token, clock=time.monotonic))
+                shared = _Shared(make_membership(place, token, tls, clock=time.monotonic))
                 if self._thread is None:
                     self._thread = _Thread()
                 self._thread.start(shared.membership)

@@ -9,6 +9,8 @@ import pytest
 import trio
 import trio.lowlevel
 
+from infinistore.cluster.view import Node
+from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Statistics
 from infinistore.server.security.certificates import Certificates
@@ -138,3 +140,13 @@ async def test_the_log_says_why_a_client_was_not_let_in(tmp_path: Path, caplog: 
             await server.quiet()
     (record,) = [record for record in caplog.records if record.message == "no TLS"]
     assert "the client gave no certificate" in record.__dict__["error"]
+
+
+async def test_a_node_is_asked_who_it_is_over_tls(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    certificates = Certificates(files.cert, files.key, files.ca)
+    async with running_server(make_config(**settings(files), tls_client_ca=files.ca)) as server:
+        node = Node(id="a", address=f"infinistores://127.0.0.1:{server.server.addresses.port}")
+        instance = server.server.telemetry.instance
+        assert await instance_asker("", certificates.peer_context())(node) == instance
+        assert await instance_asker("")(node) == ""  # the system does not know its authority

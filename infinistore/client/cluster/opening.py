@@ -85,7 +85,8 @@ class ClusterStore:
             made.append(make(address, options, connecting, terms=terms))
             return made[0]
 
-        membership = environment.membership(url) if environment.membership else open_membership(url, options.token)
+        heard = environment.membership
+        membership = heard(url) if heard else open_membership(url, options.token, options.tls)
         self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, clock)
 
     def _close_nodes(self) -> None:

@@ -86,7 +86,8 @@ class ClusterService:
         if isinstance(place, StaticPlace):
             self._membership = StaticMembership(place.nodes, copies=place.copies)
             return
-        self._membership = make_membership(place, token, clock=environment.clock)
+        tls = None if server.tls is None else server.tls.peer_context()
+        self._membership = make_membership(place, token, tls, clock=environment.clock)
         if isinstance(place, EtcdPlace):
             may_serve = trio.Event()
             registration = Registration(
@@ -101,7 +102,7 @@ class ClusterService:
                 on_drain=self._drainer.want,
                 warm_up_s=config.node_warm_up_s,
             )
-            runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(token), purge=self._purge)
+            runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(token, tls), purge=self._purge)
             self._registrar = _Registrar(registration, runner, may_serve)
 
     async def run(self, serve: Callable[[], Awaitable[None]]) -> KeptError | None:
@@ -190,6 +191,8 @@ class ClusterService:
         options: StoreOptions = {"name": f"drain of {self._node.id}", "lazy": True, "deadline_s": _PUT_S}
         if token:
             options["token"] = token
+        if self._server.tls is not None:
+            options["tls"] = self._server.tls.peer_context()
         open_others = partial(open_store, config.cluster, environment=environment, **options)
         await push(core, open_others, limits, on_progress)
 
@@ -233,7 +236,7 @@ def _node_of(config: ServerConfig, server: Server) -> Node:
     address = with_port(*host_and_port(config.advertise or config.host, server.addresses.port))
     return Node(
         id=config.node_id or address,
-        address=f"infinistore://{address}",
+        address=f"{'infinistore' if config.tls_cert is None else 'infinistores'}://{address}",
         instance=server.telemetry.instance,
         weight=config.node_weight,
         capacity_bytes=server.core.pool.capacity_bytes,

@@ -55,6 +55,17 @@ class Certificates:
         context.verify_mode = ssl.CERT_NONE
         return TlsStream(stream, TlsSession(context, "this server", host_name="localhost"))
 
+    def peer_context(self) -> ssl.SSLContext:
+        """Return what connections to other nodes of a cluster use: they show the
+        server's certificate, and trust the authorities of the system and those that
+        vouch for clients.
+        """
+        cert, key, client_ca = self._files
+        context = client_context(cert=cert, key=key)
+        if client_ca is not None:
+            context.load_verify_locations(str(client_ca))
+        return context
+
     def reload(self) -> None:
         """Read the files again: all are taken, or none. Blocking, for a moment.
 
