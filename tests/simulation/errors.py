@@ -28,11 +28,15 @@ def wrong_errors(history: History) -> Iterator[str]:
 
 
 def may_be_corrupted(call: Call, key: str, history: History) -> bool:
-    """Whether a call may have returned what a cable made of a block: nobody checked."""
-    puts = [put for name, put in history.corrupted_puts if name == key]
-    if call.verified:
-        return not all(put.verified for put in puts)
-    return bool(puts) or _was_corrupted_for(call, history.corrupted_replies)
+    """Whether a call may have returned what a cable made of a block: it checked
+    nothing, or the block has no checksum.
+    """
+    corrupted = [put for name, put in history.corrupted_puts if name == key]
+    on_its_way = _was_corrupted_for(call, history.corrupted_replies)
+    if not call.verified:
+        return bool(corrupted) or on_its_way
+    put_so = on_its_way and any(key in put.puts and not put.verified for put in history.calls)
+    return put_so or any(not put.verified for put in corrupted)
 
 
 def _was_corrupted_for(call: Call, events: list[tuple[float, str]]) -> bool:

@@ -299,6 +299,15 @@ def test_a_block_without_a_checksum_may_have_come_wrong_for_everybody(past: Past
     assert past.problems() == []
 
 
+def test_a_block_without_a_checksum_may_come_wrong_to_who_verifies(past: Past) -> None:
+    put = past.put(b"a", "k0")
+    call = past.get(b"what a cable made of it")
+    past.history.corrupted_replies.append((call.begun, "client"))
+    assert found(past.problems(), "what nobody has put")
+    put.verified = False
+    assert past.problems() == []
+
+
 def test_an_error_that_a_method_does_not_promise_is_found(past: Past) -> None:
     past.call("put", ["k0"], end=End.REFUSED).error = KeyNotFound("x")
     assert found(past.problems(), "put of client raised KeyNotFound")
