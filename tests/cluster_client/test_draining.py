@@ -6,7 +6,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,3 +237,41 @@ def test_bad_input_is_one_line(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -
         code, shown, errors = nodes.command(word, "a", etcd.url)
         assert (code, shown, errors.count("\n")) == (3, "", 1)
         assert "cannot be reached" in errors
+
+
+def test_a_node_in_a_file_drains_as_the_file_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text('{"nodes": []}')
+    with ExitStack() as stack:
+        members = []
+        for name in ("a", "b"):
+            members.append(Member(cluster=f"infinistore+file://{file}", node_id=name))
+            stack.callback(members[-1].stop)
+        listed = [{"id": name, "address": one.address} for name, one in zip("ab", members, strict=True)]
+        file.write_text(json.dumps({"nodes": listed}))
+        url = f"infinistore+file://{file}"
+        with blocking.open_store(url, **PATIENT) as store:
+            store.put_many(BLOCKS)
+            assert run(["cluster", "drain", "a", url]) == 0
+            assert capsys.readouterr().out == f"a is draining in {file}\n"
+            ends = time.monotonic() + 60
+            while members[1].keys() != set(BLOCKS):
+                assert time.monotonic() < ends
+                time.sleep(0.02)
+            assert read(store) == list(BLOCKS.values())
+            assert run(["cluster", "add", "a", "--json", url]) == 0
+            assert json.loads(capsys.readouterr().out)["state"] == "serving"
+
+
+def test_sigterm_ends_a_drain_at_once(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes_of(etcd, capsys, node_drain_bytes_per_s=1024) as nodes:
+        leaving = nodes.cluster.members[0]
+        with blocking.open_store(nodes.url, **PATIENT) as store:
+            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
+            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+        assert leaving.server is not None
+        leaving.look(leaving.server.server.drain)  # what the signal does
+        nodes.until(lambda: leaving.address not in nodes.states())
+        code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
+        assert code == 3
+        assert f"{leaving.address} is no longer registered and has not said that it is done" in errors
