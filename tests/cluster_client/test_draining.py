@@ -3,6 +3,10 @@ while.
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -275,3 +279,32 @@ def test_sigterm_ends_a_drain_at_once(etcd: Etcd, capsys: pytest.CaptureFixture[
         code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
         assert code == 3
         assert f"{leaving.address} is no longer registered and has not said that it is done" in errors
+
+
+def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_only_the_waiting(etcd: Etcd) -> None:
+    for name in "ab":
+        etcd.control("put", LAYOUT.node(name), json.dumps({"address": f"{name}:1"}))
+    terminal, end = os.openpty()
+    shown = b""
+    with subprocess.Popen(
+        [sys.executable, "-m", "infinistore", "cluster", "drain", "a", etcd.url], stderr=end, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            os.close(end)
+            while b"0 of 0 groups" not in shown:
+                shown += os.read(terminal, 4096)
+            etcd.control("put", LAYOUT.drain("a"), write_drain(Drain(groups=9, moved_groups=4)).decode())
+            while b"a drains: 4 of 9 groups moved" not in shown:
+                shown += os.read(terminal, 4096)
+            process.send_signal(signal.SIGINT)
+            while b"ends that" not in shown:
+                shown += os.read(terminal, 4096)
+            assert process.wait(30) == 130
+            assert process.stdout is not None
+            assert process.stdout.read() == b""
+        finally:
+            process.kill()
+            os.close(terminal)
+    told = f"infinistore: a goes on; `infinistore cluster add a {etcd.url}` ends that"
+    assert shown.decode().rstrip().endswith(told)
+    assert b"drains/a" in etcd.control("get", "--prefix", LAYOUT.drains)
