@@ -30,7 +30,7 @@ _WARMING_BYTES: Final = 64 * 1024 * 1024
 def places_of(call: CallInView, keys: Sequence[str]) -> list[Sequence[int]]:
     """Return for each key the nodes that may have it, those that should have it first.
 
-    Then comes who had it before a node joined, and a draining node.
+    Then comes who had it before a node joined, and the draining nodes.
     """
     view, placement = call.view, call.view.placement
     copies = view.view.copies
@@ -39,9 +39,26 @@ def places_of(call: CallInView, keys: Sequence[str]) -> list[Sequence[int]]:
         joins = [node.state is NodeState.JOINING for node in view.view.nodes]
         ranks = [rank if any(joins[index] for index in rank) else rank[:copies] for rank in ranks]
     if view.draining:
-        before = placement.ranks(keys, copies, reading=True)
-        ranks = [tuple(dict.fromkeys((*rank, *others))) for rank, others in zip(ranks, before, strict=True)]
+        states = [node.state for node in view.view.nodes]
+        changing = len(states) - states.count(NodeState.SERVING)
+        before = placement.ranks(keys, copies + changing, reading=True)
+        ranks = [(*rank, *_drained(whole, states, copies)) for rank, whole in zip(ranks, before, strict=True)]
     return ranks
+
+
+def _drained(ranked: Sequence[int], states: Sequence[NodeState], copies: int) -> list[int]:
+    """Return the draining nodes that may have a key, of all nodes in their order for
+    it: those before the ones that had it anyway.
+    """
+    found: list[int] = []
+    for index in ranked:
+        if states[index] is NodeState.DRAINING:
+            found.append(index)
+        elif states[index] is NodeState.SERVING:
+            copies -= 1
+            if not copies:
+                break
+    return found
 
 
 async def read(call: CallInView, request: KeyedRequest[_T]) -> list[_T]:
