@@ -85,6 +85,10 @@ class Member:
         """Run a function in the loop of the server."""
         return _aside(lambda: self._loop.run_sync(function))
 
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run an asynchronous function in the loop of the server."""
+        return _aside(lambda: self._loop.run(function))
+
     def wait_until_quiet(self) -> None:
         """Wait until nobody is connected, and nothing is leased."""
         server = self.server

@@ -1,0 +1,134 @@
+"""Any sequence of calls to a cluster of three whose nodes drain, leave and come back:
+everything that was put is found, and nothing else.
+
+Each value tells its key and its version.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from infinistore import blocking, open_store
+from infinistore.client.extension import Environment
+from infinistore.cluster.view import NodeState
+from infinistore.server.cluster.others import Others
+from infinistore.server.cluster.pushing import PushLimits, push
+from tests.cluster_client.clusters import Cluster, Given
+
+NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
+URL = "infinistore+static://nobody"
+PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40)
+some = st.lists(st.sampled_from(NAMES), unique=True, max_size=12)
+
+
+class DrainingMachine(RuleBasedStateMachine):
+    """Drives a store of a cluster, and drains its nodes as they do themselves."""
+
+    cluster: Cluster
+
+    @initialize()
+    def start(self) -> None:
+        self.cluster.clear()
+        self.closing = ExitStack()
+        self.nodes = dict(enumerate(self.cluster.nodes()))
+        self.given = Given(list(self.nodes.values()))
+        environment = Environment(membership=lambda url: self.given)
+        self.store = self.closing.enter_context(
+            blocking.open_store(URL, environment=environment, lookup_deadline_s=60, lazy=True)
+        )
+        self.model: dict[str, bytes] = {}
+        self.version = 0
+
+    def teardown(self) -> None:
+        self.closing.close()
+
+    def give(self) -> None:
+        self.given.give([self.nodes[number] for number in sorted(self.nodes)])
+
+    def those(self, state: NodeState) -> list[int]:
+        return [number for number, node in sorted(self.nodes.items()) if node.state is state]
+
+    @rule(names=some, replace=st.booleans())
+    def put(self, names: list[str], replace: bool) -> None:
+        self.version += 1
+        items = {name: f"{name} {self.version}".encode() for name in names}
+        if not self.those(NodeState.DRAINING):  # then it may be where a put does not look
+            skipped = self.store.put_many(items, replace=replace)
+            assert sorted(skipped) == sorted(name for name in names if name in self.model and not replace)
+            items = {name: value for name, value in items.items() if name not in skipped}
+        else:
+            self.store.put_many(items)
+        self.model.update(items)
+
+    @rule(names=some)
+    def delete(self, names: list[str]) -> None:
+        assert self.store.delete(names) == sum(name in self.model for name in names)
+        for name in names:
+            self.model.pop(name, None)
+
+    @rule(names=some)
+    def look_up(self, names: list[str]) -> None:
+        there = [name in self.model for name in names]
+        assert self.store.exists_many(names) == there
+        assert self.store.match_prefix(names) == [*there, False].index(False)
+
+    @invariant()
+    def everything_is_found(self) -> None:
+        if hasattr(self, "store"):
+            found = [value and bytes(value) for value in self.store.get_many(NAMES)]
+            assert found == [self.model.get(name) for name in NAMES]
+
+    @property
+    def staying(self) -> list[int]:
+        return [*self.those(NodeState.SERVING), *self.those(NodeState.JOINING)]
+
+    @precondition(lambda self: len(self.staying) > 1)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.staying))
+        self.nodes[number] = attrs.evolve(self.nodes[number], state=NodeState.DRAINING)
+        self.give()
+
+    @precondition(lambda self: self.those(NodeState.DRAINING))
+    @rule(data=st.data(), leaves=st.booleans())
+    def pass_on(self, data: st.DataObject, leaves: bool) -> None:
+        number = data.draw(st.sampled_from(self.those(NodeState.DRAINING)))
+        member = self.cluster.members[number]
+        given: Any = self.given
+        others = Others(given, self.nodes[number].id)
+        environment = Environment(membership=lambda url: others)
+        open_others = partial(open_store, URL, environment=environment, lookup_deadline_s=60, lazy=True)
+        member.run(partial(push, member.core, open_others, PLENTY, lambda drain: None))
+        if leaves:
+            del self.nodes[number]
+            self.give()
+
+    @precondition(lambda self: len(self.nodes) == 2 and len(self.those(NodeState.SERVING)) == 2)
+    @rule()
+    def come_back(self) -> None:
+        (number,) = {0, 1, 2} - self.nodes.keys()
+        self.cluster.members[number].look(self.cluster.members[number].core.purge)  # it was started again
+        self.nodes[number] = attrs.evolve(self.cluster.nodes()[number], state=NodeState.JOINING)
+        self.give()
+
+
+@pytest.mark.parametrize("steps", [20])
+def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(
+    three: Cluster, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinistore.server.cluster.pushing._SETTLE_S", 0.0)
+    machine = type("Machine", (DrainingMachine,), {"cluster": three})
+    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=steps, deadline=None))
