@@ -82,11 +82,26 @@ def check(history: History, exceptions: frozenset[PromiseException] | None = Non
     """
     exceptions = promise_exceptions() if exceptions is None else exceptions
     problems = list(wrong_errors(history))
+    if history.nodes:
+        return [*problems, *_problems_of_nodes(history, exceptions)]
     if not history.has_disks:
         return [*_Checker(history, exceptions).problems(), *problems]
     for part, recovered in by_life(history):
         problems += _Checker(part, exceptions, recovered).problems()
     return [*problems, *broken_durability(history, exceptions)]
+
+
+def _problems_of_nodes(history: History, exceptions: frozenset[PromiseException]) -> Iterator[str]:
+    """Yield what is wrong in a cluster: each node by itself for the keys that were
+    nowhere else; of the others, only whether values are those of their keys.
+    """
+    lost = PromiseException.LOST_NODE in exceptions
+    for name, lives in history.nodes.items():
+        own = {key for key, node in history.places.items() if node == name}
+        yield from _Checker(history.part(own, lives, name, lost=lost), exceptions).problems()
+    moved = {key for call in history.calls for key in call.keys} - history.places.keys()
+    others = _Checker(history.part(moved, [], lost=lost), exceptions)
+    yield from others.wrong_values() if PromiseException.OTHER_PLACE in exceptions else others.problems()
 
 
 class _Checker:
@@ -128,6 +143,13 @@ class _Checker:
         for call in self._history.calls:
             if call.end is End.RETURNED and len(call.seen) > 1:
                 yield from self._torn_batches(call)
+
+    def wrong_values(self) -> Iterator[str]:
+        """Yield which calls read what nobody has put under that key."""
+        for call in self._history.calls:
+            self._note_effects(call)
+        for call in self._history.calls:
+            yield from self._note_findings(call)
 
     # What is known
 

@@ -4,11 +4,17 @@ corrupted bytes only where bytes were corrupted.
 
 from collections.abc import Iterator
 
-from infinistore.errors import ChecksumMismatch, ProtocolError
+from infinistore.errors import ChecksumMismatch, DeadlineExceeded, ProtocolError, StoreUnavailable
 from tests.simulation.history import Call, End, History
 from tests.simulation.promises import allowed_errors
 
 __all__ = ["may_be_corrupted", "wrong_errors"]
+
+_NEVER_LOST = {
+    *("get", "get_many", "get_into", "get_many_into", "lease", "exists", "exists_many", "match_prefix"),
+    *("release_hold", "prefetch", "flush", "keys", "evict"),
+}
+"""What goes on in a cluster whatever node is lost."""
 
 
 def wrong_errors(history: History) -> Iterator[str]:
@@ -19,6 +25,8 @@ def wrong_errors(history: History) -> Iterator[str]:
             continue
         if isinstance(error, ProtocolError):
             right = _was_corrupted_for(call, history.corrupted_heads)
+        elif history.nodes and isinstance(error, StoreUnavailable | DeadlineExceeded):
+            right = call.method not in _NEVER_LOST
         elif isinstance(error, ChecksumMismatch):
             right = _was_corrupted_for(call, history.corrupted_replies) or _may_see_corrupted_block(call, history)
         else:
@@ -47,10 +55,11 @@ def _may_see_corrupted_block(call: Call, history: History) -> bool:
     """Whether a block of a call may have come to the server corrupted, and be there
     still: the first read that sees it has it dropped.
     """
+    cluster = bool(history.nodes)  # then a read may have asked another node
     return any(
         key in call.keys
         and put.begun <= call.ended
-        and not any(_reads_all_of(read, key, put.latest_s, call.begun) for read in history.calls)
+        and (cluster or not any(_reads_all_of(read, key, put.latest_s, call.begun) for read in history.calls))
         for key, put in history.corrupted_puts
     )
 

@@ -9,7 +9,7 @@ what others would show.
 
 import enum
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import attrs
@@ -139,11 +139,16 @@ class Faults:
     """Brings the faults of a run about, until `heal`."""
 
     def __init__(
-        self, world: World, network: Network, server: ServerNode, history: History, settings: FaultSettings
+        self,
+        world: World,
+        network: Network,
+        servers: Mapping[str, ServerNode],
+        history: History,
+        settings: FaultSettings,
     ) -> None:
         self.world = world
         self.network = network
-        self.server = server
+        self.servers = servers
         self.history = history
         self.settings = settings
         self._chances = settings.chances
@@ -277,18 +282,22 @@ class Faults:
         silently = self._kind is FaultKind.CRASH_SILENTLY
         keeps_disk = self._random.random() < 0.7
 
+        server = self.servers[message.connection.server]
+
         def crash() -> None:
-            if self.server.is_up:
-                self.server.crash(restart_after_s, silently=silently, keeps_disk=keeps_disk)
+            if server.is_up:
+                server.crash(restart_after_s, silently=silently, keeps_disk=keeps_disk)
 
         return self._at(message, crash, noted=False)
 
     def _drain(self, message: Message) -> Trigger:
         restart_after_s = self._outage_s()
 
+        server = self.servers[message.connection.server]
+
         def drain() -> None:
-            if self.server.is_up:
-                self.server.drain(restart_after_s)
+            if server.is_up:
+                server.drain(restart_after_s)
 
         return self._at(message, drain, noted=False)
 

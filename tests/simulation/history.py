@@ -2,12 +2,13 @@
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import attrs
 import trio
 
+from infinistore.errors import PartialPut
 from tests.simulation.streams import Connection
 
 __all__ = ["Call", "End", "History", "Hold", "Life"]
@@ -54,6 +55,8 @@ class Call:
     """Whether it puts only what is not there."""
     skipped: Sequence[str] = ()
     """The keys that it did not put, because they were there."""
+    lost: bool = False
+    """Whether what it did not find may be on a node that was lost."""
     durable: Sequence[str] = ()
     """The keys whose blocks it knows to be durable."""
     connections: dict[int, Connection] = attrs.field(factory=dict)
@@ -72,6 +75,31 @@ class Call:
         if self.end in (End.UNKNOWN, End.RUNNING):
             return bool(self.connections)
         return self.end is not End.REFUSED
+
+    def part(self, keys: Container[str], node: str = "", *, lost: bool) -> "Call":
+        """Return what is known of the part for these keys, of a call to a cluster; all
+        of them are of this node, if one is named. `lost` says that lost nodes excuse
+        what was not found.
+        """
+        lost = lost and (self.lost or self.method == "keys")  # no node is missed in a list
+        puts = {key: value for key, value in self.puts.items() if key in keys}
+        end = self.end
+        if isinstance(self.error, PartialPut) and not self.may_skip and puts.keys() <= set(self.error.stored):
+            end = End.RETURNED
+        elif isinstance(self.error, PartialPut) and puts.keys() <= set(self.error.failed):
+            end = End.REFUSED
+        elif self.error is not None:  # what one node refuses, others may have done
+            end = End.UNKNOWN
+        return attrs.evolve(
+            self,
+            keys=[key for key in self.keys if key in keys],
+            puts=puts,
+            removes=[key for key in self.removes if key in keys],
+            seen=[(key, value) for key, value in self.seen if key in keys and not (lost and value is None)],
+            present=[(key, there) for key, there in self.present if key in keys and (there or not lost)],
+            end=end,
+            connections={number: one for number, one in self.connections.items() if not node or one.server == node},
+        )
 
     @property
     def latest_s(self) -> float:
@@ -122,6 +150,10 @@ class History:
     calls: list[Call] = attrs.field(factory=list)
     holds: list[Hold] = attrs.field(factory=list)
     lives: list[Life] = attrs.field(factory=list)
+    nodes: dict[str, list[Life]] = attrs.field(factory=dict)
+    """The lives of each node of a cluster, if it is one; then `lives` is empty."""
+    places: dict[str, str] = attrs.field(factory=dict)
+    """The node of each key that had one place, and the same all the time."""
     has_disks: bool = False
     disks_failed: bool = False
     """Whether anything else went wrong with a disk than that the power failed."""
@@ -135,6 +167,19 @@ class History:
     """Clients for which blocks were corrupted on the way from the server, and when."""
     corrupted_heads: list[tuple[float, str]] = attrs.field(factory=list)
     """Clients whose conversation with a server was corrupted, and when."""
+
+    def part(self, keys: Container[str], lives: list[Life], node: str = "", *, lost: bool) -> "History":
+        """Return the part for some keys of a cluster: those of one node, if one is
+        named. `lost` says that lost nodes excuse what was not found.
+        """
+        parts = [call.part(keys, node, lost=lost) for call in self.calls]
+        return attrs.evolve(
+            self,
+            calls=[call for call in parts if call.keys or call.removes or call.present],
+            holds=[attrs.evolve(hold, keys=[key for key in hold.keys if key in keys]) for hold in self.holds],
+            lives=lives,
+            nodes={},
+        )
 
     def begin(self, client: str, method: str, keys: Sequence[str], begun: float, **facts: Any) -> Call:
         """Note that a client calls a method."""

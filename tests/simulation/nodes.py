@@ -19,6 +19,8 @@ from infinistore.allocators import create_allocator
 from infinistore.buggify import Buggify
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.extension import Environment as ClientEnvironment
+from infinistore.client.options.url import StoreUrl
+from infinistore.cluster.membership import Membership
 from infinistore.config import ServerConfig
 from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits, Watermarks
@@ -282,25 +284,35 @@ class ClientNode:
         options: dict[str, Any],
         *,
         share: Sharing | None = None,
+        membership: Membership | None = None,
     ) -> None:
+        """With a membership, it is a client of that cluster, and `server` is not
+        used.
+        """
         self.network = network
         self.name = name
         self.server = server
         self.life = life
         self.options = options
         self._share = share
+        self._membership = membership
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[AsyncStore, None]:
         """Open its store. It connects with the first call."""
 
-        async def connect(*_: object) -> SimulatedStream:
-            return await self.network.connect(self.name, self.server)
+        membership = self._membership
+
+        async def connect(address: StoreUrl, *_: object) -> SimulatedStream:
+            server = self.server if membership is None else address.host
+            return await self.network.connect(self.name, server)
 
         random = self.network.world.generator(f"{self.name}/{self.life}")
-        environment = ClientEnvironment(connect=connect, random=random)
+        environment = ClientEnvironment(
+            connect=connect, random=random, membership=None if membership is None else lambda _: membership
+        )
         options: dict[str, Any] = {"name": self.name, "lazy": True, **self.options}
-        url = f"tcp://{self.server}"
+        url = f"tcp://{self.server}" if membership is None else "infinistore+static://what-the-world-says"
         if self._share is not None:
             url, environment, shared = self._share(environment)
             options |= shared

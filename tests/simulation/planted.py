@@ -212,4 +212,40 @@ PLANTED = [
         "            if i in group.good and now_at is not None and now_at.has_same_block(place)\n",
         "            if i in group.good\n",
     ),
+    Planted(
+        "a view of a cluster believed for ever",
+        "infinistore.client.cluster.nodes",
+        "        if former is not None and view == former.view:\n",
+        "        if former is not None and len(view.nodes) <= len(former.view.nodes):\n",
+    ),
+    Planted(
+        "a batch merged in the wrong order",
+        "infinistore.client.requests",
+        "            for position, result in zip(positions, results, strict=True):\n",
+        "            for position, result in zip(positions, list(results)[::-1], strict=True):\n",
+    ),
+    Planted(
+        "a prefix match that counts past the hole of a node",
+        "infinistore.client.cluster.prefixes",
+        "            first_hole = min(first_hole, positions[matched])\n",
+        "            first_hole -= len(positions) - matched\n",
+    ),
+    Planted(
+        "a deletion sent to one copy only",
+        "infinistore.client.cluster.writes",
+        "            for index in places:\n",
+        "            for index in places[:1]:\n",
+    ),
+    Planted(
+        "a put that counts a lost node as done",
+        "infinistore.client.cluster.writes",
+        "    missed -= stored\n",
+        "    missed = set()\n",
+    ),
+    Planted(
+        "a lost node that answers for what it does not have",
+        "infinistore.client.cluster.reads",
+        "            call.counters.lost_reads += len(positions)\n            outcome =",
+        "            outcome =",
+    ),
 ]

@@ -28,6 +28,8 @@ class PromiseException(enum.Enum):
     OLDER_BLOCK = "older-block"
     DISK_FULL = "disk-full"
     DISK_FAILED = "disk-failed"
+    LOST_NODE = "lost-node"
+    OTHER_PLACE = "other-place"
 
 
 def _rows(heading: str) -> dict[str, str]:

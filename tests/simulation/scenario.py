@@ -5,6 +5,7 @@ import random
 import attrs
 
 from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from tests.simulation.clusters import ClusterSettings
 from tests.simulation.disks import DiskSettings
 from tests.simulation.faults import BuggifySettings, FaultSettings
 from tests.simulation.host import SOCKET, SharingSettings
@@ -15,7 +16,10 @@ from tests.simulation.workload import DISK_METHODS, METHODS, WorkloadSettings
 __all__ = ["Scenario"]
 
 _KIB = 1024
-_KINDS = ("plain", "crowded", "plain", "disks", "crowded", "plain", "crowded", "disks")
+_KINDS = (
+    *("plain", "crowded", "plain", "disks", "crowded", "cluster"),
+    *("plain", "crowded", "disks", "cluster", "plain", "crowded"),
+)
 """What kinds of scenarios seeds have, in turn."""
 _MANY_KEYS = 24
 """More than fit into the smallest pools and disks."""
@@ -38,6 +42,7 @@ class Scenario:
     """How many connections a client has for blocks."""
     sharing: SharingSettings = attrs.field(factory=SharingSettings)
     disks: DiskSettings = attrs.field(factory=DiskSettings)
+    cluster: ClusterSettings = attrs.field(factory=ClusterSettings)
     readers: int = 0
     """How many of the clients, the first ones, write nothing."""
     trusting: int = 0
@@ -56,6 +61,8 @@ class Scenario:
         scenario = cls.crowded(seed) if kind == "crowded" else cls.plain(seed)
         if kind == "disks":
             scenario = scenario.with_disks()
+        if kind == "cluster":
+            scenario = scenario.with_cluster()
         chance = random.Random(f"{seed}/trust")
         return attrs.evolve(scenario, trusting=chance.choice([0, 0, 0, 1, scenario.clients]))
 
@@ -94,6 +101,21 @@ class Scenario:
             self,
             disks=DiskSettings.choose(chance),
             workload=attrs.evolve(self.workload, keys=keys, methods=(*self.workload.methods, *methods)),
+        )
+
+    def with_cluster(self) -> "Scenario":
+        """Return the same with several servers, and nothing that clients share with
+        them.
+        """
+        chance = random.Random(f"{self.seed}/cluster")
+        return attrs.evolve(
+            self,
+            cluster=ClusterSettings.choose(chance),
+            workload=attrs.evolve(
+                self.workload, keys=chance.choice([2, 5, 12]), groups=chance.choice([0, 1, 3]), tasks=1
+            ),
+            server=attrs.evolve(self.server, unix_socket="off"),
+            sharing=SharingSettings(),
         )
 
     @classmethod

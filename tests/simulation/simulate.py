@@ -6,12 +6,14 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 import trio
 
 from infinistore.buggify import Point
 from tests.simulation.checker import check
+from tests.simulation.clusters import SimulatedCluster, single_places
 from tests.simulation.disks import SimulatedDisks
 from tests.simulation.faults import Faults
 from tests.simulation.history import History
@@ -71,6 +73,10 @@ def simulate(scenario: Scenario, plugs: Sequence[Plug] = ()) -> Outcome:
         world.violation("".join(traceback.format_exception(error)))
     finally:
         logger.removeHandler(log)
+    if run.cluster is not None:
+        history.places = single_places(
+            run.cluster.views, [scenario.workload.key(i) for i in range(scenario.workload.keys)]
+        )
     for problem in check(history):
         world.violation(problem)
     return Outcome(
@@ -98,21 +104,44 @@ class _Run:
         self.scenario = scenario
         self.host = host
         self.network = Network(world, scenario.network)
-        self.server = ServerNode(world, self.network, history, "server", scenario.server)
-        self.buggify = self.server.buggify = scenario.buggify.make(world.generator("buggify"))
+        count = scenario.cluster.nodes
+        names = [f"node-{number + 1}" for number in range(count)] or ["server"]
+        self.servers = {
+            name: ServerNode(world, self.network, self._lives_of(name), name, scenario.server) for name in names
+        }
+        self.server = self.servers[names[0]]
+        self.buggify = scenario.buggify.make(world.generator("buggify"))
+        for server in self.servers.values():
+            server.buggify = self.buggify
         if host is not None:
             host.buggify = self.buggify
-        self.faults = Faults(world, self.network, self.server, history, scenario.faults)
+        self.cluster = (
+            SimulatedCluster(world, self.network, [*self.servers.values()], scenario.cluster) if count else None
+        )
+        self.faults = Faults(world, self.network, self.servers, history, scenario.faults)
         self._at_work = _Countdown(scenario.clients)
         self._healed = trio.Event()
         self._to_succeed = _Countdown(scenario.clients)
         self._checked = trio.Event()
+        self._last: list[Workload] = []
+        """Those of the clients' last lives, for when nothing goes wrong any more."""
+
+    def _lives_of(self, name: str) -> History:
+        """Return where a server notes its lives: each node of a cluster has its own."""
+        if not self.scenario.cluster.nodes:
+            return self.history
+        of_node = History()
+        self.history.nodes[name] = of_node.lives
+        return of_node
 
     async def run(self) -> None:
         """Let clients work, heal everything, and see whether all is well."""
         with trio.move_on_after(_LONGEST_S) as limit:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self.server.run)
+                for server in self.servers.values():
+                    await nursery.start(server.run)
+                if self.cluster is not None:
+                    nursery.start_soon(self.cluster.run)
                 async with trio.open_nursery() as clients:
                     for number in range(self.scenario.clients):
                         clients.start_soon(self._be_client, f"client-{number + 1}", number)
@@ -121,13 +150,18 @@ class _Run:
                     await self._to_succeed.over.wait()
                     await trio.sleep(_AT_REST_AFTER_S)
                     self._check_rest("when all clients are idle")
+                    if self.cluster is not None:
+                        await self._look_at_cluster()
+                        await trio.sleep(_AT_REST_AFTER_S)
+                        self._check_rest("when all clients have looked at the cluster")
                     self._checked.set()
                 if self.scenario.disks.disks:
                     await self._audit()
                 await trio.sleep(_AT_REST_AFTER_S)
                 self._check_rest("when all clients have gone", clients=0)
                 self._check_plugs()
-                self.server.stop()
+                for server in self.servers.values():
+                    server.stop()
         if limit.cancelled_caught:
             self.world.violation(f"the run was not over after {_LONGEST_S:g} s")
 
@@ -164,7 +198,7 @@ class _Run:
         )
         if number < self.scenario.readers:
             settings = settings.reading_only()
-        node = ClientNode(self.network, name, self.server.name, life, options, share=share)
+        node = self._client(name, life, options, share)
         async with node.open() as store:
 
             def workload(task: str, settings: WorkloadSettings) -> Workload:
@@ -182,11 +216,46 @@ class _Run:
                 for task in range(settings.tasks):
                     tasks.start_soon(workload(str(task), settings).run)
             if last:
+                self._last.append(
+                    workload("cluster", attrs.evolve(settings, cancel_chance=0.0, answers_may_be_short=True))
+                )
                 self._at_work.count_down()
                 await self._healed.wait()
                 await self._succeed(name, workload("healed", attrs.evolve(settings, cancel_chance=0.0)))
                 self._to_succeed.count_down()
                 await self._checked.wait()
+
+    def _client(self, name: str, life: int, options: dict[str, Any], share: Sharing | None = None) -> ClientNode:
+        if self.cluster is None:
+            return ClientNode(self.network, name, self.server.name, life, options, share=share)
+        options = {**options, "lookup_deadline_s": self.scenario.cluster.lookup_deadline_s}
+        return ClientNode(self.network, name, "", life, options, membership=self.cluster.membership(name))
+
+    async def _look_at_cluster(self) -> None:
+        """When nothing goes wrong any more and everybody has heard of the last view,
+        let one client at a time write, and all see it.
+        """
+        workloads = self._last
+        with trio.move_on_after(_HEALED_WITHIN_S) as limit:
+            for number in range(self.scenario.workload.keys):
+                key = self.scenario.workload.key(number)
+                value = await workloads[number % len(workloads)].put_until_done(key)
+                await self._see(workloads, key, value)
+                if number % 2:
+                    await workloads[-number % len(workloads)].delete_until_done(key)
+                    await self._see(workloads, key, None)
+        if limit.cancelled_caught:
+            self.world.violation(f"a cluster without faults could not be used within {_HEALED_WITHIN_S:g} s")
+
+    async def _see(self, workloads: Sequence[Workload], key: str, value: bytes | None) -> None:
+        for one in workloads:
+            found = dict(await one.look_at_all())[key]
+            for server in self.servers.values():
+                server.note_losses()
+            may_lose = any(lives[-1].evicted or lives[-1].dropped for lives in self.history.nodes.values())
+            if found != value and not (found is None and may_lose):
+                said = "put" if value is not None else "deleted"
+                self.world.violation(f"{one.client}: {key} was {said}, and {found and found[:40]!r} is there")
 
     async def _audit(self) -> None:
         """Have everything flushed and perhaps something deleted, let the server crash,
@@ -223,6 +292,8 @@ class _Run:
     def _heal(self) -> None:
         self.world.trace.add("world", "heal")
         self.faults.heal()
+        if self.cluster is not None:
+            self.cluster.heal()
         self.buggify.chances = {}
         for plug in self.world.plugs:
             plug.heal()
@@ -230,8 +301,12 @@ class _Run:
 
     def _check_rest(self, when: str, *, clients: int | None = None) -> None:
         """Check that nothing is reserved or pinned, and nothing lost."""
-        assert self.server.server is not None
-        core = self.server.server.core
+        for node in self.servers.values():
+            self._check_rest_of(node, when, clients=clients)
+
+    def _check_rest_of(self, node: ServerNode, when: str, *, clients: int | None) -> None:
+        assert node.server is not None
+        core = node.server.core
         core.expire_holds()
         statistics = core.statistics()
         named: tuple[str, ...] = (
@@ -245,7 +320,10 @@ class _Run:
         if clients is None and self.scenario.sharing.asks_ahead:  # a client keeps the space of its next put
             named = tuple(name for name in named if name not in ("reservations", "reserved_bytes"))
         left = {name: getattr(statistics, name) for name in named if getattr(statistics, name)}
-        connections = len(self.network.connections)
+        at_node = self.network.of_node(node.name)
+        if self.cluster is not None:  # a client may never ask this node again, and learn that it closed one
+            at_node = [one for one in at_node if not one.server_end.closed]
+        connections = len(at_node)
         if self.host is not None:
             connections += len(self.host.network.connections)
         expected = connections if clients is None else clients
@@ -253,7 +331,7 @@ class _Run:
             left["clients"] = statistics.clients
             left["connections"] = connections
         if left:
-            self.world.violation(f"{when}, this is left: {left}")
+            self.world.violation(f"{when}, this is left on {node.name}: {left}")
         footprints = sum(core.pool.footprint(length) for _, length in core.sample(1 << 20))
         if statistics.used_bytes - statistics.reserved_bytes != footprints:
             self.world.violation(f"{when}, {statistics.used_bytes} bytes are used for blocks of {footprints} bytes")

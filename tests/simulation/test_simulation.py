@@ -17,9 +17,9 @@ from tests.simulation.faults import FaultKind, FaultSettings
 from tests.simulation.scenario import Scenario
 from tests.simulation.simulate import simulate
 
-KINDS = (0, 1, 2, 3)
+KINDS = (0, 1, 2, 3, 5)
 """Seeds of all kinds of scenarios: with points of the product that happen seldom, with
-shared memory, and with disks."""
+shared memory, with disks, and with a cluster."""
 _HASHES = (
     "from tests.simulation.scenario import Scenario\n"
     "from tests.simulation.simulate import simulate\n"
@@ -36,6 +36,7 @@ def test_the_seeds_of_these_tests_are_of_all_kinds() -> None:
     assert any(one.buggify.points for one in scenarios)
     assert any(one.sharing.clients for one in scenarios)
     assert any(one.disks.disks for one in scenarios)
+    assert any(one.cluster.nodes for one in scenarios)
 
 
 def test_a_seed_gives_the_same_run_twice_and_in_another_process_with_another_hash_seed() -> None:

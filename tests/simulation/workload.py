@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from infinistore.client.api.store import AsyncStore
+from infinistore.client.drivers.trio_cluster import ClusterTrioStore
 from infinistore.errors import (
     BufferTooSmall,
     ChecksumMismatch,
@@ -84,6 +85,13 @@ class WorkloadSettings:
     answers_may_be_short: bool = False
     """Whether a server may answer a read in several parts although it is not long."""
 
+    groups: int = 0
+    """How many hash tags the keys have; 0 for keys without."""
+
+    def key(self, number: int) -> str:
+        """Return a key."""
+        return f"key-{number}" if not self.groups else f"key-{{{number % self.groups}}}-{number}"
+
     def reading_only(self) -> "WorkloadSettings":
         """Return the same without calls that write."""
         methods = tuple(method for method in self.methods if method not in _WRITING)
@@ -133,7 +141,7 @@ class Workload:
         self.settings = settings
         self._server = server
         self._random = world.generator(label)
-        self._keys = [f"key-{number}" for number in range(settings.keys)]
+        self._keys = [settings.key(number) for number in range(settings.keys)]
         self._weights = [(METHODS | DISK_METHODS)[method] for method in settings.methods]
         self._holds: list[tuple[Hold, str]] = []
         self._calls = 0
@@ -155,6 +163,33 @@ class Workload:
             await trio.sleep(pause_s)
         await self._read(self._keys)
         return True
+
+    async def put_until_done(self, key: str) -> bytes:
+        """Put a short block until that has succeeded; return its value."""
+        while True:
+            put = await self._put_value(key, min(self.settings.value_bytes))
+            if put.end is End.RETURNED:
+                return put.puts[key]
+            await trio.sleep(0.5)
+
+    async def delete_until_done(self, key: str) -> None:
+        """Delete a key until that has succeeded."""
+        for pause_s in repeat(0.5):
+            done = await self._call("delete", [key], lambda _: self.store.delete([key]), removes=[key])
+            if done.error is None:
+                return
+            await trio.sleep(pause_s)
+
+    async def look_at_all(self) -> list[tuple[str, bytes | None]]:
+        """Read all keys, when nothing goes wrong; check that `match_prefix` agrees."""
+        read = await self._read(self._keys)
+        match = await self._match(self._keys, 0.0)
+        if read.error is not None or match.error is not None or read.lost or match.lost:
+            self.world.violation(f"{self.client}: a read does not find all nodes, long after all faults were over")
+        there = [value is not None for _, value in read.seen]
+        if sum(found for _, found in match.present) != [*there, False].index(False):
+            self.world.violation(f"{self.client}: {match.present} are matched, and {there} are there")
+        return read.seen
 
     async def flush_all(self) -> Call:
         """Make all that is there durable."""
@@ -421,6 +456,7 @@ class Workload:
             call.scope.deadline = clock.now + _LARGEST_S * self._random.random() ** 6
         task = trio.lowlevel.current_task()
         self.world.calls[task] = call
+        lost_reads = self._lost_reads
         try:
             with call.scope:
                 await make(call)
@@ -442,9 +478,16 @@ class Workload:
             raise
         finally:
             del self.world.calls[task]
+            call.lost = self._lost_reads != lost_reads
             call.ended = clock.now
             self.world.trace.add(self.label, method, *call.keys, call.end.name, type(call.error).__name__)
         return call
+
+    @property
+    def _lost_reads(self) -> int:
+        """How many keys the store has counted as missing because a node was lost."""
+        calls = self.store.calls if isinstance(self.store, ClusterTrioStore) else None
+        return 0 if calls is None else calls.counters.lost_reads
 
     def _is_whole(self, keys: list[str], puts: dict[str, bytes]) -> bool:
         """Whether a batch is one part."""

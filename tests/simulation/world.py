@@ -109,8 +109,13 @@ class World:
         return random.Random(f"{self.seed}/{name}")
 
     def call_of_task(self, task: trio.lowlevel.Task) -> "Call | None":
-        """Return the call that a task is making."""
-        return self.calls.get(task)
+        """Return the call that a task is making, or carries out a part of."""
+        of: trio.lowlevel.Task | None = task
+        while of is not None:
+            if of in self.calls:
+                return self.calls[of]
+            of = None if of.parent_nursery is None else of.parent_nursery.parent_task
+        return None
 
     def fault(self, kind: str, where: str, *details: Any) -> None:
         """Note a fault that the world brings about."""
