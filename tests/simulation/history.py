@@ -97,6 +97,7 @@ class Call:
             removes=[key for key in self.removes if key in keys],
             seen=[(key, value) for key, value in self.seen if key in keys and not (lost and value is None)],
             present=[(key, there) for key, there in self.present if key in keys and (there or not lost)],
+            skipped=self.skipped if node else (),  # one copy may have it where another was skipped
             end=end,
             connections={number: one for number, one in self.connections.items() if not node or one.server == node},
         )
