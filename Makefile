@@ -65,6 +65,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	@failed=; \
 	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
 	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
+	$(BIN)/python -m tests.churn --minutes 30 --first-seed $$(date +%Y%m%d000000) || failed="$$failed churn"; \
 	$(MAKE) stress MINUTES=60 || failed="$$failed stress"; \
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
 	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
