@@ -1,16 +1,19 @@
 """Servers with devices made of memory copies, for the tests of stores that use RDMA."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import trio
 
+from infinistore.cluster.locate import StaticPlace, parse_cluster_url
+from infinistore.cluster.membership import StaticMembership
+from infinistore.cluster.placement import Placement
 from infinistore.transports.rdma.verbs import DeviceLimits
 from tests.server.running import RunningServer, make_config, running_server
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
-__all__ = ["VALUE", "best_url", "rdma_url", "serving", "until_work_is_held"]
+__all__ = ["VALUE", "best_url", "rdma_url", "serving", "serving_two", "until_work_is_held"]
 
 VALUE = bytes(range(256)) * 64
 
@@ -22,6 +25,22 @@ async def serving(
     with fabric_in_use(limits) as fabric:
         async with running_server(make_config(**settings)) as server:
             yield fabric, server
+
+
+@asynccontextmanager
+async def serving_two(
+    keys: Sequence[str], **settings: Any
+) -> AsyncGenerator[tuple[Fabric, Sequence[RunningServer], str, tuple[list[str], list[str]]], None]:
+    """Two servers, the URL of their cluster, and which of these keys each owns."""
+    async with serving(**settings) as (fabric, one), running_server(make_config(**settings)) as other:
+        servers = sorted((one, other), key=lambda server: f"127.0.0.1:{server.server.addresses.port}")
+        addresses = ",".join(f"127.0.0.1:{server.server.addresses.port}" for server in servers)
+        url = f"infinistore+static://{addresses}?inline_bytes=0&device=fake1"
+        place = parse_cluster_url(url).place
+        assert isinstance(place, StaticPlace)
+        owners = Placement(StaticMembership(place.nodes).view).owners(keys)
+        first = [key for key, owner in zip(keys, owners, strict=True) if owner == 0]
+        yield fabric, servers, url, (first, [key for key in keys if key not in first])
 
 
 def rdma_url(server: RunningServer) -> str:

@@ -23,9 +23,6 @@ from infinistore.client.movers.rdma import device as client_rdma
 from infinistore.client.movers.rdma import pause as rdma_pause
 from infinistore.client.movers.rdma import source as rdma_source
 from infinistore.client.options.options import Options
-from infinistore.cluster.locate import parse_cluster_url
-from infinistore.cluster.membership import StaticMembership
-from infinistore.cluster.placement import Placement
 from infinistore.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -36,7 +33,7 @@ from infinistore.errors import (
 from infinistore.server.movers.rdma import pool as server_rdma
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
-from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
+from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, serving_two, until_work_is_held
 from tests.server.running import KIB, MIB, make_config, running_server
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
@@ -362,14 +359,9 @@ async def test_the_pause_doubles_and_ends_with_success() -> None:
 
 @asynccontextmanager
 async def two_servers() -> AsyncGenerator[tuple[Fabric, Any, list[str], list[str]], None]:
-    """A store of two servers, and the keys that it has put on each."""
-    async with serving() as (fabric, first), running_server(make_config()) as second:
-        addresses = sorted(f"127.0.0.1:{server.server.addresses.port}" for server in (first, second))
-        url = f"infinistore+static://{','.join(addresses)}?inline_bytes=0&device=fake1"
-        owners = Placement(StaticMembership(parse_cluster_url(url).place.nodes).view).owners(KEYS)  # type: ignore[union-attr]
-        async with infinistore.open_store(url) as store:
-            of_first = [key for key, owner in zip(KEYS, owners, strict=True) if owner == 0]
-            yield fabric, store, of_first, [key for key in KEYS if key not in of_first]
+    """A store of two servers, and which keys each owns."""
+    async with serving_two(KEYS) as (fabric, _, url, shares), infinistore.open_store(url) as store:
+        yield fabric, store, *shares
 
 
 async def test_a_transfer_that_fails_to_one_server_leaves_rdma_to_others_alone() -> None:

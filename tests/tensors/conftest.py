@@ -27,6 +27,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def other_server() -> Iterator[ServerProcess]:
+    """Another one, which makes a cluster with the first."""
+    with running_server_process("--unix-socket", "off") as started:
+        yield started
+
+
 @pytest.fixture
 def store() -> Iterator[BlockingStore]:
     """An embedded store."""
@@ -48,9 +55,18 @@ def open_kind(kind: str, server: ServerProcess) -> Iterator[BlockingStore]:
         yield opened
 
 
-@pytest.fixture(params=["embedded", "shm", "tcp"])
+@pytest.fixture(params=["embedded", "shm", "tcp", "cluster"])
 def any_store(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[BlockingStore]:
-    """A store of each kind."""
+    """A store of each kind; one node of the cluster goes by shared memory, the other by
+    TCP.
+    """
+    if request.param == "cluster":
+        nodes = server, request.getfixturevalue("other_server")
+        addresses = ",".join(node.url.partition("://")[2].partition("?")[0] for node in nodes)
+        with blocking.open_store(f"infinistore+static://{addresses}", inline_bytes=0) as opened:
+            opened.purge()
+            yield opened
+        return
     with open_kind(request.param, server) as opened:
         yield opened
 
