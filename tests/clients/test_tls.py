@@ -2,6 +2,8 @@
 
 import os
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -286,3 +288,14 @@ def test_an_authority_is_no_key(tmp_path: Path) -> None:
         ):
             pass
         assert problem in str(refused.value)
+
+
+def test_who_asks_for_no_tls_does_not_load_it() -> None:
+    program = """
+import sys
+from infinistore.blocking import open_store
+with open_store("tcp://127.0.0.1:1", lazy=True):
+    print([name for name in sys.modules if name.startswith("infinistore.transports.tls")])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
