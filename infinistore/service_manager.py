@@ -8,7 +8,9 @@ and no socket is given. See sd_notify(3) and sd_listen_fds(3).
 import logging
 import os
 import socket
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Final
 
 import trio
@@ -73,6 +75,15 @@ class ServiceManager:
         """The server serves."""
         self._serving = True
         self._send("READY=1", "STATUS=serving")
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        """The server reads its files again, within the block."""
+        if self._serving:
+            self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        yield
+        if self._serving:
+            self.ready()
 
     def stopping(self) -> None:
         """The server drains."""

@@ -163,7 +163,7 @@ async def run_server(
                     management.server = server
                 if handle_signals:
                     if tls is not None:
-                        await nursery.start(tls.reload_on_signal)
+                        await nursery.start(partial(tls.reload_on_signal, service_manager=environment.service_manager))
                     await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
                 nursery.start_soon(_tell_of_drain, server, environment.service_manager)
                 serve = partial(server.run, listeners.clients, lambda: on_listening(server))

@@ -39,10 +39,10 @@ def analyze(*arguments: str | Path, cwd: Path) -> str:
 
 
 @needs_systemd
-@pytest.mark.parametrize("devices", [False, True])
-def test_systemd_finds_no_fault_with_the_units(units: Path, devices: bool) -> None:
-    if devices:
-        shutil.copy(units / "infinistore-devices.conf", units / "infinistore.service.d" / "devices.conf")
+@pytest.mark.parametrize("drop_ins", [[], ["devices", "tls"]])
+def test_systemd_finds_no_fault_with_the_units(units: Path, drop_ins: list[str]) -> None:
+    for name in drop_ins:
+        shutil.copy(units / f"infinistore-{name}.conf", units / "infinistore.service.d" / f"{name}.conf")
     assert analyze("verify", "./infinistore.service", "./infinistore.socket", cwd=units) == ""
 
 
@@ -72,6 +72,13 @@ def test_the_server_understands_what_the_unit_and_its_configuration_say(tmp_path
     assert set(variables) == {"INFINISTORE_UNIX_SOCKET", "INFINISTORE_UNIX_SOCKET_ACCESS"}
     (command,) = settings["ExecStart"]
     assert command == f"{INSTALLED} serve --config /etc/infinistore/infinistore.yaml"
+
+
+def test_the_server_understands_what_the_drop_in_for_tls_says() -> None:
+    drop_in = (UNITS / "infinistore-tls.conf").read_text()
+    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", drop_in, flags=re.MULTILINE))
+    config = load_server_config(environment=variables)
+    assert (str(config.tls_cert), str(config.tls_key)) == tuple(variables.values())
 
 
 def test_the_sockets_are_those_of_the_configuration() -> None:

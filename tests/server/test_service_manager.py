@@ -21,6 +21,7 @@ from infinistore.errors import ConfigError
 from infinistore.server import serve
 from infinistore.service_manager import ServiceManager
 from tests.server.running import make_config
+from tests.transports.certificates import issue
 
 FLAGS = ["--service-port", "0", "--manage-port", "off", "--prealloc-size", "8MiB"]
 HANGS_ON_SIGUSR1 = """
@@ -111,6 +112,31 @@ def test_a_loop_that_hangs_beats_no_more_and_the_log_says_where_it_hung(
         _, errors = process.communicate()
         assert process.returncode == -signal.SIGABRT
         assert "in hang" in errors
+
+
+def test_a_server_says_when_it_reads_its_certificate_again(notifications: Notifications, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    flags = ["--tls-cert", str(files.cert), "--tls-key", str(files.key)]
+    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, *flags]
+    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
+    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL) as process:
+        notifications.until("READY=1")
+        process.send_signal(signal.SIGHUP)
+        reloading, monotonic = notifications.next()
+        assert reloading == "RELOADING=1"
+        assert monotonic.removeprefix("MONOTONIC_USEC=").isdecimal()
+        assert notifications.next()[0] == "READY=1"
+        process.terminate()
+
+
+def test_a_server_that_drains_does_not_say_that_it_serves_again(notifications: Notifications) -> None:
+    manager = ServiceManager.from_environment({"NOTIFY_SOCKET": notifications.address}, 7)
+    manager.ready()
+    manager.stopping()
+    with manager.reloading():
+        pass
+    manager.stopping()
+    assert [notifications.next()[0] for _ in range(3)] == ["READY=1", "STOPPING=1", "STOPPING=1"]
 
 
 async def test_without_a_watchdog_only_a_start_and_a_drain_ask_for_time(

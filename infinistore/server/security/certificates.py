@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from infinistore.errors import ConfigError
+from infinistore.service_manager import ServiceManager
 from infinistore.transports.base import Stream
 from infinistore.transports.tls.contexts import client_context, server_context
 from infinistore.transports.tls.session import TlsSession
@@ -88,14 +89,17 @@ class Certificates:
         self,
         then: Callable[[], Awaitable[None]] | None = None,
         *,
+        service_manager: ServiceManager | None = None,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Reload at each SIGHUP, `then` do the rest."""
+        """Reload at each SIGHUP, `then` do the rest. `service_manager` is told."""
+        manager = service_manager or ServiceManager()
         with trio.open_signal_receiver(signal.SIGHUP) as signals:
             task_status.started()
             async for _ in signals:
-                if self.reload_and_log() and then is not None:
-                    await then()
+                with manager.reloading():
+                    if self.reload_and_log() and then is not None:
+                        await then()
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         cert, key, client_ca = self._files

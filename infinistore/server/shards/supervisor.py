@@ -15,6 +15,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -95,7 +96,8 @@ async def serve_shards(
                 supervisor.serve_management(listeners, token, tls, nursery)
             if handle_signals:
                 if tls is not None:
-                    await nursery.start(tls.reload_on_signal, supervisor.reload)
+                    reload = partial(tls.reload_on_signal, supervisor.reload, service_manager=manager)
+                    await nursery.start(reload)
                 await nursery.start(supervisor.drain_on_signal, nursery.cancel_scope)
             management = tuple(sock.getsockname()[:2] for sock in listeners)
             nursery.start_soon(supervisor.tell_when_serving, management, task_status)
