@@ -30,7 +30,7 @@ from tests.cluster_client.clusters import Cluster, Given
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
 URL = "infinistore+static://nobody"
-PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40)
+PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40, settle_s=0.0)
 some = st.lists(st.sampled_from(NAMES), unique=True, max_size=12)
 
 
@@ -126,9 +126,6 @@ class DrainingMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("steps", [20])
-def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(
-    three: Cluster, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infinistore.server.cluster.pushing._SETTLE_S", 0.0)
+def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(three: Cluster, steps: int) -> None:
     machine = type("Machine", (DrainingMachine,), {"cluster": three})
     run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=steps, deadline=None))

@@ -31,9 +31,6 @@ _log = logging.getLogger("infinistore.cluster")
 _SLICE_KEYS: Final = 4096
 _BATCH_KEYS: Final = 256
 _BATCH_BYTES: Final = 4 * 1024 * 1024
-_SETTLE_S: Final = 1.0
-"""How long clients that have not heard of the drain may still write here, before this
-node looks again what it has."""
 
 
 @attrs.frozen
@@ -42,6 +39,9 @@ class PushLimits:
 
     most_bytes: int
     bytes_per_s: int
+    settle_s: float = 1.0
+    """How long clients that have not heard of the drain may still write here, before
+    this node looks again what it has."""
 
 
 @attrs.define(eq=False)
@@ -85,7 +85,7 @@ async def push(
                     # What a slow node has not taken is not made up for.
                     due = max(due, trio.current_time() - 1.0) + sum(batch.moved.values()) / limits.bytes_per_s
                     await trio.sleep_until(due)
-                await trio.sleep(_SETTLE_S)
+                await trio.sleep(limits.settle_s)
     except InfiniStoreException as error:  # of the store as a whole, when it is opened
         problem = str(error)
     finally:
