@@ -27,7 +27,8 @@ def command(prefix: str, limit: int | None, after: str, as_json: bool, target: T
     """List the keys that begin with PREFIX, one per line, in code point order.
 
     Keys are fetched page by page: keys that are added or deleted during the listing may
-    or may not appear.
+    or may not appear. Of a cluster, all nodes are asked; what those may have that
+    do not answer is not listed, and a note says so.
     """
     with target.open() as store:
         # One key more than asked for tells whether there are more.
@@ -37,6 +38,7 @@ def command(prefix: str, limit: int | None, after: str, as_json: bool, target: T
             more = limit is not None and len(keys) > limit
             shown = keys[:limit]
             print_json({"keys": shown, "next_after": shown[-1] if more else None})
+            _note_silent(store)
             return
         last, left = "", limit
         for page in pages:
@@ -45,8 +47,17 @@ def command(prefix: str, limit: int | None, after: str, as_json: bool, target: T
                 last = key
             if left is not None and len(page) > left:
                 note(f"there are more; go on with --after {last!r}")
-                return
+                break
             left = None if left is None else left - len(page)
+        _note_silent(store)
+
+
+def _note_silent(store: "BlockingStore") -> None:
+    """Tell whose keys of a cluster are not listed, because nobody answered."""
+    cluster = store.stats().cluster if store.is_cluster else None
+    silent = [node.id for node in cluster.nodes if node.problem] if cluster is not None else []
+    if silent:
+        note(f"what {', '.join(silent)} may have is not listed: no answer; see `infinistore cluster status`")
 
 
 def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:

@@ -57,6 +57,19 @@ def fill(cluster: Cluster, count: int = 20) -> None:
         store.put_many([(f"key {number}", b"x") for number in range(count)])
 
 
+@pytest.mark.parametrize("more", [[], ["--json"], ["--limit", "2"]], ids=str)
+def test_a_listing_says_whose_keys_it_lacks(
+    cluster: Cluster, nobody: str, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    fill(cluster)
+    assert run(["ls", "--url", cluster.url(), *more]) == 0
+    assert "is not listed" not in capsys.readouterr().err
+    assert run(["ls", "--url", f"{cluster.url()},{nobody}", *more]) == 0
+    printed, said = capsys.readouterr()
+    assert "key 0" in printed
+    assert f"infinistore: what {nobody} may have is not listed: no answer" in said
+
+
 def test_status_shows_each_node_as_it_answers(cluster: Cluster, ask: Answer) -> None:
     fill(cluster)
     code, shown, errors = ask("status", cluster.url())
