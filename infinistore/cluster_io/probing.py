@@ -1,5 +1,6 @@
 """Asks a server who it is."""
 
+import functools
 from typing import TYPE_CHECKING
 
 import trio
@@ -24,13 +25,19 @@ def instance_asker(token: str, tls: "SSLContext | None" = None) -> AskInstance:
     is given, or the node says that it speaks TLS.
     """
 
+    @functools.cache
+    def systems() -> "SSLContext":  # loading all authorities of the system takes a while
+        from infinistore.transports.tls.contexts import client_context
+
+        return client_context()
+
     async def ask(node: Node) -> str:
         scheme, _, written = node.address.partition("://")
         try:
             host, port = host_and_port(written, DEFAULT_SERVICE_PORT)
             stream: Stream = await connect_tcp(host, port)
             if tls is not None or scheme == "infinistores":
-                stream = _over_tls(stream, host, tls)
+                stream = _over_tls(stream, host, tls or systems())
         except InfiniStoreException:
             await trio.lowlevel.checkpoint()
             return ""
@@ -45,9 +52,8 @@ def instance_asker(token: str, tls: "SSLContext | None" = None) -> AskInstance:
     return ask
 
 
-def _over_tls(stream: Stream, host: str, tls: "SSLContext | None") -> Stream:
-    from infinistore.transports.tls.contexts import client_context  # late: few need it
-    from infinistore.transports.tls.session import TlsSession
+def _over_tls(stream: Stream, host: str, tls: "SSLContext") -> Stream:
+    from infinistore.transports.tls.session import TlsSession  # late: few need it
     from infinistore.transports.tls.trio_stream import TlsStream
 
-    return TlsStream(stream, TlsSession(tls or client_context(), host, host_name=host))
+    return TlsStream(stream, TlsSession(tls, host, host_name=host))
