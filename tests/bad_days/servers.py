@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import own_ports
+
 __all__ = ["ServerProcess", "running_server_process"]
 
 
 class ServerProcess:
-    """`infinistore` on a free port, the same one after each restart."""
+    """`infinistore` on a port of its own, the same one after each restart."""
 
     def __init__(self, *flags: str) -> None:
         self._flags = flags
-        self.port = 0
+        self.port = own_ports(1)[0]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -37,7 +39,6 @@ class ServerProcess:
         line = self.process.stdout.readline().decode()
         found = re.search(r"tcp://127\.0\.0\.1:(\d+)", line)
         assert found is not None, f"the server did not start: {line!r}"
-        self.port = int(found[1])
 
     def send_signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
+from tests.ports import own_ports
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -220,8 +221,9 @@ def test_an_address_of_another_machine_is_one_line_and_exit_code_2(command: Run)
 
 def test_a_pool_larger_than_the_memory_is_one_line_and_exit_code_2(command: Run) -> None:
     ended = command("--service-port", "0", "--manage-port", "0", "--prealloc-size", "900TiB")
-    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (2, b"", 1)
-    assert b"--prealloc-size" in ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if b"taking the pool" not in line]  # a busy machine says it
+    assert (ended.returncode, ended.stdout, len(lines)) == (2, b"", 1)
+    assert b"--prealloc-size" in lines[0]
 
 
 def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: Any, environment: dict[str, str]) -> None:
@@ -273,8 +275,7 @@ def test_the_first_session_of_the_help_works_when_pasted(
     program = tmp_path / "infinistore"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m infinistore "$@"\n')
     program.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as manage:
-        port, manage_port = listener.getsockname()[1], manage.getsockname()[1]
+    port, manage_port = own_ports(2)
     variables = {
         "PATH": f"{tmp_path}:{environment['PATH']}",
         "INFINISTORE_SERVICE_PORT": str(port),  # only that two runs of the tests do not meet

@@ -1,9 +1,8 @@
-"""Runs etcd on loopback, with fresh folders and free ports, by its process id."""
+"""Runs etcd on loopback, with fresh folders and ports of its own, by its process id."""
 
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -12,19 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import own_ports
+
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(
     ETCD is None or shutil.which("etcdctl") is None,
     reason="etcd is not installed; on Debian: apt-get install etcd-server etcd-client",
 )
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Etcd:
@@ -34,7 +27,7 @@ class Etcd:
 
     def __init__(self, folder: Path, members: int = 1, *, tls: bool = False) -> None:
         self._tls = tls
-        ports = free_ports(2 * members)
+        ports = own_ports(2 * members)
         self.folder = folder
         self.ports = ports[:members]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]

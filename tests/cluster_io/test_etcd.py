@@ -36,8 +36,9 @@ from infinistore.cluster.view import Node, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import EtcdMembership, make_session
+from tests.ports import own_ports
 
-from .etcd import Etcd, free_ports, needs_etcd
+from .etcd import Etcd, needs_etcd
 
 LAYOUT = Layout("test")
 
@@ -242,7 +243,7 @@ async def test_tls_is_spoken_and_the_certificate_checked(tmp_path: Path) -> None
 
 
 async def test_an_etcd_that_is_not_there_is_unavailable() -> None:
-    place = EtcdPlace(endpoints=tuple(("127.0.0.1", port) for port in free_ports(2)), cluster="test")
+    place = EtcdPlace(endpoints=tuple(("127.0.0.1", port) for port in own_ports(2)), cluster="test")
     with pytest.raises(EtcdUnavailable, match=r"127\.0\.0\.1:\d+ cannot be reached: .*[Rr]efused"):
         await call(place, range_of("/"))
 

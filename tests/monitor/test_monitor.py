@@ -18,6 +18,7 @@ from infinistore import StoreUnavailable, blocking
 from infinistore.monitor import app
 from infinistore.monitor.model import Model
 from infinistore.monitor.sampling import Pace, Source
+from tests.ports import own_ports
 
 from .conftest import INFINISTORE, Session, Start, running_server
 from .made import NOON, make_stats
@@ -155,7 +156,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(
 def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
     start: Start, environment: dict[str, str]
 ) -> None:
-    with running_server(environment) as (server, port):
+    with running_server(environment, own_ports(1)[0]) as (server, port):
         session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--interval", "0.2")
         session.wait_for("serving")
         server.kill()
@@ -169,8 +170,7 @@ def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
 
 
 def test_a_monitor_may_be_started_before_its_server(start: Start, environment: dict[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+    port = own_ports(1)[0]
     session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--wait", "60")
     with running_server(environment, port):
         session.wait_for("serving")
@@ -263,8 +263,7 @@ def test_what_is_no_infinistore_is_one_line_and_an_exit_code(run: Run) -> None:
 
 
 def test_no_server_at_all_is_one_line_and_an_exit_code(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+    port = own_ports(1)[0]
     session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}")
     assert session.end() == 3
     assert "cannot connect" in session.screen.printed

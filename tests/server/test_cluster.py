@@ -14,7 +14,8 @@ from infinistore.config import ServerConfig, load_server_config
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
-from tests.cluster_io.etcd import Etcd, free_ports, needs_etcd
+from tests.cluster_io.etcd import Etcd, needs_etcd
+from tests.ports import own_ports
 
 from .http_client import ask
 from .running import KIB, make_config, running_server
@@ -113,7 +114,7 @@ async def test_a_server_with_disks_serves_when_it_knows_that_it_missed_no_purge(
 
 
 async def test_a_server_without_disks_serves_while_etcd_is_away() -> None:
-    port = free_ports(1)[0]
+    port = own_ports(1)[0]
     config = make_config(cluster=f"infinistore+etcd://127.0.0.1:{port}/c")
     async with running_server(config) as server:
         found = await until(server, lambda found: bool(found["problem"]))

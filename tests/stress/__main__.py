@@ -31,6 +31,7 @@ from infinistore import blocking
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace
 from infinistore.server import serve
+from tests.ports import own_ports
 from tests.stress.board import Board
 from tests.stress.client import CLIENTS, PLANTS, run_client
 
@@ -58,7 +59,7 @@ class Stress:
         self._plant = plant
         self._folder = folder
         self._disks = (DiskPlace(Path(folder, "disk"), _DISK_BYTES),) if disk else ()
-        self._port = 0
+        self._port = own_ports(1)[0]
         self._reports, self._report = os.pipe2(os.O_NONBLOCK)
         self._alive: set[int] = set()
         self._server = 0
@@ -122,17 +123,15 @@ class Stress:
 
         async def run() -> None:
             async with trio.open_nursery() as nursery:
-                addresses = await nursery.start(partial(serve, config, handle_signals=True))
-                os.write(tell, b"%d\n" % addresses.port)
+                await nursery.start(partial(serve, config, handle_signals=True))
+                os.write(tell, b"serving\n")
 
         self._server = self._fork(partial(trio.run, run))
         os.close(tell)
         with open(ready, encoding="ascii") as told:
-            line = told.readline()
-        if not line:
-            self._look()
-            raise Found("the server did not start")
-        self._port = int(line)
+            if not told.readline():
+                self._look()
+                raise Found("the server did not start")
 
     # Harm
 
@@ -161,6 +160,7 @@ class Stress:
         self.done["servers killed"] += 1
         self.board.next_life()
         self._kill(self._server)
+        self.board.next_life()  # what was written while it was dying is not in the next one either
         self._start_server()
 
     def _drain_server(self, _: int) -> None:

@@ -46,11 +46,11 @@ class Board:
 
     @property
     def life(self) -> int:
-        """How often the server was killed."""
+        """Even for each server, and odd while one is being killed."""
         return int(self._numbers[1])
 
     def next_life(self) -> None:
-        """Note that the server is about to be killed."""
+        """Note that the server is about to be killed, or that it is gone."""
         self._numbers[1] += 1
 
     def epoch(self, writer: int) -> int:

@@ -48,6 +48,8 @@ class _Expected:
     number: int
     epoch: int
     committed: int
+    kept: int
+    """The least version that it may have if the server is killed meanwhile."""
     life: int
     """Of the server when it was asked."""
 
@@ -151,9 +153,9 @@ class _Client:
         chosen = []
         for writer, number in zip(writers, range(first, first + count), strict=True):
             epoch, life = self.board.epoch(writer), self.board.life
-            committed = self.board.committed(writer, number % KEYS)
+            committed, kept = self.board.committed(writer, number % KEYS), self.board.kept(writer, number % KEYS)
             if not epoch % 2 and epoch == self.board.epoch(writer):
-                chosen.append(_Expected(writer, number % KEYS, epoch, committed, life))
+                chosen.append(_Expected(writer, number % KEYS, epoch, committed, kept, life))
         return list({expected.key: expected for expected in chosen}.values())
 
     def check(self, expected: _Expected, value: bytes | bytearray | memoryview | None) -> int:
@@ -163,7 +165,7 @@ class _Client:
         version = version_in(expected.key, value)
         begun = self.board.begun(expected.writer, expected.number)
         is_same_life = self.board.life == expected.life
-        oldest = expected.committed if is_same_life else self.board.kept(expected.writer, expected.number)
+        oldest = expected.committed if is_same_life else expected.kept
         if self.board.epoch(expected.writer) == expected.epoch:
             if not oldest <= version <= begun:
                 raise WrongValue(
