@@ -43,8 +43,7 @@ def may_be_corrupted(call: Call, key: str, history: History) -> bool:
     on_its_way = _was_corrupted_for(call, history.corrupted_replies)
     if not call.verified:
         return bool(corrupted) or on_its_way
-    put_so = on_its_way and any(key in put.puts and not put.verified for put in history.calls)
-    return put_so or any(not put.verified for put in corrupted)
+    return (on_its_way and key in history.unchecked_keys) or any(not put.verified for put in corrupted)
 
 
 def _was_corrupted_for(call: Call, events: list[tuple[float, str]]) -> bool:

@@ -164,6 +164,8 @@ class History:
     """Keys with blocks that were corrupted on their way to the server, and the calls
     that put them.
     """
+    unchecked_keys: set[str] = attrs.field(factory=set)
+    """Keys that were put without checksums at least once."""
     corrupted_replies: list[tuple[float, str]] = attrs.field(factory=list)
     """Clients for which blocks were corrupted on the way from the server, and when."""
     corrupted_heads: list[tuple[float, str]] = attrs.field(factory=list)
@@ -186,4 +188,6 @@ class History:
         """Note that a client calls a method."""
         call = Call(len(self.calls), client, method, list(keys), begun, **facts)
         self.calls.append(call)
+        if not call.verified:
+            self.unchecked_keys.update(call.puts)
         return call

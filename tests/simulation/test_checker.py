@@ -300,11 +300,11 @@ def test_a_block_without_a_checksum_may_have_come_wrong_for_everybody(past: Past
 
 
 def test_a_block_without_a_checksum_may_come_wrong_to_who_verifies(past: Past) -> None:
-    put = past.put(b"a", "k0")
+    past.put(b"a", "k0")
     call = past.get(b"what a cable made of it")
     past.history.corrupted_replies.append((call.begun, "client"))
     assert found(past.problems(), "what nobody has put")
-    put.verified = False
+    past.put(b"b", "k0", verified=False)
     assert past.problems() == []
 
 
