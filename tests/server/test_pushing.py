@@ -15,6 +15,7 @@ from infinistore.cluster.drains import Drain
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import OutOfMemory, PartialPut, StoreUnavailable
+from infinistore.server.cluster.draining import Drainer
 from infinistore.server.cluster.pushing import PushLimits, push
 
 KIB = 1024
@@ -194,6 +195,25 @@ async def test_a_damaged_block_is_dropped_and_not_passed_on(core: StoreCore, aut
     await pushed(core, others)
     assert list(others.has) == ["good"]
     assert core.all_keys() == ["good"]
+
+
+async def test_a_fault_while_it_drains_ends_the_drain_and_not_the_server(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(on_progress: Callable[[Drain], None]) -> None:
+        on_progress(Drain(groups=3, moved_groups=1))
+        raise RuntimeError("ours")
+
+    told: list[Drain] = []
+    drainer = Drainer(fail, told.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(drainer.run)
+        drainer.want(True)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert told[-1] == Drain(done=True, groups=3, moved_groups=1)
+    assert drainer.statistics().state == "drained"
+    assert "internal error; what is left is not passed on" in caplog.text
 
 
 async def test_cancelled_it_lets_go_at_once(core: StoreCore) -> None:

@@ -2,6 +2,7 @@
 is.
 """
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from infinistore.statistics import DrainStatistics
 
 __all__ = ["Drainer"]
 
+_log = logging.getLogger("infinistore.cluster")
 _TELL_S: Final = 2.0
 """How often others are told how far it is."""
 
@@ -66,7 +68,10 @@ class Drainer:
             await self._undisturbed.wait()
             self._next()
             with trio.CancelScope() as self._scope:
-                await self._push(self._note)
+                try:
+                    await self._push(self._note)
+                except Exception:  # noqa: BLE001  # a fault of ours here must not end the server
+                    _log.exception("internal error; what is left is not passed on")
             if not self._scope.cancel_called:
                 self._unset()
                 self._drain = attrs.evolve(self._drain, done=True)
