@@ -8,6 +8,7 @@ changed to match, so that a link works in the repository and on the site.
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,24 @@ HOME = "index.md"
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 PART = re.compile(r"^<!-- from (\S+): (.+?) -->$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put pages that the navigation does not name at its end."""
+    assert config.nav is not None
+    named = set(_pages_of(config.nav))
+    pages = [path.relative_to(PROJECT / "docs").as_posix() for path in sorted((PROJECT / "docs").rglob("*.md"))]
+    if more := [page for page in pages if page not in named]:
+        config.nav.append({"More": more})
+    return config
+
+
+def _pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for one in nav.values() if isinstance(nav, dict) else nav:
+            yield from _pages_of(one)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
