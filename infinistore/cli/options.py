@@ -32,6 +32,7 @@ __all__ = [
     "log_level_option",
     "server_options",
     "token_file_option",
+    "unix_url",
 ]
 
 DEFAULT_URL: Final = f"infinistore://127.0.0.1:{DEFAULT_SERVICE_PORT}"
@@ -134,9 +135,13 @@ class Target:
         if parts.scheme == "unix":
             raise click.UsageError(f"--path {path} needs a --url with a host, not {self.url}")
         if path != "unix":
+            if parts.scheme == "infinistores":  # another scheme would send the token in the clear
+                transport = f"transport={'inline' if path == 'tcp' else path}"
+                query = f"{parts.query}&{transport}" if parts.query else transport
+                return attrs.evolve(self, url=parts._replace(query=query).geturl())
             return attrs.evolve(self, url=parts._replace(scheme=path).geturl())
         socket_path = default_socket_path(parts.port or DEFAULT_SERVICE_PORT)
-        return attrs.evolve(self, url=f"unix://{socket_path}" + (f"?{parts.query}" if parts.query else ""))
+        return attrs.evolve(self, url=unix_url(str(socket_path), parts.query))
 
     def _wait_for_server(self, given: dict[str, Any]) -> None:
         import time
@@ -254,3 +259,13 @@ def _note_log_level(context: click.Context, parameter: click.Parameter, value: s
     if value is not None:
         session_of(context).wants_tracebacks = value.lower() == "debug"
     return value
+
+
+def unix_url(socket_path: str, query: str) -> str:
+    """Return the URL of a Unix socket with the options of another URL, without those of
+    TLS, which a Unix socket has not.
+    """
+    from urllib.parse import quote
+
+    kept = "&".join(one for one in query.split("&") if one.partition("=")[0] not in ("", "ca", "cert", "key"))
+    return f"unix://{quote(socket_path)}" + (f"?{kept}" if kept else "")

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import attrs
 import rich_click as click
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback
-from infinistore.cli.options import Target, client_options, json_option
+from infinistore.cli.options import Target, client_options, json_option, unix_url
 from infinistore.cli.output import print_json, print_table
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
@@ -76,11 +76,11 @@ def _paths(
         return
     yield target.url, target.open
     url = urlsplit(target.url)
-    if url.scheme in ("infinistore", "tcp") and is_loopback(url.hostname or ""):
+    if url.scheme in ("infinistore", "infinistores", "tcp") and is_loopback(url.hostname or ""):
         path = default_socket_path(url.port or DEFAULT_SERVICE_PORT)
         if path.is_socket():
-            unix_url = f"unix://{quote(str(path))}" + (f"?{url.query}" if url.query else "")
-            yield unix_url, attrs.evolve(target, url=unix_url).open
+            by_socket = unix_url(str(path), url.query)
+            yield by_socket, attrs.evolve(target, url=by_socket).open
 
 
 def _check_path(

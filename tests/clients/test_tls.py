@@ -15,6 +15,7 @@ import pytest
 import infinistore
 from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
+from infinistore.cli.options import Target, unix_url
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
 from tests.clients.event_loops import as_blocking
 from tests.clients.stores import Loops
@@ -299,3 +300,23 @@ with open_store("tcp://127.0.0.1:1", lazy=True):
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("auto", "infinistores://h:1?ca=/a"),
+        ("tcp", "infinistores://h:1?ca=/a&transport=inline"),
+        ("shm", "infinistores://h:1?ca=/a&transport=shm"),
+        ("rdma", "infinistores://h:1?ca=/a&transport=rdma"),
+    ],
+)
+def test_no_path_of_the_command_line_leaves_tls(path: str, expected: str) -> None:
+    """Over tcp:// the token would go in the clear."""
+    assert Target("infinistores://h:1?ca=/a", None, None, 0).over(path).url == expected
+
+
+def test_the_unix_socket_of_a_server_with_tls_is_reached_without() -> None:
+    assert "ca=" not in Target("infinistores://h:1?ca=/a&name=x", None, None, 0).over("unix").url
+    assert unix_url("/s", "ca=/a&deadline_s=5&cert=/c&key=/k") == "unix:///s?deadline_s=5"
+    assert unix_url("/s", "ca=/a") == "unix:///s"
