@@ -8,7 +8,7 @@ __all__ = ["LEAST_FIRED", "SEEDS", "seldom_fired"]
 
 LEAST_FIRED = 100
 """How often each point has to fire"""
-SEEDS = 500
+SEEDS = 700
 """in so many seeds: not in so many minutes, in which a busy machine runs fewer."""
 
 
