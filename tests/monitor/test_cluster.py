@@ -236,7 +236,7 @@ def test_nodes_that_die_come_back_and_join_are_seen_without_a_restart(
             session.wait_for("total, 1 of 2")
         with running_server(environment, second):
             session.wait_until(lambda screen: "silent" not in screen.text and "nodes     2 " in screen.text)
-            write_nodes(file, {"a": first, "b": second, "c": first})
+            write_nodes(file, {"a": first, "b": second, "c": 1})
             session.wait_for("nodes     3 ")
             write_nodes(file, {"a": first})
             session.wait_for("nodes     1 ")
