@@ -16,6 +16,7 @@ from infinistore.protocol.messages import HelloReply, Keys, Put
 from infinistore.protocol.shards import shards_from_texts
 from infinistore.server.management.api import OPERATIONS
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from tests.ports import own_ports
 from tests.server.running import Peer
 
 from .conftest import INFINISTORE, POOL, RunningShards, running_shards
@@ -155,9 +156,9 @@ def run(environment: dict[str, str], *flags: str) -> "subprocess.CompletedProces
 
 def test_a_port_that_is_taken_is_one_line_and_nothing_starts(environment: dict[str, str]) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = own_ports(1)[0]
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         found = run(environment, "--service-port", str(port - 1), "--log-level", "error")
     assert found.returncode == 2
     assert f"infinistore: shard 1: port {port} on 127.0.0.1 is in use" in found.stderr.splitlines()[-1]
