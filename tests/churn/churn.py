@@ -138,8 +138,8 @@ class _Run:
         node = self.world.add(self.random.choice([50, 100, 100, 200]))
         for step in range(1, _STEPS + 1):
             joining = attrs.evolve(node, state=NodeState.JOINING, weight=max(1, node.weight * step // _STEPS))
-            said = node if step == _STEPS else joining
-            self._soon(2.0 * (step - 1), node, partial(self.world.write, said), first=step == 1)
+            self._soon(2.0 * (step - 1), node, partial(self.world.write, joining), first=step == 1)
+        self._soon(2.0 * _STEPS, node, partial(self.world.write, node))
 
     def _soon(self, seconds: float, node: Node, act: Callable[[], None], *, first: bool = False) -> None:
         """Let a node do something after a while, if it is still there then."""

@@ -55,7 +55,8 @@ _CALL_S: Final = 1.0
 _SHORTEST_PAUSE_S: Final = 0.25
 _RETRY_S: Final = 1.0
 _STEPS: Final = 5
-"""In so many steps the weight of a newcomer grows."""
+"""In so many steps the weight of a newcomer grows. In the last it is whole, and the
+node is still joining, so that clients look elsewhere for the keys of that step, too."""
 
 
 class RegistrationState(enum.Enum):
@@ -127,7 +128,7 @@ class Registration:
         if self.draining:
             return attrs.evolve(self._node, state=NodeState.DRAINING)
         step = self._step()
-        if step == _STEPS:
+        if step > _STEPS:
             return self._node
         weight = max(min(self._node.weight, 1), self._node.weight * step // _STEPS)
         return attrs.evolve(self._node, state=NodeState.JOINING, weight=weight)
@@ -381,11 +382,11 @@ class Registration:
 
     def _step(self) -> int:
         passed_s = self._clock() - self._joined_at
-        return _STEPS if passed_s >= self._warm_up_s else 1 + int(_STEPS * passed_s / self._warm_up_s)
+        return 1 + (_STEPS if passed_s >= self._warm_up_s else int(_STEPS * passed_s / self._warm_up_s))
 
     def _until_next_step_s(self) -> float:
         step = self._step()
-        if step == _STEPS or self.draining:
+        if step > _STEPS or self.draining:
             return math.inf
         return max(_SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
 
