@@ -166,6 +166,7 @@ def test_prometheus_gives_the_job_the_name_that_the_alerts_are_about() -> None:
     assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "infinistore"
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+    assert endpoint["authorization"] == {"credentials": {"name": "infinistore-token", "key": "token"}}
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
 
 

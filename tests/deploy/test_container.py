@@ -61,6 +61,9 @@ def test_prometheus_scrapes_the_job_that_the_alerts_are_about() -> None:
     (job,) = yaml.safe_load((CONTAINER / "prometheus.yml").read_text())["scrape_configs"]
     alerts = (PROJECT / "docs" / "operations" / "prometheus-alerts.yml").read_text()
     assert f'job="{job["job_name"]}"' in alerts
+    token = COMPOSE["services"]["infinistore"]["environment"]["INFINISTORE_TOKEN_FILE"]
+    assert job["authorization"] == {"credentials_file": token}
+    assert COMPOSE["services"]["prometheus"]["secrets"] == ["token"]
     assert job["static_configs"][0]["targets"] == [f"infinistore:{load_server_config(environment={}).manage_port}"]
 
 
