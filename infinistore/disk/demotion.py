@@ -329,7 +329,7 @@ class Demotion:
 
         def hashed(result: Result) -> None:
             writer.hashing -= 1
-            if result.errno:
+            if result.errno or not writer.disk.is_writable:  # it may have been given up meanwhile
                 self._end(group)
                 self._retry(group)
                 return

@@ -10,7 +10,7 @@ import pytest
 
 from infinistore.core import Journal, Pool, StoreCore
 from infinistore.core.index import Index
-from infinistore.disk.jobs import Flush, Job, ReadInto, Result, Write, file_bytes
+from infinistore.disk.jobs import Flush, HashBlocks, Job, ReadInto, Result, Write, file_bytes
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.errors import LimitExceeded
@@ -777,6 +777,20 @@ def test_a_disk_that_takes_nothing_more_is_noticed_even_if_it_cannot_grow(machin
     machine.put_names("a")
     assert machine.flush("a") == 1
     assert machine.tier.statistics().disks[0].state == "read-only"
+
+
+def test_a_disk_that_becomes_read_only_keeps_nothing_that_was_being_hashed_for_it(machine: Machine) -> None:
+    machine.stuck = lambda job: isinstance(job, HashBlocks)
+    machine.put_names("hashed", checksums=False)
+    machine.settle(0.1)
+    machine.disks[0].faults.flush_error = 1.0
+    machine.put_names("written")
+    assert machine.flush("written") == 1
+    assert machine.tier.statistics().disks[0].state == "read-only"
+    assert machine.core.statistics().pinned_bytes == UNIT_BYTES
+    machine.stuck = lambda job: False
+    machine.settle()
+    assert machine.core.statistics().pinned_bytes == 0
 
 
 def test_a_block_that_cannot_be_read_is_a_miss_and_dropped(machine: Machine) -> None:
