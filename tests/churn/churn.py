@@ -77,7 +77,11 @@ class Outcome:
 
 def run(settings: Settings) -> Outcome:
     """Run what these settings say."""
-    return _Run(settings).run()
+    made = _Run(settings)
+    try:
+        return made.run()
+    finally:
+        made.world.close()
 
 
 class _Run:

@@ -314,6 +314,12 @@ class ChurnWorld:
         self.etcd.put(LAYOUT.config, self._config)
         self.clients = [Client(self, f"client-{number + 1}") for number in range(clients)]
 
+    def close(self) -> None:
+        """End the servers that are up."""
+        for server in self.servers.values():
+            if server.is_up:
+                server.end()
+
     def generator(self, name: str) -> random.Random:
         """Return the generator of one purpose."""
         return random.Random(f"{self._seed}/{name}")
