@@ -181,10 +181,10 @@ class _Checker:
             if value is None:
                 key.absences.append(_found_absent(call))
                 continue
+            if may_be_corrupted(call, name, self._history):  # perhaps into another value that was put
+                continue
             found = key.values.get(value)
             if found is None:
-                if may_be_corrupted(call, name, self._history):
-                    continue
                 yield f"call {call.number}: {call.client} read under {name} what nobody has put: {value[:80]!r}"
             elif found.put.begun > call.ended:
                 yield f"call {call.number}: {call.client} read under {name} what call {found.put.number} put later"

@@ -290,6 +290,16 @@ def test_a_client_that_verifies_nothing_gives_what_a_cable_made_of_a_block(past:
     assert found(past.problems(), "what nobody has put")
 
 
+def test_a_cable_may_make_a_block_what_it_was_before(past: Past) -> None:
+    past.put(b"a", "k0")
+    past.put(b"b", "k0")
+    call = past.get(b"a")
+    call.verified = False
+    assert found(past.problems(), "there again after it had been replaced")
+    past.history.corrupted_replies.append((call.begun, "client"))
+    assert past.problems() == []
+
+
 def test_a_block_without_a_checksum_may_have_come_wrong_for_everybody(past: Past) -> None:
     put = past.put(b"a", "k0")
     past.history.corrupted_puts.append(("k0", put))
