@@ -14,7 +14,6 @@ from typing import Final
 __all__ = ["own_ports"]
 
 _FIRST: Final = 15_000
-_KEPT: Final[list[socket.socket]] = []
 
 
 def own_ports(count: int) -> list[int]:
@@ -34,7 +33,7 @@ def own_ports(count: int) -> list[int]:
         except OSError:
             name.close()
         else:
-            _KEPT.append(name)
+            name.detach()  # from here on it is open until the process ends
             found.append(port)
     assert len(found) == count, f"{count} ports wanted, {len(found)} are free"
     return found
