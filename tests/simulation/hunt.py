@@ -18,8 +18,12 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 import attrs
+
+if TYPE_CHECKING:
+    from tests.simulation.scenario import Scenario
 
 __all__ = ["Hunt", "Plant", "hunt"]
 
@@ -92,6 +96,16 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+def _has_what_is_broken(plant: Plant, scenario: "Scenario") -> bool:
+    """Whether the world of a scenario has the disks, or the cluster, that a bug is
+    in.
+    """
+    return not (
+        (any(name.startswith("infinistore.disk") for name in plant.sources) and not scenario.disks.disks)
+        or (any(name.startswith("infinistore.client.cluster") for name in plant.sources) and not scenario.cluster.nodes)
+    )
+
+
 def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:
     sys.meta_path.insert(0, _Finder(plant))
     # Only now: these import the product.
@@ -103,7 +117,10 @@ def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:
     with MUTANTS[plant.shared_memory]() if plant.shared_memory else nullcontext():
         while not found and time.process_time() < seconds:
             seed += 1
-            trial = try_scenario(Scenario.from_seed(seed))
+            scenario = Scenario.from_seed(seed)
+            if not _has_what_is_broken(plant, scenario):
+                continue
+            trial = try_scenario(scenario)
             calls += trial.calls
             found = trial.problems[0] if trial.problems else ""
     return Hunt(seed - first_seed + 1, calls, time.process_time(), found, seed)

@@ -119,7 +119,7 @@ PLANTED = [
         "a hold that ends early",
         "infinistore.core.holds",
         "(self._clock() + hold_s, hold_id)",
-        "(self._clock() + 0.5 * hold_s, hold_id)",
+        "(self._clock() + 0.2 * hold_s, hold_id)",
     ),
     Planted(
         "a batch committed in two steps",
