@@ -106,6 +106,16 @@ class Allocator(ABC):
         length with the same footprint is not detected and harmless.
         """
 
+    def adopt(self, extents: Sequence[Extent]) -> list[bool]:
+        """Take extents that an allocator of an earlier process handed out, in arenas
+        of these lengths.
+
+        Returns for each whether it is taken now, as if `allocate` had placed it. It is
+        not if it is no place of this strategy, or not free. The default is for a
+        strategy that cannot take a place that it has not chosen: none is taken.
+        """
+        return [False] * len(extents)
+
     @abstractmethod
     def footprint(self, size: int) -> int:
         """Return the bytes that a block of `size` bytes takes: whole units."""

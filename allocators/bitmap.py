@@ -124,10 +124,13 @@ class BitmapAllocator(Allocator):
         one."""
         self._map.take_run(first, count)
         end = self._next = first + count
-        self._starts[first:end] = 1
         self._extents += count
         arena = self._map.arena_of(first)
         base, unit_bytes = self._map.firsts[arena], self.unit_bytes
+        if count == 1:
+            self._starts[first] = 1
+            return [(arena, (first - base) * unit_bytes, size)]
+        self._starts[first:end] = 1
         offsets = range((first - base) * unit_bytes, (end - base) * unit_bytes, unit_bytes)
         return list(zip(repeat(arena), offsets, repeat(size), strict=False))
 
@@ -201,12 +204,30 @@ class BitmapAllocator(Allocator):
             for arena, start, size in zip(arenas, starts, sizes, strict=True)
         ]
 
+    def adopt(self, extents: Sequence[Extent]) -> list[bool]:
+        """Take those extents that begin at a unit and are free."""
+        return list(map(self._adopt, extents))
+
+    def _adopt(self, extent: Extent) -> bool:
+        arena, offset, length = extent
+        units = self._map
+        if not 0 <= arena < len(units.firsts) or offset < 0 or offset % self.unit_bytes or length <= 0:
+            return False
+        first = units.firsts[arena] + offset // self.unit_bytes
+        count = -(-length // self.unit_bytes)
+        if first + count > units.ends[arena] or units.taken.find(1, first, first + count) >= 0:
+            return False
+        units.take_run(first, count)
+        self._starts[first] = 1
+        self._extents += 1
+        return True
+
     def free(self, extents: Iterable[Extent]) -> None:
         """Give back extents; all are checked before the first is freed."""
         extents = list(extents)
         if not extents:
             return
-        starts = self._single_units_of(extents)
+        starts = self._single_units_of(extents) if len(extents) > 1 else None
         if isinstance(starts, range):
             self._map.give_back_run(starts[0], len(starts))
             self._starts[starts[0] : starts[-1] + 1] = 0

@@ -260,6 +260,80 @@ class SlabAllocator(Allocator):
             for arena, start, size in zip(arenas, starts, sizes, strict=True)
         ]
 
+    def adopt(self, extents: Sequence[Extent]) -> list[bool]:
+        """Take those extents that are slots of slabs, or pages, and are free."""
+        return list(map(self._adopt, extents))
+
+    def _adopt(self, extent: Extent) -> bool:
+        arena, offset, length = extent
+        page_units = self._page_units
+        if not 0 <= arena < len(self._map.firsts) or offset < 0 or offset % self.unit_bytes or length <= 0:
+            return False
+        start = self._map.firsts[arena] * page_units + offset // self.unit_bytes
+        slot_units = self._slot_units(length)
+        if slot_units % page_units == 0:
+            first, rest = divmod(start, page_units)
+            adopted = not rest and self._adopt_pages(arena, first, slot_units // page_units)
+        else:
+            adopted = self._adopt_slot(arena, start, self._class_of(slot_units))
+        if adopted:
+            self._used_units += slot_units
+            self._extents += 1
+        return adopted
+
+    def _adopt_pages(self, arena: int, first: int, pages: int) -> bool:
+        if not self._are_free(arena, first, pages):
+            return False
+        self._map.take_run(first, pages)
+        self._spans[first] = pages
+        return True
+
+    def _adopt_slot(self, arena: int, start: int, size_class: _SizeClass) -> bool:
+        """Take a slot, of a slab that is made or made longer for it. A slab is so short
+        that slots begin at a page only once: so any slot tells where it begins."""
+        page_units, slot_units = self._page_units, size_class.slot_units
+        page = start // page_units
+        before = range(page, max(self._map.firsts[arena], page - size_class.slab_pages + 1) - 1, -1)
+        first = next((one for one in before if (start - one * page_units) % slot_units == 0), None)
+        if first is None:
+            return False
+        slots = (start - first * page_units) // slot_units + 1
+        fewest = -(-slot_units // page_units)
+        pages = fewest if slots * slot_units <= fewest * page_units else size_class.slab_pages
+        if slots * slot_units > pages * page_units:
+            return False
+        slab = self._slabs.get(first)
+        if slab is None:
+            if not self._are_free(arena, first, pages):
+                return False
+            self._make_slab(size_class, first, pages)
+        elif not size_class.slots[first * page_units]:  # of another class, or not its first page
+            return False
+        longer = slab is None or slab.slots >= slots or self._lengthen(arena, size_class, slab, pages)
+        if not longer or not size_class.free[start]:
+            return False
+        size_class.free[start] = 0
+        return True
+
+    def _lengthen(self, arena: int, size_class: _SizeClass, slab: _Slab, pages: int) -> bool:
+        page_units, slot_units = self._page_units, size_class.slot_units
+        end = slab.begin // page_units + pages
+        more = range(slab.end // page_units, end)
+        if not self._are_free(arena, more.start, len(more)):
+            return False
+        self._map.take_run(more.start, len(more))
+        for page in more:
+            self._slabs[page] = slab
+        slots = pages * page_units // slot_units
+        places = slice(slab.begin + slab.slots * slot_units, slab.begin + slots * slot_units, slot_units)
+        size_class.slots[places] = size_class.free[places] = 1
+        slab.end, slab.slots = end * page_units, slots
+        size_class.lowest_free = min(size_class.lowest_free, slab.begin)
+        return True
+
+    def _are_free(self, arena: int, first: int, pages: int) -> bool:
+        return first + pages <= self._map.ends[arena] and self._map.taken.find(1, first, first + pages) < 0
+
     def free(self, extents: Iterable[Extent]) -> None:
         """Give back extents; all are checked before the first is freed."""
         by_slot: dict[int, list[int]] = {}

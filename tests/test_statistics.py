@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from infinistore.errors import ProtocolError
 from infinistore.protocol.fields import Tree
 from infinistore.protocol.statistics_tree import statistics_from_tree, statistics_to_tree
+from infinistore.statistics import DrainStatistics
 
 from .monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
 
@@ -19,6 +20,7 @@ PARTS = (
     make_store(),
     make_details(operations=[make_operation()], clients=[make_client()]),
     make_disks(make_disk("/mnt/a"), make_disk("/mnt/b", state="off", alarm="the disk is off")),
+    DrainStatistics("draining", 9, 4, 1, 0, 4, 700, size_bytes=2000, done_bytes=1000, elapsed_s=5, left_s=5.0),
 )
 TREE = statistics_to_tree(*PARTS)
 
@@ -48,7 +50,7 @@ def test_statistics_come_back_as_they_were() -> None:
 def test_a_store_without_disks_sends_what_the_last_release_did() -> None:
     tree = statistics_to_tree(*PARTS[:3])
     assert set(tree) == {"server", "store", "details"}
-    assert tuple(statistics_from_tree(tree)) == (*PARTS[:3], None)
+    assert tuple(statistics_from_tree(tree)) == (*PARTS[:3], None, None)
 
 
 @given(

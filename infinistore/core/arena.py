@@ -33,9 +33,10 @@ from pathlib import Path
 
 from infinistore.errors import OutOfMemory
 from infinistore.machine_memory import available_memory, free_huge_pages
+from infinistore.numa import bind_memory
 from infinistore.sizes import in_units
 
-__all__ = ["Arena", "Mapping", "check_memory", "create_arena"]
+__all__ = ["Arena", "Mapping", "adopt_arena", "check_memory", "create_arena"]
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 _MADV_POPULATE_READ = 22
@@ -120,18 +121,26 @@ class Arena:
 
 
 def create_arena(
-    index: int, length_bytes: int, *, huge_pages: bool = False, prefault_threads: int = 0, name: str = "arena"
+    index: int,
+    length_bytes: int,
+    *,
+    huge_pages: bool = False,
+    prefault_threads: int = 0,
+    numa_node: int | None = None,
+    name: str = "arena",
 ) -> Arena:
     """Make an arena of `length_bytes`, rounded up to whole pages (see `Arena.length`).
 
     The system calls it infinistore-`name`-`index`, in /proc/PID/maps for example.
     `huge_pages` takes them from the kernel's pool of huge pages (hugetlbfs), which an
     administrator fills beforehand. `prefault_threads` > 0 touches every page now, with
-    so many threads; with 0 the first writers do it, several times slower.
+    so many threads, of which 1 is the caller's; with 0 the first writers do it, several
+    times slower. `numa_node` is where its pages come from, as far as that node has any.
 
     It blocks, up to a second per GiB, without the interpreter's lock: call it in a
     thread. ValueError: the length is not positive. OutOfMemory: the machine or the
     control group has less memory, and none was allocated; or the kernel refused it.
+    ConfigError: memory cannot be had from that node.
     """
     if length_bytes <= 0:
         raise ValueError(f"an arena needs a positive length, not {in_units(length_bytes)}")
@@ -153,11 +162,46 @@ def create_arena(
     try:
         # A forked child must neither see nor copy the pages of the store.
         _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
+        if numa_node is not None:
+            bind_memory(address, length, numa_node)  # before there is a page
         if prefault_threads and not huge_pages:
             _take_huge_pages(arena, prefault_threads)
         _take_memory(fd, length)
         if prefault_threads:
             _in_steps(arena.length, prefault_threads, partial(_populate, arena))
+    except BaseException:
+        arena.close()
+        raise
+    return arena
+
+
+def adopt_arena(index: int, fd: int, length: int, *, prefault_threads: int = 0) -> Arena:
+    """Make an arena of the memory of another process: of a memfd of `length` bytes,
+    whose descriptor belongs to the arena from now on.
+
+    It takes no memory, and blocks as `create_arena` does. ValueError, and the
+    descriptor is closed: the file is not what `create_arena` makes, or may not be
+    written any more.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        found = os.fstat(fd)
+        if found.st_size != length or length <= 0 or ~seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
+            raise ValueError(f"the file of arena {index} is not one of {in_units(length)} that keeps its length")
+        if seals & (_F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_WRITE):
+            raise ValueError(f"nobody may map arena {index} to write any more (--shm-writes off)")
+        address = _map(fd, length)
+    except OSError as error:
+        os.close(fd)
+        raise ValueError(f"the file of arena {index} cannot be mapped: {error.strerror}") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    arena = Arena(index, fd, address, length, found.st_blksize > mmap.PAGESIZE)
+    try:
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
+        if prefault_threads:
+            _in_steps(length, prefault_threads, lambda start, count: _advise_present(address + start, count))
     except BaseException:
         arena.close()
         raise
@@ -203,6 +247,10 @@ def _take_huge_pages(arena: Arena, threads: int) -> None:
     page_bytes = _huge_page_bytes(arena.length)
     if page_bytes:
         _in_steps(arena.length - arena.length % page_bytes, threads, partial(_collapse, arena, page_bytes))
+
+
+def _advise_present(address: int, length: int) -> None:
+    _libc.madvise(address, length, _MADV_POPULATE_WRITE)  # an older kernel maps them one by one, later
 
 
 def _collapse(arena: Arena, page_bytes: int, start: int, length: int) -> None:
@@ -324,6 +372,10 @@ def _in_steps(length: int, threads: int, work: Callable[[int, int], None]) -> No
     """Do `work(start, length)` for all of a span, in steps that `threads` share."""
     starts = range(0, length, _STEP_BYTES)
     lengths = [min(_STEP_BYTES, length - start) for start in starts]
+    if threads == 1:
+        for start, count in zip(starts, lengths, strict=True):
+            work(start, count)
+        return
     with ThreadPoolExecutor(threads, thread_name_prefix="infinistore-prefault") as executor:  # makes no idle ones
         for _ in executor.map(work, starts, lengths):
             pass

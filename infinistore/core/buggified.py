@@ -17,9 +17,10 @@ from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
 from infinistore.core.retired import MOST_WAITING_RATIO, Retired
 from infinistore.core.space import EvictionCause, Space
+from infinistore.core.tenant_space import TenantSpace
 from infinistore.core.writes import Writes
 
-__all__ = ["Parts", "parts"]
+__all__ = ["Parts", "parts", "tenant_space"]
 
 _FEW = 3
 
@@ -45,6 +46,11 @@ def parts(buggify: Buggify | None) -> Parts:
         partial(_Writes, buggify),
         partial(_Reads, buggify),
     )
+
+
+def tenant_space(buggify: Buggify | None) -> Callable[..., TenantSpace]:
+    """Return what makes the space of a tenant."""
+    return TenantSpace if buggify is None else partial(_TenantSpace, buggify)
 
 
 class _Retired(Retired):
@@ -73,6 +79,11 @@ class _Removals(Removals):
         if max_keys is not None and max_keys > 1 and self._buggify(Point.SHORT_SLICE):
             max_keys = 1 + self._buggify.random.randrange(min(_FEW, max_keys - 1))
         return super().purge(index, max_keys)
+
+    def _slice_keys(self) -> int:
+        if self._buggify(Point.SHORT_SLICE):
+            return 1 + self._buggify.random.randrange(_FEW)
+        return super()._slice_keys()
 
 
 class _Space(Space):
@@ -112,6 +123,10 @@ class _Space(Space):
         if self._buggify(Point.SPARE_REFUSED):
             return None
         return super().reserve_spare(sizes, footprint_bytes)
+
+
+class _TenantSpace(_Space, TenantSpace):
+    pass
 
 
 class _Writes(Writes):

@@ -15,7 +15,6 @@ from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.retired import Retired
 from infinistore.errors import LimitExceeded
-from infinistore.sizes import in_units
 
 __all__ = ["Holds"]
 
@@ -70,25 +69,35 @@ class Holds:
         LimitExceeded: all holds together would pin too much.
         """
         held_bytes = self._own.bytes + self._own.added_bytes(entries)
-        bound_bytes = int(self._limits.max_held_ratio * self._pool.capacity_bytes)
-        if held_bytes > bound_bytes:
-            ratio = self._limits.max_held_ratio
-            raise LimitExceeded(
-                f"all holds together would pin {in_units(held_bytes)}, and max_held_ratio={ratio:g} allows"
-                f" {in_units(bound_bytes)}; release holds sooner, hold a shorter prefix, or match without a hold"
-            )
         footprint_bytes = self._pins.footprint(entries)
+        self._limits.check_held(held_bytes, footprint_bytes, self._pool.capacity_bytes)
         self._pins.add(entries, footprint_bytes)
         self._own.add(entries, footprint_bytes)
         hold_id = 0
         while not hold_id or hold_id in self._entries:
             hold_id = self._random.getrandbits(64)
+        self._keep(hold_id, entries, self._clock() + hold_s)
+        return hold_id
+
+    def export(self) -> list[tuple[int, float, list[Entry]]]:
+        """Return (id, seconds left, entries) of each hold, for another process."""
+        ends = {hold_id: end for end, hold_id in self._ends}
+        now = self._clock()
+        return [(hold_id, max(0.0, ends[hold_id] - now), entries) for hold_id, entries in self._entries.items()]
+
+    def adopt(self, hold_id: int, entries: list[Entry], left_s: float) -> None:
+        """Go on with a hold of another process."""
+        footprint_bytes = self._pins.footprint(entries)
+        self._pins.add(entries, footprint_bytes)
+        self._own.add(entries, footprint_bytes)
+        self._keep(hold_id, entries, self._clock() + min(left_s, self._limits.max_hold_s))
+
+    def _keep(self, hold_id: int, entries: list[Entry], end: float) -> None:
         self._entries[hold_id] = entries
         if len(self._ends) > 2 * len(self._entries) + 64:  # mostly released early: forget those
             self._ends = [(end, hold) for end, hold in self._ends if hold in self._entries]
             heapq.heapify(self._ends)
-        heapq.heappush(self._ends, (self._clock() + hold_s, hold_id))
-        return hold_id
+        heapq.heappush(self._ends, (end, hold_id))
 
     def release(self, hold_id: int) -> bool:
         """End a hold; False if there is none of this id."""
@@ -99,6 +108,11 @@ class Holds:
         self._own.remove(entries, footprint_bytes)
         self._retired.unpin(entries, footprint_bytes)
         return True
+
+    def release_all(self) -> None:
+        """End every hold."""
+        for hold_id in list(self._entries):
+            self.release(hold_id)
 
     def expire(self) -> float | None:
         """End the holds whose time is over.

@@ -69,6 +69,10 @@ class Index:
         """
         _run(map(self._entries.move_to_end, reversed(keys)))
 
+    def touch_one(self, key: str) -> None:
+        """Make a key the most recent one. KeyError if it is missing."""
+        self._entries.move_to_end(key)
+
     def disjoint(self, keys: Iterable[str]) -> bool:
         """Return whether none of the keys is there."""
         return self._entries.keys().isdisjoint(keys)

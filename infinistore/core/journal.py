@@ -21,7 +21,9 @@ Change: TypeAlias = Literal["put", "delete", "purge", "drop", "read"]
 
 - put: they have new blocks, the entries; without those that a put with `replace=False`
   left alone.
-- delete: a call named them. The entries are the blocks of those that were there.
+- delete: a call named them, or their time was over. The entries are the blocks of
+  those that were there. Before a put of blocks that have a time to live, too, without
+  entries: no second copy may outlive them.
 - purge: all keys were removed, and these were there.
 - drop: the block did not match its checksum, and was removed.
 - read: a lease found these entries, or a client read them without a request (then there

@@ -16,6 +16,7 @@ from typing import Any
 __all__ = ["KeySample"]
 
 _FIRST_STEP = 32
+_FIRST_OFFSET = int(Random(0).random() * _FIRST_STEP)
 MAX_NOTED = 4096
 
 
@@ -27,9 +28,9 @@ class KeySample:
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
         self._noted: list[tuple[str, Any]] = []
-        self._random = Random(0)  # to be fair, not to be unforeseen: the same calls give the same sample
+        self._random: Random | None = None  # made when first needed: it takes 2.5 KiB
         self._step = _FIRST_STEP  # one insertion in so many is noted,
-        self._offset = int(self._random.random() * self._step)  # this one of them
+        self._offset = _FIRST_OFFSET  # this one of them
         self.left = self._offset
         """How many insertions are to be passed over. Whoever inserts takes off theirs,
         and calls `note` below zero."""
@@ -37,17 +38,20 @@ class KeySample:
     def note(self, keys: Sequence[str], entries: Sequence[Any]) -> None:
         """Note what is due of a batch that was inserted, and taken off `left`."""
         count, step, offset = len(keys), self._step, self._offset
+        random = self._random
+        if random is None:
+            random = self._random = Random(1)  # to be fair, not to be unforeseen: the same calls give the same sample
         position = self.left + count
         while position < count:
             self._noted.append((keys[position], entries[position]))
             position += step - offset
-            offset = int(self._random.random() * step)
+            offset = int(random.random() * step)
             position += offset
         self.left, self._offset = position - count, offset
         if len(self._noted) > MAX_NOTED:
             self._noted = self._present()
             if len(self._noted) > MAX_NOTED // 2:
-                self._noted = [noted for noted in self._noted if self._random.getrandbits(1)]
+                self._noted = [noted for noted in self._noted if random.getrandbits(1)]
                 self._step *= 2
 
     def keys(self) -> list[str]:

@@ -47,6 +47,8 @@ class CoreLimits:
     max_held_ratio: float = attrs.field(default=0.25, converter=float, validator=[ge(0.0), le(1.0)])
     """The part of the capacity that all holds together may pin, each block counted
     once."""
+    max_protected_ratio: float = attrs.field(default=0.25, converter=float, validator=[ge(0.0), le(1.0)])
+    """The part of the capacity that all protected keys together may pin."""
 
     def check_batch(self, count: int) -> None:
         """Raise LimitExceeded if a call names more than `max_batch_keys` keys."""
@@ -66,4 +68,31 @@ class CoreLimits:
                 f"client {name!r} holds {in_units(pinned_bytes)} leased or reserved and asks for"
                 f" {in_units(wanted_bytes)} more, and max_pinned_ratio={self.max_pinned_ratio:g} of"
                 f" {in_units(capacity_bytes)} bounds both together; release leases or finish writes first"
+            )
+
+    def check_held(self, held_bytes: int, more_bytes: int, capacity_bytes: int) -> None:
+        """Raise LimitExceeded if all holds together may not pin `held_bytes`.
+
+        `more_bytes` is what the next hold names, pinned already or not.
+        """
+        bound_bytes = int(self.max_held_ratio * capacity_bytes)
+        if held_bytes > bound_bytes:
+            raise LimitExceeded(
+                f"all holds together would pin {in_units(held_bytes)}, and max_held_ratio={self.max_held_ratio:g}"
+                f" allows {in_units(bound_bytes)}; release holds sooner, hold a shorter prefix, or match without a hold"
+            )
+
+    def may_protect(self, protected_bytes: int, capacity_bytes: int) -> bool:
+        """Whether all protected keys together may pin `protected_bytes`."""
+        return protected_bytes <= int(self.max_protected_ratio * capacity_bytes)
+
+    def check_protected(self, protected_bytes: int, more_bytes: int, capacity_bytes: int) -> None:
+        """Raise LimitExceeded if all protected keys together may not pin
+        `protected_bytes`, of which `more_bytes` are new."""
+        if not self.may_protect(protected_bytes, capacity_bytes):
+            raise LimitExceeded(
+                f"pinned keys would take {in_units(protected_bytes)}, and"
+                f" max_protected_ratio={self.max_protected_ratio:g} allows"
+                f" {in_units(int(self.max_protected_ratio * capacity_bytes))}; unpin other keys, pin fewer, or give the"
+                " server a higher --max-protected-ratio or a larger pool"
             )

@@ -65,14 +65,21 @@ class Pool:
             self.used_bytes += self.footprints(sizes)
         return extents
 
+    def adopt(self, extents: Sequence[Extent]) -> list[bool]:
+        """Take extents of an earlier process; say for each whether it is taken now."""
+        adopted = self.allocator.adopt(extents)
+        lengths = [extent[2] for extent, taken in zip(extents, adopted, strict=True) if taken]
+        self.used_bytes += self.footprints(lengths)
+        return adopted
+
     def free(self, extents: Sequence[Extent]) -> None:
         """Free extents. ValueError, and no change, if one is not allocated."""
         self.allocator.free(extents)
         self.used_bytes -= self.footprints(list(map(length_of, extents)))
 
-    def view(self, extent: Extent) -> memoryview:
+    def view(self, extent: Extent | Entry) -> memoryview:
         """Return the bytes of one extent, writable."""
-        arena, offset, length = extent
+        arena, offset, length = extent[:3]
         return self.arenas[arena].memory[offset : offset + length]
 
     def views(self, extents: Sequence[Extent], *, writable: bool) -> list[memoryview]:

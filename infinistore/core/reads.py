@@ -17,6 +17,7 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.retired import Retired
+from infinistore.core.unverified import Unverified
 
 __all__ = ["Reads"]
 
@@ -43,6 +44,9 @@ class Reads:
         """The lengths of their blocks."""
         self.misses = 0
         """Keys that a lease did not find."""
+        self.unverified: Unverified | None = None
+        """Blocks of an earlier process that nobody has hashed since; None if there are
+        none."""
         self._pool = pool
         self._limits = limits
         self._committed = committed
@@ -65,6 +69,8 @@ class Reads:
             keys, entries = keys[:fitting], entries[:fitting]
             found, pinned = _present(keys, entries)
             lengths = list(map(length_of, pinned))
+        if self.unverified is not None and self.unverified.verify(index, found):
+            return self.lease(client, keys, max_bytes, touch=touch)  # without those that were dropped
         footprint_bytes = self._pool.footprints(lengths)
         self._hazard_pins.scan_client(client)
         self._limits.check_share(client.name, client.pinned_bytes, footprint_bytes, self._pool.capacity_bytes)
@@ -84,6 +90,18 @@ class Reads:
             if self._journal is not None and pinned:
                 self._journal.append("read", found, pinned)
         return lease
+
+    def count(self, client: Client, key: str, entry: Entry | None) -> None:
+        """Count a read of one block; `entry` is None if it was missing."""
+        if not client.counted:
+            return
+        if entry is None:
+            self.misses += 1
+            return
+        self.hits += 1
+        self.hit_bytes += length_of(entry)
+        if self._journal is not None:
+            self._journal.append("read", (key,), (entry,))
 
     def release(self, lease: Lease) -> None:
         """End a lease, if it has not ended."""

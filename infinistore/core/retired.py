@@ -62,7 +62,7 @@ class Retired:
         keys."""
         self.stored = {*entries, *self.condemned, *self._waiting}
 
-    def note_stored(self, entries: Sequence[Entry]) -> None:
+    def note_stored(self, entries: Iterable[Entry]) -> None:
         """Note blocks that have just been committed."""
         if self.stored is not None:
             self.stored.update(entries)

@@ -22,6 +22,7 @@ from infinistore.core.limits import Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.removals import Removals
+from infinistore.core.retention import Retention
 from infinistore.core.retired import Retired
 from infinistore.errors import OutOfMemory, ValueTooLarge
 from infinistore.sizes import in_units
@@ -55,6 +56,7 @@ class Space:
         pins: PinTable,
         retired: Retired,
         removals: Removals,
+        retention: Retention,
         *,
         watermarks: Watermarks,
         growth: Growth,
@@ -68,6 +70,7 @@ class Space:
         self._pins = pins
         self._retired = retired
         self._removals = removals
+        self._retention = retention
         self._watermarks = watermarks
         self._growth = growth
         self._draining = False  # on the way from the high watermark down to the low one
@@ -82,12 +85,12 @@ class Space:
         self._make_space(index, footprint_bytes)
         extents = self._allocate(sizes)
         if extents is None and self._retired.stored is not None:  # space may be waiting there
-            self._retired.reclaim()
+            self._reclaim()
             extents = self._allocate(sizes)
         rounds = 0
         while extents is None:
             self._make_larger_pieces(index, footprint_bytes, rounds)
-            self._retired.reclaim()
+            self._reclaim()
             extents = self._allocate(sizes)
             rounds += 1
         self.reserved_bytes += footprint_bytes
@@ -150,8 +153,9 @@ class Space:
         return len(entries)
 
     def evict_keys(self, index: Index, keys: Sequence[str]) -> int:
-        """Evict the blocks of these keys; return how many. Pinned ones give their space
-        back with their last pin."""
+        """Evict the blocks of these keys that are not protected; return how many.
+        Pinned ones give their space back with their last pin."""
+        keys = self._retention.without_protected(keys)
         evicted = self._removals.remove(index, keys, list(filter(None, index.get_many(keys))))
         self.evicted["manual"] += evicted
         return evicted
@@ -179,6 +183,10 @@ class Space:
             # Done too when only pinned blocks are left: else the store would keep
             # nothing until their pins end.
             self._draining = self._used_bytes > low_bytes and self._evictable_bytes() > 0
+
+    def _reclaim(self) -> None:
+        """Free what waits to be free."""
+        self._retired.reclaim()
 
     def _fits(self, wanted_bytes: int) -> bool:
         return wanted_bytes <= self._pool.capacity_bytes - self._pins.bytes - self.reserved_bytes

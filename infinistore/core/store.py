@@ -21,20 +21,21 @@ What it leaves to others: to call from one thread at a time; to check keys where
 enter (`check_keys`); to move bytes; to promise, by calling `close_client`, that nobody
 touches the client's space any more; and to make arenas.
 
-This module puts the parts together: writes (`writes`), reads (`reads`), removals
-(`removals`), eviction (`space`), growth (`growth`), holds (`holds`), and the pins that
-clients set without a request (`hazard_pins`).
+This module puts the parts together: `writes`, `reads`, `singles`, `removals`, eviction
+(`space`), `growth`, `holds`, and pins that clients set without a request
+(`hazard_pins`).
 """
 
 import random as random_module
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from infinistore.buggify import Buggify
 from infinistore.core.arena import Arena
-from infinistore.core.buggified import parts
+from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.entry import Entry, length_of
 from infinistore.core.growth import Growth
+from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.holds import Holds
 from infinistore.core.index import Index, first_keys
@@ -43,6 +44,8 @@ from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.prepared import Written
+from infinistore.core.retention import Retention
+from infinistore.core.singles import Singles
 from infinistore.core.space import EvictionCause
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
@@ -55,7 +58,7 @@ class StoreCore:
     `clock` returns seconds on a monotonic clock. `random` creates the ids of holds; the
     default is the operating system's generator. `growth` states how much the pool may
     grow; the default is not at all. `journal` is told what is committed and removed.
-    `buggify` is for simulations.
+    `buggify` is for simulations, `make_parts` for stores that share a pool.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StoreCore:
         growth: Growth | None = None,
         journal: Journal | None = None,
         buggify: Buggify | None = None,
+        make_parts: Callable[[Buggify | None], Parts] = parts,
     ) -> None:
         self.pool = pool
         self.limits = limits or CoreLimits()
@@ -76,47 +80,33 @@ class StoreCore:
         self.journal = journal
         self.clients: set[Client] = set()  # only `open_client` and `close_client` change it
         self._pins = pins = PinTable(pool.footprint)  # by leases, holds and hazards
-        make = parts(buggify)
+        self.retention = retention = Retention(pool, pins, self.limits, clock)
+        """What ends at a time, and what is protected from eviction."""
+        make = make_parts(buggify)
         self._retired = retired = make.retired(pool, pins)
-        self._removals = removals = make.removals(pool, retired, journal)
+        self._removals = removals = make.removals(pool, retired, retention, journal)
         self._space = space = make.space(
-            pool, pins, retired, removals, watermarks=watermarks or Watermarks(), growth=self.growth
+            pool, pins, retired, removals, retention, watermarks=watermarks or Watermarks(), growth=self.growth
         )
         self._holds = holds = Holds(
             pool, pins, retired, self.limits, clock=clock, random=random or random_module.SystemRandom()
         )
         self._hazard_pins = hazard_pins = HazardPins(pins, retired)
         retired.scan_hazards, retired.unread_hazards = hazard_pins.scan, hazard_pins.unread
-        writes = make.writes(
-            pool,
-            self.limits,
-            space=space,
-            removals=removals,
-            retired=retired,
-            holds=holds,
-            hazard_pins=hazard_pins,
-            journal=journal,
-        )
+        others = {"retired": retired, "holds": holds, "hazard_pins": hazard_pins, "journal": journal}
+        writes = make.writes(pool, self.limits, space=space, removals=removals, retention=retention, **others)
         self._committed, self._writes = writes.committed, writes
-        self._reads = make.reads(
-            pool,
-            self.limits,
-            self._committed,
-            pins=pins,
-            retired=retired,
-            holds=holds,
-            hazard_pins=hazard_pins,
-            journal=journal,
-        )
+        retention.look = self._committed.up_to_date
+        self._reads = make.reads(pool, self.limits, self._committed, pins=pins, **others)
+        parts_of_pool = PoolParts(pool, self._committed, pins, retired, removals, retention, holds, self._reads)
+        self.hand_over = HandOver(parts_of_pool, self.open_client)
+        self.singles = Singles(parts_of_pool, writes, space, hazard_pins)
 
     @property
     def index(self) -> Index:
-        """The index, after everything written so far has been committed.
-
-        An operation takes it once, before anything else: between two reads others may
-        have written, and what the first read found may be gone. Most operations call
-        `up_to_date` directly, which saves a call.
-        """
+        """The index, after everything written so far has been committed. An operation
+        takes it once, before anything else: others may write between two reads. Most
+        operations call `up_to_date` directly, which saves a call."""
         return self._committed.up_to_date()
 
     # Clients
@@ -129,10 +119,8 @@ class StoreCore:
         return client
 
     def close_client(self, client: Client) -> None:
-        """Abort the client's reservations, release its leases, forget it; idempotent.
-
-        The caller promises that nobody reads or writes the client's space any more.
-        """
+        """Abort its reservations, release its leases, forget it; idempotent. The caller
+        promises that nobody reads or writes the client's space any more."""
         if client.state == "closed":
             return
         self.commit_written()
@@ -230,6 +218,7 @@ class StoreCore:
         *,
         replace: bool = True,
         free: bool = True,
+        ttl_s: float = 0,
     ) -> list[int]:
         """Name the blocks of a reservation, one key each, and make all of them visible.
 
@@ -238,13 +227,15 @@ class StoreCore:
         space of its new block is freed. Returns the positions of the keys that were
         kept; the same again if the reservation is already committed.
 
+        With `ttl_s`, the keys end after so many seconds, as if deleted.
+
         With `free=False` the caller calls `free_replaced` after it has sent the answer:
         freeing the replaced blocks takes a third of the time.
 
         ValueError, and the reservation stays open: not one key (and checksum) per
         block, or a key twice. UnknownReservation: it was aborted.
         """
-        skipped = self._writes.commit(reservation, keys, checksums, replace=replace)
+        skipped = self._writes.commit(reservation, keys, checksums, replace=replace, ttl_s=ttl_s)
         if free:
             self._retired.tidy()
         return skipped
@@ -360,6 +351,11 @@ class StoreCore:
         """Remove all keys, or the coldest `max_keys`; return how many. 1 us per key."""
         return self._removals.purge(self._committed.up_to_date(), max_keys)
 
+    def purge_in_slices(self) -> Iterator[int]:
+        """Remove the keys that are there now, 4,096 at a time; yield how many. New
+        keys stay."""
+        return self._removals.purge_in_slices(self._committed.up_to_date)
+
     def evict(self, low: float, high: float, cause: EvictionCause = "manual", *, max_blocks: int | None = None) -> int:
         """Evict down to `low` of the capacity if more than `high` is used.
 
@@ -406,10 +402,8 @@ class StoreCore:
         return list(self.index)
 
     def sample(self, limit: int) -> list[tuple[str, int]]:
-        """Return up to `limit` keys with the lengths of their blocks: all, or a sample.
-
-        The sample is random. It takes 0.3 us per key, and a few milliseconds at most.
-        """
+        """Return up to `limit` keys with the lengths of their blocks: all, or a random
+        sample. It takes 0.3 us per key, and a few milliseconds at most."""
         return self._reads.sample(limit)
 
     def verify(self, key: str) -> bool:
@@ -443,6 +437,9 @@ class StoreCore:
             puts=writes.puts,
             put_bytes=writes.put_bytes,
             hit_bytes=reads.hit_bytes,
+            protected_keys=self.retention.protected_keys,
+            protected_bytes=self.retention.protected_bytes,
+            expired=self._removals.expired,
             deleted=self._removals.deleted,
             checksum_drops=self._removals.checksum_drops,
             evicted=EvictionStatistics(**self._space.evicted),

@@ -24,6 +24,7 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.prepared import Prepared, Written
 from infinistore.core.removals import Removals
+from infinistore.core.retention import Retention
 from infinistore.core.retired import HAZARDS_PER_BLOCK, Retired
 from infinistore.core.space import Space
 from infinistore.errors import UnknownReservation
@@ -43,12 +44,13 @@ class Writes:
         space: Space,
         removals: Removals,
         retired: Retired,
+        retention: Retention,
         holds: Holds,
         hazard_pins: HazardPins,
         journal: Journal | None,
     ) -> None:
         self._prepared = Prepared()
-        self.committed = CommittedIndex(self._prepared, self._commit_written)
+        self.committed = CommittedIndex(self._prepared, self._commit_written, retention, removals.expire)
         """The index of the store. It is made here, because to reach it is to commit
         what has been written."""
         self.puts = 0
@@ -60,6 +62,7 @@ class Writes:
         self._space = space
         self._removals = removals
         self._retired = retired
+        self._retention = retention
         self._holds = holds
         self._hazard_pins = hazard_pins
         self._journal = journal
@@ -71,25 +74,31 @@ class Writes:
         if self._hazard_pins.clients:
             self._hazard_pins.scan_in_turns(client, HAZARDS_PER_BLOCK)
         self._holds.expire()
-        footprint_bytes = self._check(client, sizes)
+        footprint_bytes = self.check(client, sizes)
         return self._open(client, self._space.reserve(index, sizes, footprint_bytes), footprint_bytes)
 
     def reserve_spare(self, client: Client, sizes: Sequence[int]) -> Reservation | None:
         """Take space for one batch that may come, if there is plenty."""
         client.check_open()
-        footprint_bytes = self._check(client, sizes)
+        footprint_bytes = self.check(client, sizes)
         extents = self._space.reserve_spare(sizes, footprint_bytes)
         return None if extents is None else self._open(client, extents, footprint_bytes)
 
     def commit(
-        self, reservation: Reservation, keys: Sequence[str], checksums: Sequence[int] | None, *, replace: bool
+        self,
+        reservation: Reservation,
+        keys: Sequence[str],
+        checksums: Sequence[int] | None,
+        *,
+        replace: bool,
+        ttl_s: float = 0,
     ) -> list[int]:
         """Make a batch visible; the space of replaced blocks is for `Retired.tidy` to
         free."""
         index = self.committed.up_to_date()
         if reservation.state != "committed":
             self._check_names(reservation, keys, None if checksums is None else len(checksums))
-            self._commit(index, reservation, keys, checksums, replace=replace)
+            self._commit(index, reservation, keys, checksums, replace=replace, ttl_s=ttl_s)
         return reservation.skipped
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
@@ -114,7 +123,7 @@ class Writes:
             self._close(reservation, "aborted")
             self._pool.free(reservation.extents)
 
-    def _check(self, client: Client, sizes: Sequence[int]) -> int:
+    def check(self, client: Client, sizes: Sequence[int]) -> int:
         """Check a batch that is to be reserved against the limits; return its footprint
         in bytes."""
         self._limits.check_batch(len(sizes))
@@ -155,6 +164,7 @@ class Writes:
         checksums: Sequence[int] | None,
         *,
         replace: bool,
+        ttl_s: float = 0,
     ) -> None:
         entries = reservation.entries(checksums)
         if replace:
@@ -165,9 +175,17 @@ class Writes:
             keys, entries = self._insert_missing(index, reservation, keys, entries)
         self._retired.note_stored(entries)
         self._close(reservation, "committed")
+        if ttl_s and entries:
+            self._retention.end_in(keys, ttl_s)
+            if self._journal is not None:
+                self._journal.append("delete", keys, ())  # what ends is in memory only, and so is its key
+        self.count(reservation.client, keys, entries)
+
+    def count(self, client: Client, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Count blocks that were committed, and tell the journal."""
         if self._journal is not None and entries:
             self._journal.append("put", keys, entries)
-        if reservation.client.counted:
+        if client.counted:
             self.puts += len(entries)
             self.put_bytes += sum(map(length_of, entries))
 

@@ -28,10 +28,13 @@ class Block:
     footprint: int
     leases: int = 0
     holds: int = 0
+    protected: bool = False
+    end: float = float("inf")
+    """When its key ends."""
 
     @property
     def pinned(self) -> bool:
-        return self.leases + self.holds > 0
+        return self.leases + self.holds + self.protected > 0
 
 
 @attrs.define
@@ -54,6 +57,8 @@ class ReferenceStore:
     """Blocks that lost their key while pinned."""
     reserved: int = 0
     """Bytes that unfinished writes take."""
+    most_protected: float = 0.0
+    """The part of the capacity that protected keys may take."""
     draining: bool = False
 
     # What follows from the state
@@ -69,6 +74,10 @@ class ReferenceStore:
     @property
     def held(self) -> int:
         return sum(block.footprint for block in [*self.blocks.values(), *self.condemned] if block.holds)
+
+    @property
+    def protected(self) -> int:
+        return sum(block.footprint for block in self.blocks.values() if block.protected)
 
     def footprints(self, sizes: Sequence[int]) -> int:
         return sum(self.footprint(size) for size in sizes)
@@ -132,10 +141,16 @@ class ReferenceStore:
     def commit(self, room: int, items: Sequence[tuple[str, bytes]], *, replace: bool = True) -> list[str]:
         self.reserved -= room
         skipped = [key for key, _ in items if key in self.blocks and not replace]
+        moved: list[Block] = []
         for key, data in items:
             if key not in skipped:
+                protected = key in self.blocks and self.blocks[key].protected
                 self.unlink(key)
                 self.blocks[key] = Block(data, self.footprint(len(data)))
+                if protected:
+                    moved.append(self.blocks[key])
+        for block in moved:
+            block.protected = self.protected + block.footprint <= int(self.most_protected * self.capacity)
         self.touch([key for key, _ in items])
         return skipped
 
@@ -160,6 +175,29 @@ class ReferenceStore:
         """To be called after pins were taken away: room returns with the last one."""
         self.condemned = [block for block in self.condemned if block.pinned]
 
+    # How long keys stay
+
+    def protect(self, keys: Sequence[str]) -> list[bool]:
+        """Protect those that are there; NoRoom if that is too much."""
+        fresh = {key for key in keys if key in self.blocks and not self.blocks[key].protected}
+        more = sum(self.blocks[key].footprint for key in fresh)
+        if fresh and self.protected + more > int(self.most_protected * self.capacity):
+            raise NoRoom
+        for key in fresh:
+            self.blocks[key].protected = True
+        return self.exists(keys)
+
+    def unprotect(self, keys: Sequence[str]) -> list[bool]:
+        were = [key in self.blocks and self.blocks[key].protected for key in keys]
+        for key in keys:
+            if key in self.blocks:
+                self.blocks[key].protected = False
+        return were
+
+    def expire(self, now: float) -> int:
+        """Remove the keys whose time is over; return how many."""
+        return self.delete([key for key, block in self.blocks.items() if block.end <= now])
+
     # Order and room
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -169,6 +207,8 @@ class ReferenceStore:
 
     def unlink(self, key: str) -> bool:
         block = self.blocks.pop(key, None)
+        if block is not None:
+            block.protected = False
         if block is not None and block.pinned:
             self.condemned.append(block)
         return block is not None

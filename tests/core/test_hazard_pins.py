@@ -468,6 +468,7 @@ REMOVALS: dict[str, Callable[[StoreCore, Client], object]] = {
     "delete": lambda core, _: core.delete(["00", "gone", "01"]),
     "purge": lambda core, _: core.purge(),
     "purge some": lambda core, _: core.purge(3),
+    "purge in slices": lambda core, _: list(core.purge_in_slices()),
     "on demand": evict_on_demand,
     "fragmentation": evict_for_larger_pieces,
     "periodic": lambda core, _: core.evict(0.5, 0.5, "periodic"),

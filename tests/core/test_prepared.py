@@ -95,6 +95,7 @@ LOOK_UPS: dict[str, tuple[Callable[[StoreCore, Client], object], object]] = {
     "lease": (lambda core, client: get(core, client, "k"), [b"value"]),
     "delete": (lambda core, client: core.delete(["k"]), 1),
     "purge": (lambda core, client: core.purge(), 1),
+    "purge_in_slices": (lambda core, client: list(core.purge_in_slices()), [1]),
     "evict": (lambda core, client: core.evict(0, 0), 1),
     "keys": (lambda core, client: core.keys(), ["k"]),
     "all_keys": (lambda core, client: core.all_keys(), ["k"]),

@@ -643,6 +643,13 @@ def test_purge_takes_all_or_the_coldest(make_core: MakeCore) -> None:
     assert core.pool.used_bytes == 0
 
 
+def test_a_purge_in_slices_removes_a_bounded_number_at_once(make_core: MakeCore) -> None:
+    core = make_core(8193 * 64, limits=CoreLimits(max_batch_keys=8193))
+    put(core, core.open_client("a"), blocks(*map(str, range(8193))))
+    assert list(core.purge_in_slices()) == [4096, 4096, 1]
+    assert core.pool.used_bytes == 0
+
+
 def test_keys_come_in_code_point_order_page_by_page(make_core: MakeCore) -> None:
     core = make_core()
     put(core, core.open_client("a"), blocks("b/2", "b/10", "a", "ü", "b/1"))

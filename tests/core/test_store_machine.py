@@ -14,6 +14,7 @@ was told that its block has lost its key.
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -35,7 +36,7 @@ from hypothesis.stateful import (
 
 from infinistore.allocators import Extent
 from infinistore.core import Client, CoreLimits, Journal, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
-from infinistore.core.entry import Entry
+from infinistore.core.entry import NO_CHECKSUM, Entry
 from infinistore.core.journal import JournalItem
 from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import (
@@ -52,7 +53,14 @@ from tests.core.test_journal import replay
 ARENA_BYTES = 4096  # one page: 64 units
 KEYS = [f"prefix/{i}" for i in range(14)] + ["a", "ключ", "鍵/1"]
 SIZES = [1, 63, 64, 65, 128, 200, 320, 640]
-LIMITS = CoreLimits(max_value_bytes=3000, max_batch_keys=8, max_pinned_ratio=0.4, max_hold_s=10, max_held_ratio=0.25)
+LIMITS = CoreLimits(
+    max_value_bytes=3000,
+    max_batch_keys=8,
+    max_pinned_ratio=0.4,
+    max_hold_s=10,
+    max_held_ratio=0.25,
+    max_protected_ratio=0.2,
+)
 
 READERS = (1, 3)
 """The slots of clients that read by themselves, too."""
@@ -151,11 +159,14 @@ THEN: list[tuple[str, list[Any]]] = [
     ("purge", [2]),
     ("put", [1, {KEYS[0]: 64, KEYS[2]: 128}, True]),
     ("put", [1, {KEYS[0]: 64, KEYS[2]: 128}, False]),
+    ("put_single", [1, KEYS[0], 64, True, True]),
+    ("put_single", [1, KEYS[0], 64, True, False]),
+    ("get_single", [1, KEYS[0], True]),
     ("reserve", [0, [640]]),
     ("reserve_and_prepare", [1, {KEYS[0]: 64, KEYS[1]: 1}]),
     ("statistics_agree", []),
 ]
-"""What may come first after something was written."""
+"""What may come first after something was written, or has ended."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -186,6 +197,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.core.on_removal = self.pool.told
         self.core.add_arena(create_arena(0, ARENA_BYTES))
         self.model = ReferenceStore(ARENA_BYTES, self.pool.allocator.footprint, *watermarks, EXTRA_STEPS)
+        self.model.most_protected = LIMITS.max_protected_ratio
         self.written = 0
         self.preparing: list[ReservationState] = []
         self.checksums: dict[Block, int] = {}
@@ -197,7 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.open_client(slot)
         self.open_holds: dict[int, tuple[float, list[Block]]] = {}
         self.counts = dict.fromkeys(
-            ["hits", "misses", "puts", "put_bytes", "hit_bytes", "deleted", "checksum_drops"], 0
+            ["hits", "misses", "puts", "put_bytes", "hit_bytes", "deleted", "checksum_drops", "expired"], 0
         )
         self.evicted = 0
 
@@ -257,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
         if client.state == "open":
             self.model_expire()
         error = self.reserve_error(client, sizes)
-        fragmented = self.core._space.evicted["fragmentation"]
+        fragmented = self.fragmented()
         if error is not None:
             self.expect(error, self.core.reserve, client.real, sizes)
             return multiple()
@@ -294,15 +306,23 @@ class StoreMachine(RuleBasedStateMachine):
         duplicate=st.sampled_from([False, False, False, True]),
         hashed=st.booleans(),
         replace=st.booleans(),
+        ttl_s=st.sampled_from([0, 0, 0.5, 3.0]),
     )
     def commit(  # noqa: PLR0917
-        self, reservation: ReservationState, keys: list[str], more: int, duplicate: bool, hashed: bool, replace: bool
+        self,
+        reservation: ReservationState,
+        keys: list[str],
+        more: int,
+        duplicate: bool,
+        hashed: bool,
+        replace: bool,
+        ttl_s: float = 0,
     ) -> None:
         keys = keys[: max(0, len(reservation.contents) + more)]
         if duplicate and len(keys) > 1:
             keys[-1] = keys[0]
         checksums = [xxhash.xxh3_64_intdigest(content) for content in reservation.contents] if hashed else None
-        commit = self.core.commit
+        commit = partial(self.core.commit, ttl_s=ttl_s)
         if reservation.state == "committed":
             assert commit(reservation.real, keys, checksums, replace=replace) == reservation.skipped
         elif reservation.state == "aborted":
@@ -310,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif not self.can_be_named(reservation, keys):
             self.expect(ValueError, commit, reservation.real, keys, checksums, replace=replace)
         else:
-            self.model_commit(reservation, keys, replace=replace)
+            self.model_commit(reservation, keys, replace=replace, ttl_s=ttl_s)
             assert commit(reservation.real, keys, checksums, replace=replace) == reservation.skipped
 
     @rule(
@@ -375,12 +395,71 @@ class StoreMachine(RuleBasedStateMachine):
         slot=slots,
         pairs=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(SIZES), min_size=1, max_size=8),
         replace=st.booleans(),
+        ttl_s=st.sampled_from([0, 0, 0.25, 0.5, 3.0]),
     )
-    def put(self, slot: int, pairs: dict[str, int], replace: bool) -> None:
+    def put(self, slot: int, pairs: dict[str, int], replace: bool, ttl_s: float = 0) -> None:
         """A reservation that is committed at once: what most are."""
         reservation = self.reserve(slot, list(pairs.values()))
         if isinstance(reservation, ReservationState):
-            self.commit(reservation, list(pairs), 0, False, hashed=True, replace=replace)
+            self.commit(reservation, list(pairs), 0, False, hashed=True, replace=replace, ttl_s=ttl_s)
+
+    @rule(
+        slot=slots,
+        key=st.sampled_from(KEYS),
+        size=st.sampled_from([*SIZES, 0, 2000, 3000, 3001]),
+        hashed=st.booleans(),
+        replace=st.booleans(),
+    )
+    def put_single(self, slot: int, key: str, size: int, hashed: bool, replace: bool) -> None:
+        """What has come whole is written in one step."""
+        client, content = self.clients[slot], self.unique_bytes(size)
+        checksum = xxhash.xxh3_64_intdigest(content) if hashed else NO_CHECKSUM
+        write = partial(self.core.singles.write, client.real, key, memoryview(content), checksum, replace=replace)
+        if client.state == "open":
+            self.model_expire()
+        error = self.reserve_error(client, [size])
+        if error is not None:
+            self.expect(error, write)
+            return
+        fragmented = self.fragmented()
+        try:
+            room = self.model.reserve([size])
+        except NoRoom:
+            self.expect(OutOfMemory, write)
+            return
+        try:
+            stored = write()
+        except OutOfMemory:
+            assert self.pool.allocate([size]) is None
+            self.model.abort(room)
+            self.model_fragmentation(fragmented)
+            return
+        self.model_fragmentation(fragmented)
+        self.core.free_replaced()
+        skipped = self.model.commit(room, [(key, content)], replace=replace)
+        assert stored == (not skipped)
+        self.counts["puts"] += stored
+        self.counts["put_bytes"] += size * stored
+
+    @rule(
+        slot=slots,
+        key=st.sampled_from(KEYS),
+        ttl_s=st.sampled_from([0, 0.25, 0.5]),
+        protected=st.booleans(),
+        seconds=st.sampled_from([0, 0.25]),
+        then=st.sampled_from(["get", "put", "put_missing"]),
+    )
+    def single_of_what_ends_or_is_protected(  # noqa: PLR0917
+        self, slot: int, key: str, ttl_s: float, protected: bool, seconds: float, then: str
+    ) -> None:
+        self.put(slot, {key: 64}, True, ttl_s)
+        if protected:
+            self.protect([key])
+        self.let_time_pass(seconds)
+        if then == "get":
+            self.get_single(slot, key, used=True)
+        else:
+            self.put_single(slot, key, 128, True, then == "put")
 
     @rule(slot=slots, first=st.integers(0, len(KEYS) - 8), size=st.sampled_from(SIZES))
     def put_run(self, slot: int, first: int, size: int) -> None:
@@ -431,6 +510,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.counts["hit_bytes"] += sum(map(len, present))
         self.counts["misses"] += len(blocks) - len(present)
         return lease
+
+    @rule(slot=slots, key=st.sampled_from(KEYS), used=st.booleans())
+    def get_single(self, slot: int, key: str, used: bool) -> None:
+        """What is copied at once is not pinned, and does not count against a share."""
+        client, singles = self.clients[slot], self.core.singles
+        if client.state != "open":
+            self.expect(ValueError, singles.find, client.real, key)
+            return
+        entry, block = singles.find(client.real, key), self.model.blocks.get(key)
+        assert (None if entry is None else bytes(self.pool.view(entry))) == (None if block is None else block.data)
+        if used:
+            singles.use(client.real, key, entry)
+            self.model.find([key])
+            self.counts["hits"] += block is not None
+            self.counts["hit_bytes"] += 0 if block is None else len(block.data)
+            self.counts["misses"] += block is None
 
     @rule(lease=consumes(leases) | leases)
     def release(self, lease: LeaseState) -> None:
@@ -518,6 +613,40 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.25, 0.5, 2.5, 10.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.now += seconds
+        self.counts["expired"] += self.model.expire(self.now)
+
+    # How long keys stay
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 2.5]), then=st.sampled_from(THEN))
+    def let_time_pass_before_anything_looks(self, seconds: float, then: tuple[str, list[Any]]) -> None:
+        self.let_time_pass(seconds)
+        name, arguments = then
+        getattr(self, name)(*arguments)
+
+    @rule(keys=some_keys)
+    def protect(self, keys: list[str]) -> None:
+        try:
+            expected = self.model.protect(keys)
+        except NoRoom:
+            self.expect(LimitExceeded, self.core.retention.protect, keys)
+        else:
+            assert list(map(bool, self.core.retention.protect(keys))) == expected
+
+    @rule(keys=some_keys)
+    def unprotect(self, keys: list[str]) -> None:
+        expected = self.model.unprotect(keys)
+        assert list(map(bool, self.core.retention.unprotect(keys))) == expected
+
+    @rule(keys=some_keys)
+    def times_left(self, keys: list[str]) -> None:
+        ends = [self.model.blocks[key].end if key in self.model.blocks else self.now for key in keys]
+        expected = [None if end == float("inf") else end - self.now for end in ends]
+        assert self.core.retention.times_left(keys) == expected
+
+    @rule(keys=some_keys)
+    def evict_keys(self, keys: list[str]) -> None:
+        present = {key for key in keys if key in self.model.blocks and not self.model.blocks[key].protected}
+        assert self.core.evict_keys(keys) == self.model.delete(list(present))
 
     @rule()
     def expire_holds(self) -> None:
@@ -638,6 +767,8 @@ class StoreMachine(RuleBasedStateMachine):
             "reserved_bytes": model.reserved,
             "pinned_bytes": model.pinned,
             "held_bytes": model.held,
+            "protected_bytes": model.protected,
+            "protected_keys": sum(block.protected for block in model.blocks.values()),
             "condemned_bytes": sum(block.footprint for block in model.condemned),
             "quarantined_bytes": sum(client.pinned for client in quarantined),
             "keys": len(model.blocks),
@@ -669,9 +800,14 @@ class StoreMachine(RuleBasedStateMachine):
         fits = len(keys) == len(reservation.contents) and len(set(keys)) == len(keys)
         return fits and reservation.client.state == "open" and reservation.names is None
 
-    def model_commit(self, reservation: ReservationState, keys: list[str], *, replace: bool) -> None:
+    def fragmented(self) -> int:
+        return self.core._space.evicted["fragmentation"]
+
+    def model_commit(self, reservation: ReservationState, keys: list[str], *, replace: bool, ttl_s: float = 0) -> None:
         items = list(zip(keys, reservation.contents, strict=True))
         skipped = self.model.commit(reservation.room, items, replace=replace)
+        for key in set(keys).difference(skipped) if ttl_s else ():
+            self.model.blocks[key].end = self.now + ttl_s
         reservation.state = "committed"
         reservation.client.reserved -= reservation.room
         reservation.skipped = [keys.index(key) for key in skipped]

@@ -1,0 +1,205 @@
+"""How long keys stay: at what moment they end, and what protects them from eviction.
+
+The state machine (`test_store_machine.py`) compares sequences of calls with the model.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from infinistore.core import CoreLimits, Journal, StoreCore
+from infinistore.errors import LimitExceeded, OutOfMemory
+from tests.core.conftest import FakeClock
+from tests.core.test_journal import told
+from tests.core.test_store import MakeCore, blocks, get, put
+
+
+def put_for(core: StoreCore, ttl_s: float, values: dict[str, bytes]) -> None:
+    client = core.open_client("for a while")
+    reservation = core.reserve(client, list(map(len, values.values())))
+    for view, value in zip(reservation.views, values.values(), strict=True):
+        view[:] = value
+    core.commit(reservation, list(values), None, ttl_s=ttl_s)
+    core.close_client(client)
+
+
+LOOKS: dict[str, Callable[[StoreCore], object]] = {
+    "exists": lambda core: core.exists(["k"]) == b"\0",
+    "lease": lambda core: core.lease(core.open_client("reader"), ["k"]).pinned == [],
+    "find": lambda core: core.singles.find(core.open_client("reader"), "k") is None,
+    "match_prefix": lambda core: core.match_prefix(["k"]) == 0,
+    "hold_prefix": lambda core: core.hold_prefix(core.open_client("reader"), ["k"], 1.0) == (0, 0),
+    "keys": lambda core: core.keys() == [],
+    "all_keys": lambda core: core.all_keys() == [],
+    "len": lambda core: len(core) == 0,
+    "sample": lambda core: core.sample(10) == [],
+    "delete": lambda core: core.delete(["k"]) == 0,
+    "purge": lambda core: core.purge() == 0,
+    "evict_keys": lambda core: core.evict_keys(["k"]) == 0,
+    "protect": lambda core: core.retention.protect(["k"]) == b"\0",
+    "times_left": lambda core: core.retention.times_left(["k"]) == [0.0],
+    "statistics": lambda core: core.statistics().keys == 0,
+    "export": lambda core: core.hand_over.export("i", []).keys == [],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_key_is_missing_from_the_moment_its_time_is_over(make_core: MakeCore, clock: FakeClock, look: str) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    clock.now += 5.0
+    assert LOOKS[look](core)
+    assert core.statistics().expired == 1
+    assert core.statistics().used_bytes == 0
+
+
+def test_a_key_is_there_until_its_time_is_over(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    clock.now += 4.5
+    assert core.exists(["k"]) == b"\1"
+    assert core.retention.times_left(["k", "missing"]) == [0.5, 0.0]
+
+
+def test_what_has_ended_makes_room_before_anything_is_evicted(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    client = core.open_client("a")
+    put(core, client, {"old": b"o" * 2048})
+    put_for(core, 5.0, {"k": b"k" * 2048})
+    clock.now += 5.0
+    put(core, client, {"new": b"n" * 2048})
+    assert core.exists(["old", "k", "new"]) == b"\1\0\1"
+    assert core.statistics().evicted.on_demand == 0
+
+
+def test_a_lease_outlives_its_key(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    lease = core.lease(core.open_client("reader"), ["k"])
+    (view,) = lease.views
+    assert view is not None
+    before = bytes(view)
+    clock.now += 5.0
+    assert core.exists(["k"]) == b"\0"
+    assert core.statistics().condemned_bytes == core.statistics().used_bytes > 0
+    assert view == before
+    core.release(lease)
+    assert core.statistics().used_bytes == 0
+
+
+def test_a_put_begins_a_new_time_and_one_without_ends_it(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("a", "b", "c"))
+    clock.now += 4.0
+    put_for(core, 5.0, blocks("a"))
+    put(core, core.open_client("x"), blocks("b"))
+    put(core, core.open_client("y"), blocks("c"), replace=False)
+    assert core.retention.times_left(["a", "b", "c"]) == [5.0, None, 1.0]
+    clock.now += 4.0
+    assert core.exists(["a", "b", "c"]) == b"\1\1\0"
+
+
+def test_a_key_put_again_after_its_time_is_not_ended_by_the_old_one(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    core.delete(["k"])
+    put(core, core.open_client("a"), blocks("k"))
+    clock.now += 5.0
+    assert core.exists(["k"]) == b"\1"
+
+
+def test_keys_that_are_gone_are_forgotten(make_core: MakeCore) -> None:
+    core = make_core()
+    for number in range(20_000):
+        put_for(core, 1e6, {f"k{number}": b"x" * 1024})
+    assert len(core) == 4
+    assert len(core.retention.ends) < 2000
+
+
+def test_removals_that_fail_are_tried_again(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    clock.now += 5.0
+
+    def fail(entries: object) -> None:
+        raise OSError("no table")
+
+    core.on_removal = fail
+    with pytest.raises(OSError, match="no table"):
+        core.exists(["k"])
+    core.on_removal = None
+    assert core.exists(["k"]) == b"\0"
+
+
+def test_the_journal_tells_that_a_key_is_gone_before_and_after(make_core: MakeCore, clock: FakeClock) -> None:
+    journal = Journal()
+    core = make_core(journal=journal)
+    put_for(core, 5.0, blocks("k"))
+    clock.now += 5.0
+    core.catch_up()
+    assert told(journal) == [("delete", ["k"]), ("put", ["k"]), ("delete", ["k"])]
+
+
+# Pins
+
+
+def test_a_protected_key_is_not_evicted(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
+    client = core.open_client("a")
+    put(core, client, {"kept": b"k" * 1024})
+    assert core.retention.protect(["kept", "missing"]) == b"\1\0"
+    for number in range(20):
+        put(core, client, {f"{number}": b"x" * 1024})
+    assert get(core, client, "kept") == [b"k" * 1024]
+    assert core.evict(0.0, 0.0) == 3
+    assert core.keys() == ["kept"]
+    assert core.retention.unprotect(["kept", "missing"]) == b"\1\0"
+    assert core.evict(0.0, 0.0) == 1
+
+
+def test_pins_over_the_bound_are_refused_and_change_nothing(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
+    client = core.open_client("a")
+    put(core, client, {"a": b"a" * 512, "b": b"b" * 512, "c": b"c" * 512})
+    assert core.retention.protect(["a"]) == b"\1"
+    with pytest.raises(LimitExceeded, match=r"1\.5 KiB.*max_protected_ratio=0\.25 allows 1 KiB.*unpin other keys"):
+        core.retention.protect(["b", "c"])
+    assert core.statistics().protected_keys == 1
+    assert core.retention.protect(["a", "b", "b"]) == b"\1\1\1"
+    assert core.statistics().protected_bytes == core.statistics().pinned_bytes == 1024
+
+
+def test_a_protected_key_that_is_put_again_stays_so_within_the_bound(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
+    client = core.open_client("a")
+    put(core, client, {"k": b"a" * 512})
+    core.retention.protect(["k"])
+    put(core, client, {"k": b"b" * 1024})
+    assert core.statistics().protected_bytes == 1024
+    put(core, client, {"k": b"c" * 1025})
+    assert core.statistics().protected_keys == core.statistics().pinned_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["delete", "purge", "end"])
+def test_a_protected_key_that_is_gone_leaves_nothing(make_core: MakeCore, clock: FakeClock, how: str) -> None:
+    core = make_core()
+    put_for(core, 5.0, blocks("k"))
+    core.retention.protect(["k"])
+    if how == "end":
+        clock.now += 5.0
+    else:
+        assert (core.delete(["k"]) if how == "delete" else core.purge()) == 1
+    statistics = core.statistics()
+    assert (statistics.protected_keys, statistics.protected_bytes, statistics.used_bytes) == (0, 0, 0)
+    put(core, core.open_client("a"), blocks("k"))
+    assert core.statistics().protected_keys == 0
+
+
+def test_a_put_that_does_not_fit_beside_protected_keys_is_refused(make_core: MakeCore) -> None:
+    core = make_core(limits=CoreLimits(max_protected_ratio=0.5))
+    client = core.open_client("a")
+    put(core, client, {"k": b"k" * 2048})
+    core.retention.protect(["k"])
+    with pytest.raises(OutOfMemory):
+        core.reserve(client, [2112])
+    core.abort(core.reserve(client, [2048]))
