@@ -1,8 +1,9 @@
 """Deletions: tombstones, and who waits until they are durable.
 
-What a crash could bring back needs a tombstone on the disk that could do so. Tombstones
-go to a disk before any block that was put after them. So while some wait there, no
-block is appended (`blocked`).
+What a crash could bring back needs a tombstone on the disk that could do so: a key that
+was deleted, or an older block of one that another disk has. Tombstones go to a disk
+before any block that was put after them. So while some wait there, no block is appended
+(`blocked`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +54,14 @@ class Deletions:
             if lingering:
                 disk.volume.forget(lingering)
                 self._bury(disk, {key: [] for key in lingering})
+
+    def outdate(self, disk: Disk, keys: Sequence[str]) -> None:
+        """Let no other disk bring back older blocks of keys that are durable on this
+        one."""
+        for other in self._disks:
+            if other is not disk and not other.is_leaving:
+                lingering = [key for key, lingers in zip(keys, other.volume.lingers(keys), strict=True) if lingers]
+                self._bury(other, {key: [] for key in lingering})
 
     def wait(self, keys: Sequence[str], deadline: float) -> Wait:
         """Wait until the tombstones of these keys are durable that are not yet.

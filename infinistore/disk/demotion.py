@@ -8,7 +8,7 @@ disk finds its keys. What was put again or deleted meanwhile was forgotten by th
 Leaves to others: which blocks are due (`AdmissionQueue`), and deletion (`Deletions`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 from infinistore.core import NO_CHECKSUM, Client, StoreCore
@@ -25,6 +25,7 @@ from infinistore.disk.settings import (
     MOST_PINNED_BYTES,
     TierSettings,
 )
+from infinistore.disk.volume import Volume
 from infinistore.disk.writers import Group, Writer
 from infinistore.errors import LimitExceeded
 
@@ -56,6 +57,9 @@ class Demotion:
         """Blocks given up because no disk took them."""
         self.pinned_bytes = 0
         """What is leased to be written, by footprint."""
+        self.on_doubt: Callable[[Disk, Sequence[str]], object] | None = None
+        """Called with a disk and keys that are durable there, of which another disk may
+        have older blocks."""
         self._core = core
         self._client = client
         self._disks = disks
@@ -182,6 +186,8 @@ class Demotion:
         disk.written_blocks += len(group.keys)
         disk.written_bytes += group.bytes
         self._end(group)
+        if group.doubtful and self.on_doubt is not None:
+            self.on_doubt(disk, group.doubtful)
         self._flushes.written(disk, group.keys)
         return True
 
@@ -238,11 +244,14 @@ class Demotion:
 
     def _deal_by_disk(self, run: Run, in_turn: Writer, now: float) -> None:
         chosen = [in_turn.disk] * len(run.keys)
-        for disk in self._disks:
-            # What a disk that goes has does not count when it comes back.
-            for position, lingers in enumerate(() if disk.is_leaving else disk.volume.lingers(run.keys)):
-                if lingers:
-                    chosen[position] = disk
+        # What a disk that goes has does not count when it comes back.
+        staying = [disk for disk in self._disks if not disk.is_leaving]
+        # One that may have any key does not take a block from the one that has its key.
+        for lingers in (Volume.lingers, Volume.is_known):
+            for disk in staying:
+                for position, is_there in enumerate(lingers(disk.volume, run.keys)):
+                    if is_there:
+                        chosen[position] = disk
         for disk in dict.fromkeys(chosen):
             positions = [i for i, one in enumerate(chosen) if one is disk]
             keys = [run.keys[i] for i in positions]
@@ -299,6 +308,8 @@ class Demotion:
         found = self._disks.contains(keys)
         self._flushes.found(list(compress(keys, found)))
         untrusted = leased_in_quarantine(self._core.clients)
+        ending = self._core.retention.ending(keys)  # nothing on disk would end with them
+        untrusted.update(entry for key, entry in zip(keys, entries, strict=True) if key in ending)
         wanted = {
             key: entry
             for key, entry, now_there, on_disk in zip(keys, entries, current, found, strict=True)
@@ -317,7 +328,21 @@ class Demotion:
         keys, entries = [key for key, _ in kept], [wanted[key] for key, _ in kept]
         self._in_flight.update(kept)
         checksums = list(map(checksum_of, entries))
-        return Group(writer.disk, keys, entries, lease, attempts, checksums, [one == NO_CHECKSUM for one in checksums])
+        own_checksums = [one == NO_CHECKSUM for one in checksums]
+        doubtful = self._doubtful(writer.disk, keys)
+        return Group(writer.disk, keys, entries, lease, attempts, checksums, own_checksums, doubtful)
+
+    def _doubtful(self, disk: Disk, keys: Sequence[str]) -> list[str]:
+        """Return those of the keys that this disk is not known to have, and others may
+        bring back: they recovered when the keys were dealt, or use a segment again."""
+        elsewhere: set[str] = set()
+        for other in self._disks:
+            if other is not disk and not other.is_leaving:
+                elsewhere.update(compress(keys, other.volume.lingers(keys)))
+        if not elsewhere:
+            return []
+        known = disk.volume.is_known(keys)
+        return [key for key, is_known in zip(keys, known, strict=True) if key in elsewhere and not is_known]
 
     def _hash(self, writer: Writer, group: Group) -> None:
         """Have the blocks hashed that have no checksum, and then queue the batch."""

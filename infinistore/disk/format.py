@@ -45,6 +45,7 @@ __all__ = [
     "encode_superblock",
     "encode_table",
     "footer_bytes",
+    "is_unwritten",
     "is_whole",
     "peek_table",
     "table_bytes",
@@ -126,6 +127,13 @@ def encode_superblock(superblock: Superblock) -> bytes:
     """Return a copy of the superblock."""
     body = superblock.pack()
     return checked(Superblock.MAGIC, body + bytes(SUPERBLOCK_BYTES - LEAD.size - len(body)), 0)
+
+
+def is_unwritten(data: bytes) -> bool:
+    """Whether the file `disk` is that of a new one: empty, or zeros, which is what a
+    crash leaves of the first superblock.
+    """
+    return not any(data)
 
 
 def decode_superblocks(data: bytes, name: str = "the disk") -> Superblock:

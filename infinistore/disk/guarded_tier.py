@@ -62,6 +62,16 @@ class GuardedTier:
         if not self._failure:
             self._stop("this store was closed while a disk did not answer; open another one")
 
+    def abandon(self) -> None:
+        """Let go of the store for good: nobody uses it any more."""
+        self.stop()
+        self.core.close_client(self._holder)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is out."""
+        return not self._out
+
     def _stop(self, why: str, error: Exception | None = None) -> None:
         self._failure = why
         self._tier.stop(why, error)

@@ -96,6 +96,7 @@ class DiskTier:
         self._promotion = Promotion(core, self._reader, self._disks, self._commit, clock)
         self._promotion.on_promoted = self._promoted
         self._deletions = Deletions(self._disks)
+        self._demotion.on_doubt = self._deletions.outdate
         self._journal = JournalFollower(
             core,
             core.journal,
@@ -166,7 +167,8 @@ class DiskTier:
         jobs = []
         for disk in self._disks:
             if disk.health.state == "off":
-                disk.traffic.fail_waiting(errno.EIO)
+                disk.start_jobs()  # what a job that hung has led to ends, too
+                self._has_more |= disk.traffic.fail_waiting(errno.EIO)
             else:
                 self._has_more |= disk.step()  # what the work above began
                 disk.start_jobs()
@@ -316,10 +318,8 @@ class DiskTier:
         return Deletion(deleted, self._waits.add(self._deletions.wait(keys, deadline)))
 
     def purge(self, deadline: float) -> Wait:
-        """Forget everything on every disk, also what is being written.
-
-        Blocks in memory stay there: whoever purges them calls this first, waits, and
-        then purges memory. `unmet` counts disks that failed before it was durable.
+        """Forget everything on every disk, also what is being written; `Purging` does
+        so in memory, too. `unmet` counts disks that failed.
         """
         self._follow()
         wait = Wait(deadline, len(self._disks))

@@ -98,14 +98,16 @@ class Traffic:
         elif job in self.hung:
             self.hung.pop(job)(result)
 
-    def fail_waiting(self, code: int) -> None:
-        """End what has not been started, with this errno: the disk is given up."""
+    def fail_waiting(self, code: int) -> bool:
+        """End what has not been started, with this errno: the disk is given up. Return
+        whether there was anything."""
         waiting = [*self._waiting, *self._waiting_writes]
         self._waiting.clear()
         self._waiting_writes.clear()
         for task in waiting:
             self.reads -= task.is_before_writes
             task.ended(Result(task.job, code))
+        return bool(waiting)
 
     def next_deadline(self) -> float | None:
         """Return when `take` has something to do at the latest."""

@@ -334,20 +334,22 @@ class Volume:
     def lingers(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether a crash could bring it back without a tombstone.
 
-        That is so for keys that are there, that were forgotten, that are in a batch
-        under way, and that are in a batch that was lost. It may be so for any key while
-        the volume recovers or purges, a part of the disk cannot be read, or a segment
-        was given up, and no batch since is durable.
-        """
+        That is so for keys that are there, were forgotten, or are in a batch under way
+        or one that was lost. It may be so for any key while the volume recovers or
+        purges, a part of the disk cannot be read, or a segment was given up, and no
+        batch since is durable."""
         log = self._log
-        if self._unrestored or log.unread or self._purging or log.floor > log.durable_floor or not keys:
+        if self._unrestored or log.unread or self._purging or log.floor > log.durable_floor:
             return [True] * len(keys)
-        on_disk = (self._slots(keys) >= 0).tolist()
+        return self.is_known(keys)
+
+    def is_known(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether it lingers, and not only because any key may."""
+        on_disk = (self._slots(keys) >= 0).tolist() if keys and not self._unrestored else [False] * len(keys)
         return [there or self._batches.under_way(key) for there, key in zip(on_disk, keys, strict=True)]
 
     def drop(self, key: str, location: Location) -> bool:
-        """Forget a key whose block could not be read or verified, and return True, if
-        it is still at this location."""
+        """Forget a key whose block is damaged, if it is still here; return whether."""
         log = self._log
         segment = log.segments.get(location.segment)
         if segment is None or segment.incarnation != location.incarnation:

@@ -24,6 +24,8 @@ class Group:
     attempts: int
     checksums: list[int]
     own_checksums: list[bool]
+    doubtful: list[str] = attrs.field(factory=list)
+    """Keys of which another disk may have an older block, for all that is known."""
     token: int | None = None
     appended_at: float = 0.0
 

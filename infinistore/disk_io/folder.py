@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from infinistore.disk.format import COPIES, SUPERBLOCK_BYTES, Superblock
+from infinistore.disk.format import COPIES, SUPERBLOCK_BYTES, Superblock, is_unwritten
 from infinistore.disk_io.direct_io import PROBE, aligned_memory, direct_io_works
 from infinistore.errors import ConfigError
 from infinistore.forks import let_go_in_child
@@ -236,6 +236,15 @@ def _check_and_lock(path: Path, fd: int, kind: int) -> None:
         raise ConfigError(
             f"disk {path} is not a disk of InfiniStore: its {SUPERBLOCK} is no file; give an empty folder"
         )
+    lock(path, fd, kind)
+
+
+def lock(path: Path, fd: int, kind: int = fcntl.LOCK_EX) -> None:
+    """Lock an open file of a disk, or a folder there, with flock.
+
+    Raises:
+        ConfigError: another process, or this one, has it.
+    """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -246,7 +255,7 @@ def _check_and_lock(path: Path, fd: int, kind: int) -> None:
 
 def _superblock(fd: int) -> bytes:
     data = os.pread(fd, COPIES * SUPERBLOCK_BYTES, 0)
-    return data if any(data) else b""  # zeros: a crash lost the first one
+    return b"" if is_unwritten(data) else data
 
 
 def _check_superblock(path: Path, fd: int) -> None:

@@ -732,6 +732,26 @@ def test_what_is_being_written_to_a_disk_that_goes_is_written_to_another(make_ma
     assert machine.get("a") == [content("a")]
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_is_put_again_goes_to_the_disk_that_has_it_while_another_may_have_anything(
+    make_machine: MakeMachine, slow: int
+) -> None:
+    machine = make_machine(disks=2)
+    for name in NAMES:
+        machine.put_names(name)
+    machine.settle()
+    for disk in machine.disks:
+        disk.crash()
+    machine.stuck = lambda job: job.volume == slow
+    machine.start()
+    machine.settle()
+    there = [name for name, place in zip(NAMES, machine.tier.exists(NAMES), strict=True) if place]
+    assert len(there) == 4
+    machine.put(dict.fromkeys(there, b"newer"))
+    assert machine.flush(*there) == 0
+    assert [disk.written_blocks for disk in machine.tier.statistics().disks] == [4 * slow, 4 * (1 - slow)]
+
+
 def test_a_number_is_taken_once(machine: Machine) -> None:
     with pytest.raises(ValueError, match="disk 0"):
         machine.tier.add(machine.open_volume(SimulatedDisk(machine.random)))
@@ -881,6 +901,27 @@ def test_a_disk_that_is_gone_is_off_and_everything_on_it_a_miss(
     assert "ENODEV" in statistics.alarm
 
 
+def test_what_was_being_written_is_leased_no_more_when_its_disk_is_off(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.put_names("a")
+    assert machine.on_disk("a")
+    machine.put_names("b")
+    machine.stuck = lambda job: isinstance(job, Write)
+    machine.begin_writing()
+    (disk,) = machine.disks
+    with monkeypatch.context() as patch:
+        finish = disk.finish
+        patch.setattr(disk, "finish", lambda job: Result(finish(job).job, errno.ENODEV))
+        assert machine.get("a") == [None]
+    assert machine.tier.statistics().disks[0].state == "off"
+    assert machine.core.statistics().leases == 1
+    machine.stuck = lambda job: False  # the write succeeds, and is not flushed
+    machine.settle()
+    assert machine.core.statistics().leases == 0
+    assert machine.peek("b") == [content("b")]
+
+
 def test_a_full_disk_is_as_large_as_it_could_be(make_machine: MakeMachine) -> None:
     machine = make_machine(segments=8)
     machine.disks[0].free_bytes = 3 * 256 * 1024
@@ -998,3 +1039,27 @@ def test_whoever_drives_the_tier_is_told_of_work_and_sleeps_without(machine: Mac
     calls.clear()
     machine.tier.want(["warm"], machine.clock.now + 9)
     assert calls
+
+
+def test_an_older_block_does_not_return_when_both_disks_were_recovering_as_the_newer_one_was_put(
+    make_machine: MakeMachine,
+) -> None:
+    """Neither was known to have the key then, and only one gets the newer block."""
+    machine = make_machine(disks=2, segments=3)
+    for name in ("a", "b"):
+        machine.put_names(name)
+        machine.settle()
+    for disk in machine.disks:
+        disk.crash()
+    machine.start()
+    machine.put({"a": b"newer"})
+    machine.start_jobs()
+    machine.settle()
+    assert machine.on_disk("a")
+    machine.restart()
+    for number in range(40):  # "b" is on the disk that has the newer block, which is full at last
+        machine.put({"b": content(f"b {number}", SEGMENT_BYTES // 8)})
+        machine.flush("b")
+        machine.forget_memory()
+    assert machine.tier.statistics().disks[1].volume.recycled_segments > 3
+    assert machine.get("a") in ([None], [b"newer"])

@@ -30,7 +30,8 @@ def fill_disk(
     runner = ThreadRunner()
     runner.add(0, open_folder(path))
     volume = Volume.create(0, capacity_bytes=capacity_bytes, uuid=b"u" * 16, seed=7, segment_bytes=segment_bytes)
-    _drive(volume, runner, lambda: volume.state == "open" and volume.room() > 0)
+    driver = _Driver(volume, runner)
+    driver.drive(lambda: volume.state == "open" and volume.room() > 0)
     for batch in batches:
         views = memory_of(*batch.values())
         checksums = list(map(xxh3_64_intdigest, views))
@@ -40,26 +41,34 @@ def fill_disk(
             tokens.append(volume.append(keys, list(map(len, views)), checksums, views))
             return tokens[-1] is not None
 
-        _drive(volume, runner, partial(appended, list(batch), views, checksums, tokens))
+        driver.drive(partial(appended, list(batch), views, checksums, tokens))
         events: list[object] = []
-        _drive(volume, runner, partial(events.__contains__, Durable(tokens[-1] or 0)), events)
+        driver.drive(partial(events.__contains__, Durable(tokens[-1] or 0)), events)
     if clean:
         volume.close()
-        _drive(volume, runner, lambda: volume.state == "closed")
+        driver.drive(lambda: volume.state == "closed")
     assert runner.close(timeout_s=60)
 
 
-def _drive(volume: Volume, runner: ThreadRunner, until: Callable[[], bool], events: list[object] | None = None) -> None:
-    running = 0
-    while not until():
-        more = volume.step()
-        jobs = volume.jobs()
-        running += len(jobs)
-        runner.submit(jobs)
-        if events is not None:
-            events.extend(volume.events())
-        if running and not more:
-            select.select([runner.fd], [], [], 60)
-        for result in runner.take():
-            running -= 1
-            volume.done(result)
+class _Driver:
+    """Runs the jobs of a volume. Some may still run when `drive` returns."""
+
+    def __init__(self, volume: Volume, runner: ThreadRunner) -> None:
+        self._volume = volume
+        self._runner = runner
+        self._running = 0
+
+    def drive(self, until: Callable[[], bool], events: list[object] | None = None) -> None:
+        volume, runner = self._volume, self._runner
+        while not until():
+            more = volume.step()
+            jobs = volume.jobs()
+            self._running += len(jobs)
+            runner.submit(jobs)
+            if events is not None:
+                events.extend(volume.events())
+            if self._running and not more:
+                select.select([runner.fd], [], [], 60)
+            for result in runner.take():
+                self._running -= 1
+                volume.done(result)

@@ -1,0 +1,87 @@
+"""Purges of both tiers, while others write, read and evict."""
+
+from collections.abc import Callable
+
+import pytest
+
+from infinistore.disk.purging import Purging
+from infinistore.disk.settings import TierSettings
+from infinistore.errors import DeadlineExceeded
+from tests.disk.conftest import FOREVER, Machine, content
+
+MakeMachine = Callable[..., Machine]
+
+
+def purge(machine: Machine, meanwhile: Callable[[], object] = lambda: None) -> Purging:
+    """Purge as a store does, with something that happens when the disks are purged."""
+    purging = Purging(machine.tier, FOREVER)
+    machine.until(purging.disks)
+    meanwhile()
+    while purging.delete_some():
+        pass
+    for wait in purging.waits:
+        machine.until(wait)
+    purging.check()
+    return purging
+
+
+def test_what_is_flushed_and_evicted_during_a_purge_is_gone_after_it(machine: Machine) -> None:
+    machine.put_names("a")
+    purge(machine, lambda: machine.on_disk("a"))
+    assert machine.tier.exists(["a"]) == b"\0"
+    machine.restart()
+    assert machine.get("a") == [None]
+
+
+def test_what_is_flushed_during_a_purge_does_not_come_back_after_a_crash(machine: Machine) -> None:
+    machine.put_names("a", "b")
+    assert purge(machine, lambda: machine.flush("a")).deleted == 2
+    machine.restart()
+    assert machine.get("a", "b") == [None, None]
+
+
+def test_what_a_second_use_writes_during_a_purge_does_not_come_back_after_a_crash(make_machine: MakeMachine) -> None:
+    machine = make_machine(settings=TierSettings(admission="second-use", group_s=0.001))
+    machine.put_names("a")
+
+    def read_twice() -> None:
+        machine.get("a")
+        machine.get("a")
+        machine.settle()
+        assert machine.tier.statistics().disks[0].written_blocks == 1
+
+    purge(machine, read_twice)
+    machine.restart()
+    assert machine.get("a") == [None]
+
+
+def test_new_keys_stay(machine: Machine) -> None:
+    machine.put_names("a")
+    purging = purge(machine, lambda: machine.put_names("new"))
+    assert (purging.deleted, machine.get("a", "new")) == (1, [None, content("new")])
+
+
+def test_many_keys_are_deleted_some_at_a_time(make_machine: MakeMachine) -> None:
+    machine = make_machine(pool_bytes=2100 * 64, unit_bytes=64)
+    for number in range(1500):
+        machine.put({f"key {number}": b"a"})
+    purging = Purging(machine.tier, FOREVER)
+    machine.until(purging.disks)
+    assert purging.delete_some()
+    assert len(machine.core) == 1500 - machine.core.limits.max_batch_keys
+    assert not purging.delete_some()
+    assert (len(machine.core), purging.deleted) == (0, 1500)
+
+
+def test_a_disk_that_does_not_answer_fails_the_purge_which_is_done_all_the_same(machine: Machine) -> None:
+    machine.put_names("a")
+    machine.stuck = lambda job: True
+    purging = Purging(machine.tier, machine.clock.now + 1)
+    machine.until(purging.disks)
+    while purging.delete_some():
+        pass
+    for wait in purging.waits:
+        machine.until(wait)
+    with pytest.raises(DeadlineExceeded, match="may be back"):
+        purging.check()
+    assert machine.peek("a") == [None]
