@@ -24,6 +24,7 @@ from infinistore.protocol.versions import MAJOR, Offer
 __all__ = [
     "HEADER_BYTES",
     "MAX_LIST_ITEMS",
+    "SHORT_BODY_BYTES",
     "Header",
     "decode_body",
     "decode_notices",
@@ -42,6 +43,10 @@ ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _TLS = (b"\x15\x03", b"\x16\x03")  # how an alert and a handshake begin
 _MAX_DEADLINE_US = 2**63
+SHORT_BODY_BYTES = 1024
+"""Up to this length, a body is decoded before it is checked: whatever is in it, it does
+not take much memory."""
+_FIXMAP = 0x80  # how msgpack begins a map of up to 15
 _OFFER_AT = HEADER_BYTES - 8  # where the deadline stands in a header
 MAX_FIELDS = 64
 """The maximum number of fields of a message, or of one level of the statistics."""
@@ -162,9 +167,11 @@ def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE) -
                 max_ext_len=0,
             )
         else:
-            fields = msgpack.unpackb(
-                body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=MAX_FIELDS, max_ext_len=0
-            )
+            fields = _short_map(body)
+            if fields is None:
+                fields = msgpack.unpackb(
+                    body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=MAX_FIELDS, max_ext_len=0
+                )
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
         message: Message = structure[cls](fields, cls)
@@ -192,6 +199,22 @@ def decode_notices(data: bytes, cls: type[Notice]) -> Iterator[Notice]:
         assert isinstance(message, cls)
         yield message
         rest = rest[head_bytes(header.body_bytes) :]
+
+
+def _short_map(body: memoryview) -> dict[Any, Any] | None:
+    """Decode a short body that is as it should be, in half the time; None if
+    `_flat_map` is to decide.
+    """
+    if not 0 < len(body) <= SHORT_BODY_BYTES:
+        return None
+    try:
+        fields = msgpack.unpackb(body, max_array_len=0, max_map_len=MAX_FIELDS, max_ext_len=0)
+    except Exception:  # noqa: BLE001  # it is raised again, by who is to decide
+        return None
+    # The first byte has the number of names: with fewer in the map, one stands twice.
+    if type(fields) is not dict or body[0] != _FIXMAP | len(fields) or dict in map(type, fields.values()):
+        return None
+    return fields
 
 
 def _flat_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

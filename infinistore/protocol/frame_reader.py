@@ -1,15 +1,17 @@
 """Splits a stream of bytes into heads and payloads, without I/O: see `effects`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, parse_header
+from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, head_bytes, parse_header
 from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors
 from infinistore.protocol.span import Span
 
 __all__ = ["CHUNK_BYTES", "READ_AHEAD_BYTES", "FrameReader"]
 
-READ_AHEAD_BYTES = 64 * 1024
+READ_AHEAD_BYTES = 68 * 1024
+"""How much one `Receive` of heads asks for: a block of 64 KiB and its checksum come
+together with their head."""
 CHUNK_BYTES = 256 * 1024
 """The maximum that one `Receive` of a payload asks for, in bytes.
 
@@ -59,23 +61,54 @@ class FrameReader:
                 return None
         if self._end - self._start < HEADER_BYTES and not (await self._fill(HEADER_BYTES, descriptors)):
             return None
+        if (head := self.take_head()) is not None:
+            return head
         start = self._start
         header = parse_header(
             self._buffer[start : start + HEADER_BYTES],
             max_body_bytes=self.max_body_bytes,
             max_payload_bytes=self.max_payload_bytes,
         )
-        # As head_bytes, without the call.
-        length = -(-(HEADER_BYTES + header.body_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        length = head_bytes(header.body_bytes)
         if length > len(self._buffer):
-            head = await self._read_long_head(length)
-            return header, head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
-        if self._end - start < length:
-            await self._fill(length)
-            start = self._start
+            long_head = await self._read_long_head(length)
+            return header, long_head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+        await self._fill(length)
+        start = self._start
         self._start = start + length
         start += HEADER_BYTES
         return header, self._buffer[start : start + header.body_bytes]
+
+    def take_head(self) -> tuple[Header, memoryview] | None:
+        """Return the next header and body if they have come whole, else None.
+
+        The body is valid until the next call of any method.
+        """
+        start = self._start
+        body_at = start + HEADER_BYTES
+        if self._end < body_at:
+            return None
+        header = parse_header(
+            self._buffer[start:body_at], max_body_bytes=self.max_body_bytes, max_payload_bytes=self.max_payload_bytes
+        )
+        body_end = body_at + header[2]
+        # As head_bytes, without the call.
+        end = start - (start - body_end) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if self._end < end:
+            return None
+        self._start = end
+        return header, self._buffer[body_at:body_end]
+
+    @property
+    def room(self) -> Sequence[memoryview] | None:
+        """Where bytes of the next frame belong; None if some of them have come. Call
+        `arrived` when there are any.
+        """
+        return None if self._start != self._end else self._next_frame.views
+
+    def arrived(self, count: int) -> None:
+        """Note that so many bytes are in `room`."""
+        self._start, self._end = 0, count
 
     async def _read_long_head(self, length: int) -> memoryview:
         """Read a head that is longer than the buffer.

@@ -23,6 +23,7 @@ from infinistore.protocol.rdma_messages import (
     RdmaGetReply,
     RdmaPut,
 )
+from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
 from infinistore.protocol.shared_memory_messages import (
     Abort,
     Commit,
@@ -39,6 +40,7 @@ from infinistore.protocol.shared_memory_messages import (
     ReserveReply,
     Touch,
 )
+from infinistore.protocol.take_over_messages import TakeOver, TakeOverReply
 from infinistore.protocol.versions import NewerFields
 
 __all__ = [
@@ -72,6 +74,8 @@ __all__ = [
     "MatchPrefixReply",
     "Message",
     "Numbers",
+    "Pin",
+    "PinReply",
     "Prefetch",
     "PrefetchReply",
     "Prepare",
@@ -94,6 +98,10 @@ __all__ = [
     "ReserveReply",
     "Statistics",
     "StatisticsReply",
+    "TakeOver",
+    "TakeOverReply",
+    "TimesLeft",
+    "TimesLeftReply",
     "Touch",
     "Tree",
     "Verify",
@@ -150,7 +158,8 @@ class Put:
     The payload is the blocks back to back, then their checksums if there are any.
 
     The checksums come last, 8 bytes each, so that the writer can hash a block just
-    before it sends it.
+    before it sends it. If `ttl_us` is not 0, the blocks end after that many
+    microseconds.
     """
 
     KIND: ClassVar[int] = 0x02
@@ -159,6 +168,7 @@ class Put:
     sizes: Numbers
     checksums: bool = True
     replace: bool = True
+    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -332,6 +342,8 @@ Request: TypeAlias = (
     | Verify
     | Flush
     | Prefetch
+    | Pin
+    | TimesLeft
     | MapArenas
     | MapTables
     | Reserve
@@ -341,6 +353,7 @@ Request: TypeAlias = (
     | Release
     | Abort
     | Touch
+    | TakeOver
     | RdmaConnect
     | RdmaPut
     | RdmaGet
@@ -357,11 +370,14 @@ Reply: TypeAlias = (
     | StatisticsReply
     | VerifyReply
     | PrefetchReply
+    | PinReply
+    | TimesLeftReply
     | MapArenasReply
     | MapTablesReply
     | ReserveReply
     | PrepareReply
     | LeaseReply
+    | TakeOverReply
     | RdmaConnectReply
     | RdmaGetReply
     | CountReply
@@ -384,12 +400,15 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Verify: VerifyReply,
     Flush: CountReply,
     Prefetch: PrefetchReply,
+    Pin: PinReply,
+    TimesLeft: TimesLeftReply,
     MapArenas: MapArenasReply,
     MapTables: MapTablesReply,
     Reserve: ReserveReply,
     Commit: PutReply,
     Prepare: PrepareReply,
     Lease: LeaseReply,
+    TakeOver: TakeOverReply,
     RdmaConnect: RdmaConnectReply,
     RdmaPut: PutReply,
     RdmaGet: RdmaGetReply,

@@ -58,7 +58,8 @@ class RdmaPut:
     """Store a batch that the server reads from the client's registered memory.
 
     `remote_keys` has one key for each block, or a single one for all. `checksums` is
-    empty, or has one number for each block. The reply is a PutReply.
+    empty, or has one number for each block. `ttl_us` is as in a Put. The reply is a
+    PutReply.
     """
 
     KIND: ClassVar[int] = 0x21
@@ -70,6 +71,7 @@ class RdmaPut:
     remote_keys: Numbers
     checksums: Numbers
     replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen

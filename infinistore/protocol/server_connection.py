@@ -91,7 +91,35 @@ class ServerConnection:
         if frame is None:
             self.state = transitions[Event.END]
             return None
-        header, body = frame
+        return self._accept(*frame)
+
+    def take(self) -> Received | None:
+        """Return the next request if its head has come, else None; errors are those of
+        `receive`.
+        """
+        transitions = self.state.server
+        if not transitions.listens:
+            transitions.check_listens()
+        frame = self._reader.take_head()
+        return None if frame is None else self._accept(*frame)
+
+    @property
+    def room(self) -> Sequence[memoryview] | None:
+        """Where the next request belongs; None if a part of it has come.
+
+        What is received there, by no effect of `receive`, is announced by `arrived`.
+        """
+        return self._reader.room
+
+    def arrived(self, count: int) -> None:
+        """Note that the next bytes of the stream, so many, are in `room`; 0 is its
+        end.
+        """
+        if not count:
+            self.state = self.state.server[Event.END]
+        self._reader.arrived(count)
+
+    def _accept(self, header: Header, body: memoryview) -> Received:
         # Known from here on, so that an error reply can name its request.
         self._request_id = header.request_id
         kind = KINDS[header.kind]
@@ -100,6 +128,7 @@ class ServerConnection:
         if asked is None:
             raise ProtocolError(f"a client may not send {kind.__name__}")
         event, reply_kind = asked
+        transitions = self.state.server
         if event not in transitions:
             raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
         message: Any = decode_body(header.kind, body, self._structure or self._meet(header))
@@ -145,6 +174,18 @@ class ServerConnection:
             raise LocalProtocolError(f"room for {span.remaining} bytes of payload, of which {self.payload_left} come")
         await self._reader.read_payload(span, progress)
         self.state = after
+
+    def take_payload(self) -> memoryview | None:
+        """Return the complete payload if it has come together with its head, else None.
+
+        It is valid until the next call of `receive`.
+        """
+        after = self.state.server[_PAYLOAD]
+        payload = self._reader.take_ahead(self.payload_left)
+        if payload is not None:
+            self.payload_left = 0
+            self.state = after
+        return payload
 
     async def discard_payload(self) -> None:
         """Receive the rest of the payload and drop it."""

@@ -125,7 +125,8 @@ class ReserveReply:
 class Commit:
     """Name the blocks of a reservation and make them visible, all at once.
 
-    `checksums` is empty, or has one number for each block. The reply is a PutReply.
+    `checksums` is empty, or has one number for each block. `ttl_us` is as in a Put. The
+    reply is a PutReply.
     """
 
     KIND: ClassVar[int] = 0x12
@@ -135,6 +136,7 @@ class Commit:
     keys: Keys
     checksums: Numbers
     replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen

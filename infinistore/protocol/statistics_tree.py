@@ -12,7 +12,7 @@ from cattrs.errors import BaseValidationError
 
 from infinistore.errors import ProtocolError
 from infinistore.protocol.fields import Tree
-from infinistore.statistics import DiskTierStatistics, ServerDetails, ServerStatistics, StoreStatistics
+from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 
 __all__ = ["StatisticsTree", "statistics_from_tree", "statistics_to_tree"]
 
@@ -24,6 +24,7 @@ class StatisticsTree(NamedTuple):
     store: StoreStatistics
     details: ServerDetails | None
     disk: DiskTierStatistics | None = None
+    drain: DrainStatistics | None = None
 
 
 def _structure_float(value: Any, _: Any) -> float:
@@ -42,9 +43,10 @@ def statistics_to_tree(
     store: StoreStatistics,
     details: ServerDetails | None = None,
     disk: DiskTierStatistics | None = None,
+    drain: DrainStatistics | None = None,
 ) -> Tree:
     """Turn statistics into nested maps and lists of plain values."""
-    parts = {"server": server, "store": store, "details": details, "disk": disk}
+    parts = {"server": server, "store": store, "details": details, "disk": disk, "drain": drain}
     return Tree({name: _converter.unstructure(part) for name, part in parts.items() if part is not None})
 
 
@@ -60,6 +62,7 @@ def statistics_from_tree(tree: Tree) -> StatisticsTree:
             _converter.structure(tree["store"], StoreStatistics),
             _converter.structure(tree["details"], ServerDetails) if "details" in tree else None,
             _converter.structure(tree["disk"], DiskTierStatistics) if "disk" in tree else None,
+            _converter.structure(tree["drain"], DrainStatistics) if "drain" in tree else None,
         )
     except (LookupError, TypeError, ValueError, ArithmeticError, BaseValidationError) as error:
         raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None

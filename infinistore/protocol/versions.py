@@ -38,6 +38,10 @@ class Capability(enum.Flag):
     """A pipe comes with `MapArenasReply` that hangs up when the server ends."""
     DISK = 32
     """The client makes blocks durable, and has blocks on disk read ahead."""
+    TAKE_OVER = 64
+    """A server says when another process takes its place, and hands its pool over."""
+    RETENTION = 128
+    """The client pins keys, and says after what time blocks end."""
 
 
 class NewerFields(enum.Enum):

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
-from infinistore.protocol.body_fields import STRUCTURE
+from infinistore.errors import InfiniStoreException, InvalidRequest, ProtocolError, VersionMismatch
+from infinistore.protocol import codec
+from infinistore.protocol.body_fields import STRUCTURE, Structure, structure_function
 from infinistore.protocol.codec import (
     HEADER_BYTES,
     Header,
@@ -354,6 +355,35 @@ def test_text_that_is_not_utf_8_is_refused(text: bytes) -> None:
 def test_a_whole_number_is_a_ratio_to_the_caller_and_a_float_on_the_wire() -> None:
     assert fields_of(Evict(low=0, high=1)) == {"low": 0.0, "high": 1.0}
     assert type(fields_of(Evict(low=0, high=1))["high"]) is float
+
+
+@pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
+@given(data=st.data())
+def test_a_short_body_is_decoded_as_a_long_one_is(cls: type[Message], data: st.DataObject) -> None:
+    """Whatever is in it, the quick way gives what the thorough one gives, error and
+    all.
+    """
+    sent = fields_of(data.draw(messages_of(cls)))
+    values = st.sampled_from([*_OF_EACH_TYPE, [], {"a": {}}, {b"a": 1}, b"12345678", True, False, "k", "a\0\0b"])
+    sent |= data.draw(st.dictionaries(st.sampled_from([*sent, "other", b"keys"]), values, max_size=2))
+    body = msgpack.packb(sent)
+    if data.draw(st.booleans()) and sent:  # one name twice
+        name, value = data.draw(st.sampled_from(list(sent.items())))
+        body = bytes([body[0] + 1]) + body[1:] + msgpack.packb(name) + msgpack.packb(value)
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body = body[:at] + bytes([data.draw(st.integers(0, 255))]) + body[at + 1 :]
+
+    def outcome(structure: Structure) -> object:
+        try:
+            return decode_body(cls.KIND, memoryview(body), structure)
+        except InfiniStoreException as error:
+            return type(error), str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        quickly = outcome(STRUCTURE)
+        patch.setattr(codec, "SHORT_BODY_BYTES", 0)
+        assert quickly == outcome({cls: structure_function(cls)})
 
 
 # What a body costs

@@ -2,7 +2,7 @@
 `infinistore.protocol.states`, and nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -53,6 +53,8 @@ from infinistore.protocol.messages import (
     MatchPrefix,
     MatchPrefixReply,
     Message,
+    Pin,
+    PinReply,
     Prefetch,
     PrefetchReply,
     Prepare,
@@ -75,6 +77,10 @@ from infinistore.protocol.messages import (
     ReserveReply,
     Statistics,
     StatisticsReply,
+    TakeOver,
+    TakeOverReply,
+    TimesLeft,
+    TimesLeftReply,
     Touch,
     Tree,
     Verify,
@@ -119,6 +125,10 @@ EXAMPLES: dict[type[Message], Message] = {
         Flush(ONE_KEY),
         Prefetch(ONE_KEY),
         PrefetchReply(1),
+        Pin(ONE_KEY),
+        PinReply(b"\1"),
+        TimesLeft(ONE_KEY),
+        TimesLeftReply(pack_u64([5])),
         MapArenas(),
         MapArenasReply(pack_u64([2**20]), writable=True),
         MapTables(),
@@ -133,6 +143,8 @@ EXAMPLES: dict[type[Message], Message] = {
         Release(1),
         Abort(1),
         Touch(ONE_KEY),
+        TakeOver(1),
+        TakeOverReply(ONE_KEY, pack_u64([5])),
         RdmaConnect(1, 2, "0" * 32),
         RdmaConnectReply(3, 4, "f" * 32),
         RdmaPut(ONE_KEY, pack_u64([5]), pack_u64([4096]), pack_u64([7]), pack_u64()),
@@ -437,6 +449,19 @@ def test_who_has_not_said_hello_has_a_small_buffer_and_what_came_behind_the_hell
     assert wanted(connection.receive()) == READ_AHEAD_BYTES
 
 
+def test_a_block_of_64_kib_comes_together_with_its_head() -> None:
+    key, block = Keys(["k" * 1024]), bytes(64 * 1024)
+    put, reply = Put(key, pack_u64([len(block)]), checksums=True), GetReply(pack_u64([len(block)]), pack_u64([7]))
+    connection = server(State.READY)
+    wire = Wire(frame(put, block + bytes(8)))
+    assert wire.run(connection.receive()) is not None
+    assert bytes(connection.take_payload() or b"") == block + bytes(8)
+    reader = client(State.READY)
+    wire = Wire(frame(reply, block, request_id=2))
+    wire.run(reader.request(Get(key, pack_u64(), checksums=True)))
+    assert bytes(reader.payload_at_hand() or b"") == block
+
+
 def test_a_client_that_has_said_hello_may_send_long_bodies() -> None:
     connection = server(State.READY)
     exists = Exists(Keys([f"{index:01000}" for index in range(1000)]))
@@ -477,7 +502,13 @@ def test_a_client_asks_only_when_the_table_allows_it(state: State, request_kind:
     if allowed:
         return
     wire = Wire()
-    unknown_to_last_release = request_kind in (Flush, Prefetch)  # which a peer counts as before its hello
+    unknown_to_last_release = request_kind in (
+        Flush,
+        Pin,
+        Prefetch,
+        TakeOver,
+        TimesLeft,
+    )  # which a peer counts as before its hello
     refused = VersionMismatch if state is State.HELLO and unknown_to_last_release else LocalProtocolError
     with pytest.raises(refused):
         wire.run(client(state).request(EXAMPLES[request_kind]))  # type: ignore[arg-type]
@@ -586,7 +617,7 @@ every_error = pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name_
 
 
 def test_no_two_errors_have_the_same_code() -> None:
-    assert sorted(cls.code for cls in set(ERRORS)) == list(range(1, 21))  # one has a second name
+    assert sorted(cls.code for cls in set(ERRORS)) == list(range(1, 23))  # one has a second name
 
 
 @every_error
@@ -718,6 +749,59 @@ def test_a_pipelined_stream_gives_the_same_events_in_whatever_pieces_it_arrives(
     ids = [event.request_id for event in events if isinstance(event, Received)]
     assert ids == list(range(1, len(conversation) + 2))
     assert [header.request_id for header in headers(bytes(wire.sent))] == ids
+
+
+async def receive_into(room: Sequence[memoryview]) -> int:
+    return await Receive(room, idle=True)
+
+
+def serve_what_has_come(connection: ServerConnection, wire: Wire) -> list[Received | bytes | None]:
+    """As `serve`, but take requests and payloads that have come whole without an
+    exchange, as a session does.
+    """
+    events: list[Received | bytes | None] = []
+    while True:
+        received = connection.take()
+        if received is None and (room := connection.room) is not None:
+            connection.arrived(wire.run(receive_into(room)))
+            received = connection.take() if connection.state is not State.CLOSED else None
+        if received is None and connection.state is not State.CLOSED:
+            received = wire.run(connection.receive())
+        events.append(received)
+        if received is None:
+            return events
+        if connection.state is State.PAYLOAD:
+            if (taken := connection.take_payload()) is not None:
+                events.append(bytes(taken))
+            else:
+                payload = bytearray(connection.payload_left)
+                wire.run(connection.read_payload([memoryview(payload)]))
+                events.append(bytes(payload))
+            assert connection.payload_left == 0
+        wire.run(connection.reply(HELLO_REPLY if isinstance(received.message, Hello) else ErrorReply(1, "")))
+
+
+@given(st.lists(requests.filter(lambda message: not isinstance(message, Hello)) | puts(), max_size=6), pieces)
+def test_what_has_come_whole_is_taken_as_it_would_be_received(
+    conversation: list[Request | tuple[Put, bytes]], sizes: list[int]
+) -> None:
+    stream = frame(Hello(), request_id=1)
+    for request_id, said in enumerate(conversation, start=2):
+        message, payload = said if isinstance(said, tuple) else (said, b"")
+        stream += frame(message, payload, request_id=request_id)
+    events = []
+    for serving in (serve, serve_what_has_come):
+        connection = ServerConnection(max_body_bytes=2**26, max_payload_bytes=2**26)
+        wire = Wire(stream, sizes)
+        events.append((serving(connection, wire), bytes(wire.sent)))
+    assert events[0] == events[1]
+
+
+@pytest.mark.parametrize("take", [ServerConnection.take, lambda connection: Wire().run(connection.receive())])
+def test_nothing_is_taken_before_the_last_request_is_answered(take: Callable[[ServerConnection], object]) -> None:
+    connection = server(State.REPLYING)
+    with pytest.raises(LocalProtocolError):
+        take(connection)
 
 
 @given(puts(), st.integers(0, 20), pieces)

@@ -321,6 +321,7 @@ def test_every_name_in_the_document_exists() -> None:
         "server",
         "store",
         "disk",
+        "drain",
         "quarantined_bytes",
         "--shm-writes off",
     }

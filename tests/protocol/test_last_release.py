@@ -298,8 +298,8 @@ def test_a_newer_field_in_a_hello_is_ignored_and_in_a_put_it_ends_the_connection
     received = hello.run(server.receive())
     assert received is not None and received.message == Hello(name="me")
     hello.run(server.reply(HelloReply("0123", "1.0", 2**26, 8192, 2**28, 2**24)))
-    with pytest.raises(ProtocolError, match="unknown fields 'ttl_us'"):
-        Wire(with_field(Put(Keys([]), pack_u64()), "ttl_us", 5)).run(server.receive())
+    with pytest.raises(ProtocolError, match="unknown fields 'priority'"):
+        Wire(with_field(Put(Keys([]), pack_u64()), "priority", 5)).run(server.receive())
 
 
 def with_field(message: Message, name: str, value: Any) -> bytes:
