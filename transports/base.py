@@ -24,8 +24,8 @@ class Stream(Protocol):
     not do the same.
 
     Every method is a checkpoint at least once per bounded number of bytes, and may be
-    cancelled. A cancelled send may have sent any part of its bytes. After that, the
-    stream can only be closed.
+    cancelled; so is the first receive after each send. A cancelled send may have sent
+    any part of its bytes. After that, the stream can only be closed.
 
     A wait ends at `deadline`, on Trio's clock, or after `within_s` seconds. A cancel
     scope around each call would cost more than most calls do, which need not wait.

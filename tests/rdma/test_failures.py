@@ -186,7 +186,10 @@ async def test_a_pulled_cable_costs_a_moment_and_rdma_comes_back_with_it(
                 await trio.to_thread.run_sync(cable.put_back)
                 while await there_and_back() != "rdma":
                     pass
-            assert server.core.statistics().reservations == 0
+                # A connection that its client gave up keeps its reservation until the
+                # server's queue pair gives up, too: its device may write until then.
+                while server.core.statistics().reservations:
+                    await trio.lowlevel.checkpoint()
 
 
 async def test_without_a_cable_a_forced_transfer_is_an_error_soon(

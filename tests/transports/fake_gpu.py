@@ -42,6 +42,7 @@ class FakeLibrary:
         self.whole_allocations_only = False
         self.calls: list[tuple[Any, ...]] = []
         self.contexts = self.current = 0
+        self.pci_address = b"0000:1A:00.0"
         self.fds: list[int] = []
         self._exported = exported
 
@@ -56,6 +57,10 @@ class FakeLibrary:
     def cuDeviceGet(self, device: Any, ordinal: Any) -> int:
         device._obj.value = ordinal.value + 40
         return SUCCESS if ordinal.value == 0 else INVALID_VALUE
+
+    def cuDeviceGetPCIBusId(self, name: Any, length: Any, device: Any) -> int:
+        name.value = self.pci_address[: length.value - 1]
+        return SUCCESS if device.value == 40 and self.pci_address else INVALID_VALUE
 
     def cuDeviceGetAttribute(self, found: Any, attribute: Any, device: Any) -> int:
         assert device.value == 40

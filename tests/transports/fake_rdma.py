@@ -25,7 +25,7 @@ import attrs
 
 from infinistore.errors import TransferFailed
 from infinistore.transports.rdma import opening
-from infinistore.transports.rdma.devices import Address
+from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.plan import Piece
 from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
 
@@ -227,6 +227,8 @@ class Fabric:
         self.refuses_to_register = self.refuses_to_connect = self.refuses_queues = self.refuses_dmabufs = False
         self.asked_near: list[Address | None] = []
         """Near which address each device was to be."""
+        self.asked_for: list[tuple[Address | None, Place | None]] = []
+        """Which peer each was to reach, and near which place it was to be."""
         self.dmabufs: dict[int, tuple[int, int]] = {}
         """The memory behind a descriptor, address and length, by the descriptor's
         inode.
@@ -242,8 +244,12 @@ class Fabric:
         link: str | None = None,
         gid_index: int = -1,
         near: Address | None = None,
+        *,
+        peer: Address | None = None,
+        place: Place | None = None,
     ) -> FakeDevice:
         self.asked_near.append(near)
+        self.asked_for.append((peer, place))
         if self.absent:
             raise NoRdma(self.absent)
         device = FakeDevice(self, name or "fake", self.limits)

@@ -6,7 +6,17 @@ from ipaddress import IPv4Address, IPv6Address
 
 from hypothesis import strategies as st
 
-from infinistore.transports.rdma.devices import Address, Gid, GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
+from infinistore.transports.rdma.devices import (
+    Address,
+    Gid,
+    GidKind,
+    Interface,
+    Link,
+    Place,
+    RdmaDevice,
+    RdmaPort,
+    RdmaSystem,
+)
 
 INTERFACES = ["eth0", "eth1", "eth0.7"]
 DEVICES = ["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"]
@@ -50,6 +60,13 @@ def ports(draw: st.DrawFn, number: int) -> RdmaPort:
 
 
 @st.composite
+def places(draw: st.DrawFn, number: int) -> Place:
+    root, switch = draw(st.sampled_from(["pci0000:00", "pci0000:80"])), draw(st.sampled_from([(), ("0000:01:00.0",)]))
+    path = draw(st.sampled_from([(), (root, *switch, f"0000:{number + 16:02x}:00.0")]))
+    return Place(path, draw(st.sampled_from([None, 0, 1])))
+
+
+@st.composite
 def devices(draw: st.DrawFn, name: str, number: int) -> RdmaDevice:
     software = name.startswith("rxe")
     node = draw(st.sampled_from([f"/dev/infiniband/uverbs{number}"] * 4 + [None]))
@@ -59,7 +76,7 @@ def devices(draw: st.DrawFn, name: str, number: int) -> RdmaDevice:
         node_type=draw(st.sampled_from(["CA", "CA", "CA", "RNIC"])),
         driver="" if software else "mlx5_core",
         firmware=draw(st.sampled_from(["", "16.35.2000"])),
-        numa_node=None if software else draw(st.sampled_from([None, 0, 1])),
+        place=Place() if software else draw(places(number)),
         is_software=software,
         verbs_node=node,
         may_open=node is not None and draw(st.sampled_from([True, True, True, False])),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-from infinistore.transports.rdma.devices import GidKind, Interface, Link, RdmaDevice, RdmaPort, RdmaSystem
+from infinistore.transports.rdma.devices import GidKind, Interface, Link, Place, RdmaDevice, RdmaPort, RdmaSystem
 
 STATES = {"DOWN": 1, "INIT": 2, "ARMED": 3, "ACTIVE": 4, "ACTIVE_DEFER": 5}
 PHYSICAL_STATES = {"Sleep": 1, "Polling": 2, "Disabled": 3, "LinkUp": 5}
@@ -68,13 +68,26 @@ def write_files(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
+def write_pci(root: Path, place: Place) -> None:
+    """Write a device of the PCI bus, and the link by which it is found."""
+    folder = root.joinpath("sys/devices", *place.path)
+    node = -1 if place.numa_node is None else place.numa_node
+    write_files(folder, {"numa_node": f"{node}\n"})
+    link = root / "sys/bus/pci/devices" / place.path[-1]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(folder)
+
+
 def write_system(root: Path, system: RdmaSystem) -> Path:
     """Write what the kernel would show of `system` below `root`, and return that."""
     for number, device in enumerate(system.devices):
         write_files(root, dict(_device_files(device)))
         if not device.is_software:
             card = root / "sys/class/infiniband" / device.name / "device"
-            numa_node = -1 if device.numa_node is None else device.numa_node
+            if device.place.path:
+                write_pci(root, device.place)
+                card.symlink_to(root.joinpath("sys/devices", *device.place.path))
+            numa_node = -1 if device.place.numa_node is None else device.place.numa_node
             write_files(card, {"numa_node": f"{numa_node}\n"})
             if device.driver:
                 (root / "sys/bus/pci/drivers" / device.driver).mkdir(parents=True, exist_ok=True)

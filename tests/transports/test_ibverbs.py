@@ -148,7 +148,7 @@ def test_the_port_is_chosen_near_an_address_the_first_time_and_again(
 ) -> None:
     asked: list[Any] = []
 
-    def choose(*wanted: Any, near: Any) -> ChosenPort:
+    def choose(*wanted: Any, near: Any, peer: Any = None, place: Any = None) -> ChosenPort:
         asked.append((*wanted, near))
         return PORT
 

@@ -3,10 +3,14 @@ turn meanwhile.
 """
 
 import socket
+from typing import NamedTuple, cast
 
+import pytest
 import trio
 import trio.testing
 
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
+from infinistore.settings import Spin
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.transports.sockets.trio_streams import SocketStream
 
@@ -16,11 +20,12 @@ STEP_S = 50e-6
 class SteppingClock:
     """Every look at it takes as long."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = STEP_S) -> None:
         self.now = 0.0
+        self._step_s = step_s
 
     def __call__(self) -> float:
-        self.now += STEP_S
+        self.now += self._step_s
         return self.now
 
 
@@ -29,7 +34,7 @@ def spinning_pair() -> tuple[SocketStream, SocketStream, Spinner]:
     waits awake.
     """
     clock = SteppingClock()
-    spinner = Spinner(400e-6, clock)
+    spinner = Spinner(400, clock)
     left, right = socket.socketpair()
     stream = SocketStream(left, spinner)
     spinner.moved(stream)
@@ -44,6 +49,19 @@ async def test_a_stream_that_was_quick_is_waited_for_awake_once() -> None:
         nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
         await trio.testing.wait_all_tasks_blocked()
         assert (spinner.statistics().spins, spinner.statistics().hits) == (1, 0)
+        await peer.send_all([memoryview(b"x")])
+    stream.close()
+    peer.close()
+
+
+@pytest.mark.parametrize(("length", "spins"), [(READ_AHEAD_BYTES, 1), (READ_AHEAD_BYTES + 1, 0)])
+async def test_a_head_is_waited_for_awake_and_a_payload_that_is_longer_is_not(length: int, spins: int) -> None:
+    """A receive of heads asks for what may come together with them."""
+    stream, peer, spinner = spinning_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stream.receive_into, [memoryview(bytearray(length))])
+        await trio.testing.wait_all_tasks_blocked()
+        assert spinner.statistics().spins == spins
         await peer.send_all([memoryview(b"x")])
     stream.close()
     peer.close()
@@ -98,3 +116,82 @@ async def test_a_stream_that_is_not_expected_soon_is_left_to_the_kernel_once() -
             await peer.send_all([memoryview(b"x")])
     stream.close()
     peer.close()
+
+
+class _Socket:
+    """Nothing comes, or something at once; somebody else has the processor first."""
+
+    def __init__(self, clock: SteppingClock) -> None:
+        self._clock = clock
+        self.away_s = 0.0
+        self.comes = True
+
+    def recv_into(self, view: memoryview, count: int, flags: int) -> int:
+        self._clock.now += self.away_s
+        if not self.comes:
+            raise BlockingIOError
+        return 1
+
+
+class Fixture(NamedTuple):
+    """A spinner whose clock is read in no time, and its socket."""
+
+    spinner: Spinner
+    sock: _Socket
+
+    def spins(self, chances: int) -> int:
+        """Give it chances; return at how many it spun."""
+        before = self.spinner.statistics().spins
+        for _ in range(chances):
+            self.spinner.moved(self.sock)
+            self.spinner.spin(self.sock, cast("socket.socket", self.sock), [memoryview(bytearray(1))])
+        return self.spinner.statistics().spins - before
+
+
+def fixture(spin_us: Spin) -> Fixture:
+    clock = SteppingClock(1e-6)
+    spinner, sock = Spinner(spin_us, clock), _Socket(clock)
+    spinner.moved(sock)
+    clock.now += 0.1
+    return Fixture(spinner, sock)
+
+
+def test_a_spin_that_lost_the_processor_does_not_pay_although_something_came() -> None:
+    one = fixture("adaptive")
+    assert one.spins(100) == 100
+    one.sock.away_s = 3e-3
+    assert one.spins(1000) < 15
+    fixed = fixture(400)
+    fixed.sock.away_s = 3e-3
+    assert fixed.spins(1000) == 1000
+
+
+def test_what_a_miss_cost_is_paid_by_those_that_pay_and_then_it_spins_at_each_chance() -> None:
+    one = fixture("adaptive")
+    one.sock.away_s = 3e-3
+    one.spins(1)
+    one.sock.away_s = 0.0
+    assert one.spins(1 + 65) == 65
+    one.sock.comes = False
+    one.spins(1)
+    one.sock.comes = True
+    assert one.spins(1 + 100) == 100, "the debt was paid, so it skips one chance"
+
+
+def test_misses_before_the_debt_is_paid_make_it_spin_at_ever_fewer_chances() -> None:
+    one = fixture("adaptive")
+    one.sock.comes = False
+    assert one.spins(10_000) == 19  # with 1, 2, 4 ... chances between them, at most 1,024
+    one.sock.comes = True
+    assert one.spins(1024 + 100) >= 100
+    assert one.spins(100) == 100
+
+
+def test_a_spinner_that_is_off_never_spins() -> None:
+    assert fixture("off").spins(10) == fixture(0).spins(10) == 0
+
+
+def test_a_fixed_time_skips_at_most_eight_chances() -> None:
+    one = fixture(400)
+    one.sock.comes = False
+    assert one.spins(9_000) > 900

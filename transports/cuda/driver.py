@@ -36,6 +36,7 @@ _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _SYNC_MEMOPS = 6
 _MEMORY_TYPE, _DEVICE_MEMORY = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
 _DEVICE_ORDINAL = 9
+_PCI_ADDRESS_BYTES = 32
 
 
 class CudaDriver:
@@ -59,6 +60,17 @@ class CudaDriver:
             if status != _SUCCESS:
                 return None
         return ordinal.value if kind.value == _DEVICE_MEMORY else None
+
+    def pci_address(self, ordinal: int) -> str | None:
+        """Return where a GPU is on the PCI bus, in the kernel's spelling."""
+        library, gpu, name = self._library, ctypes.c_int(), ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
+        if library is None or library.cuInit(ctypes.c_uint(0)) != _SUCCESS:
+            return None
+        if library.cuDeviceGet(ctypes.byref(gpu), ctypes.c_int(ordinal)) != _SUCCESS:
+            return None
+        if library.cuDeviceGetPCIBusId(name, ctypes.c_int(_PCI_ADDRESS_BYTES), gpu) != _SUCCESS:
+            return None
+        return name.value.decode("ascii", "replace").lower()
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
         """Return the memory as a dmabuf: the pages that it lies in; where those are

@@ -70,6 +70,11 @@ class Cuda(Protocol):
         GPU's.
         """
 
+    def pci_address(self, ordinal: int) -> str | None:
+        """Return where a GPU is on the PCI bus, as `0000:17:00.0`; None if that cannot
+        be told.
+        """
+
     def export(self, memory: DeviceMemory) -> Dmabuf:
         """Return the memory as a dmabuf.
 

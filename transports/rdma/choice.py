@@ -32,6 +32,7 @@ from infinistore.transports.rdma.devices import (
     GidKind,
     Interface,
     Link,
+    Place,
     RdmaDevice,
     RdmaPort,
     RdmaSystem,
@@ -108,6 +109,10 @@ class Wanted:
     """An address of this machine that the peer is known to reach, such as that of the
     control connection.
     """
+    peer: Address | None = None
+    """The address of that peer."""
+    place: Place | None = None
+    """Where the memory is that is to be moved: of a GPU, or on a NUMA node."""
 
 
 @attrs.frozen
@@ -166,10 +171,12 @@ def choose_port(
     hint_gid_index: int = -1,
     *,
     near: Address | None = None,
+    peer: Address | None = None,
+    place: Place | None = None,
     root: Path = ROOT,
 ) -> ChosenPort:
     """Read this machine's devices and choose among them; see `choose`."""
-    return choose(read_system(root), Wanted(dev_name, ib_port, link_type, hint_gid_index, near))
+    return choose(read_system(root), Wanted(dev_name, ib_port, link_type, hint_gid_index, near, peer, place))
 
 
 def near_address(host: str) -> Address | None:
@@ -189,8 +196,9 @@ def near_address(host: str) -> Address | None:
 
 
 def choose(system: RdmaSystem, wanted: Wanted) -> ChosenPort:
-    """Choose a port and a GID. Without a device name, the best of all devices; a card
-    comes before software.
+    """Choose a port and a GID. Without a device name, the best of all devices: a card
+    comes before software, then one that is known to reach the peer, then the one
+    nearest to the place.
 
     Raises:
         NoRdma: there is nothing to choose. Its class says what kind of trouble it is,
@@ -288,7 +296,11 @@ def _candidate(system: RdmaSystem, device: RdmaDevice, wanted: Wanted) -> tuple[
     reason = f"{what}: {_why(verdicts, wanted, best)}"
     lid = port.lid if port.link is Link.INFINIBAND else 0
     chosen = ChosenPort(device.name, port.number, port.link.value, lid, gid.digits, gid.index, reason)
-    return (device.is_software, not _is_near(gid, wanted.near), best.order[:-1], natural(device.name)), chosen
+    is_near = _is_near(gid, wanted.near)
+    distance: tuple[int, ...] = ()
+    if wanted.place is not None:
+        distance = (not (is_near or system.reaches(gid.interface, wanted.peer)), *device.place.distance(wanted.place))
+    return (device.is_software, distance, not is_near, best.order[:-1], natural(device.name)), chosen
 
 
 def _best(place: str, verdicts: list[GidVerdict], wanted: Wanted) -> GidVerdict:

@@ -11,10 +11,12 @@ testing/sysfs-class-net of the kernel.
 """
 
 import enum
+import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from pathlib import Path
 from typing import Final
 
@@ -26,10 +28,12 @@ __all__ = [
     "GidKind",
     "Interface",
     "Link",
+    "Place",
     "RdmaDevice",
     "RdmaPort",
     "RdmaSystem",
     "natural",
+    "pci_place",
     "read_system",
     "roce_mtu_bytes",
     "there_is_rdma",
@@ -39,8 +43,12 @@ ROOT: Final = Path("/")
 _DEVICES: Final = Path("sys/class/infiniband")
 _VERBS: Final = Path("sys/class/infiniband_verbs")
 _INTERFACES: Final = Path("sys/class/net")
+_PCI: Final = Path("sys/bus/pci/devices")
+_ALL: Final = Path("sys/devices")
 
 _IFF_UP: Final = 1
+_RTF_UP: Final = 1
+_RTF_REJECT: Final = 0x200
 _NOT_RUNNING: Final = {"down", "lowerlayerdown", "notpresent", "dormant"}
 _LOCAL_IPV4: Final = re.compile(r"\|-- ([\d.]+)\n(?: +/.*\n)*? +/32 host LOCAL$", re.MULTILINE)
 _LOCAL_IPV6: Final = re.compile(r"^([0-9a-f]{32}) ", re.MULTILINE)
@@ -132,6 +140,26 @@ class RdmaPort:
 
 
 @attrs.frozen
+class Place:
+    """Where a device is in the machine.
+
+    `path` are the bridges and switches of the PCI bus that lead to it, from the host
+    bridge on, and the device itself.
+    """
+
+    path: tuple[str, ...] = ()
+    numa_node: int | None = None
+
+    def distance(self, other: "Place") -> tuple[int, bool]:
+        """How far it is to another place; less is nearer. The longer the part of the
+        bus that both share, the nearer; then, on the same NUMA node is nearer.
+        """
+        pairs = zip(self.path, other.path, strict=False)
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return -shared, self.numa_node is None or self.numa_node != other.numa_node
+
+
+@attrs.frozen
 class RdmaDevice:
     """A device."""
 
@@ -141,7 +169,7 @@ class RdmaDevice:
     """CA for InfiniBand and RoCE; RNIC is iWARP."""
     driver: str = ""
     firmware: str = ""
-    numa_node: int | None = None
+    place: Place = Place()
     is_software: bool = False
     """Soft-RoCE (rxe) and soft iWARP (siw): no card behind it."""
     verbs_node: str | None = None
@@ -163,6 +191,12 @@ class RdmaSystem:
     """Those of this network namespace."""
     addresses: frozenset[Address] | None = None
     """The addresses of this network namespace; None if they cannot be told."""
+    routes: tuple[tuple[str, IPv4Network], ...] = ()
+    """Interfaces, and the networks that are reached by them."""
+
+    def reaches(self, interface: str | None, peer: Address | None) -> bool:
+        """Whether a route to an address goes by this interface."""
+        return peer is not None and any(peer in network for name, network in self.routes if name == interface)
 
 
 def there_is_rdma(root: Path = ROOT) -> bool:
@@ -182,7 +216,16 @@ def read_system(root: Path = ROOT) -> RdmaSystem:
         tuple(sorted(devices, key=lambda device: natural(device.name))),
         {folder.name: _interface(folder) for folder in _entries(root / _INTERFACES) if folder.is_dir()},
         _addresses(root),
+        tuple(_routes(root)),
     )
+
+
+def pci_place(address: str, root: Path = ROOT) -> Place | None:
+    """Return where a device of the PCI bus is, such as 0000:17:00.0; None if there is
+    none.
+    """
+    folder = root / _PCI / address
+    return _place(root, folder) if folder.exists() else None
 
 
 def roce_mtu_bytes(interface_mtu_bytes: int) -> int:
@@ -200,7 +243,6 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
 
 def _device(root: Path, folder: Path, verbs_node: str | None) -> RdmaDevice:
     hardware = folder / "device"
-    numa_node = _number(hardware / "numa_node")
     node = root / "dev/infiniband" / verbs_node if verbs_node is not None else None
     return RdmaDevice(
         folder.name,
@@ -208,11 +250,24 @@ def _device(root: Path, folder: Path, verbs_node: str | None) -> RdmaDevice:
         node_type=_word(folder / "node_type"),
         driver=_link_target(hardware / "driver"),
         firmware=_text(folder / "fw_ver"),
-        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        place=_place(root, hardware),
         is_software=not hardware.exists(),
         verbs_node=f"/dev/infiniband/{verbs_node}" if verbs_node is not None else None,
         may_open=node is not None and os.access(node, os.R_OK | os.W_OK),
     )
+
+
+def _place(root: Path, folder: Path) -> Place:
+    """Where the device of a folder is. Of devices of no bus, such as software, it says
+    nothing.
+    """
+    node = _number(folder / "numa_node")
+    numa_node = node if node is not None and node >= 0 else None
+    try:
+        path = folder.resolve(strict=True).relative_to((root / _ALL).resolve()).parts
+    except (OSError, ValueError):
+        path = ()
+    return Place(path if path and path[0].startswith("pci") else (), numa_node)
 
 
 def _port(folder: Path) -> RdmaPort:
@@ -287,6 +342,18 @@ def _addresses(root: Path) -> frozenset[Address] | None:
     inet6 = _text(root / "proc/net/if_inet6")  # no such file: no IPv6
     found.update(IPv6Address(int(digits, 16)) for digits in _LOCAL_IPV6.findall(inet6))
     return frozenset(found)
+
+
+def _routes(root: Path) -> Iterator[tuple[str, IPv4Network]]:
+    """The routes of this network namespace, with numbers as they are in memory."""
+    for line in _text(root / "proc/net/route").splitlines()[1:]:
+        try:
+            name, network, _, flags, _, _, _, mask, *_ = line.split()
+            low, mask_bits = (IPv4Address(int(digits, 16).to_bytes(4, sys.byteorder)) for digits in (network, mask))
+            if int(flags, 16) & _RTF_UP and not int(flags, 16) & _RTF_REJECT:
+                yield name, IPv4Network(f"{low}/{mask_bits}")
+        except (ValueError, OverflowError):
+            continue  # no line of the kernel
 
 
 def _is_ipv4(text: str) -> bool:

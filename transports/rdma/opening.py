@@ -3,27 +3,36 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
-from infinistore.transports.rdma.devices import Address
+from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.verbs import Device
 
 __all__ = ["OpenDevice", "open_device"]
 
-OpenDevice: TypeAlias = Callable[[str | None, int, str | None, int, Address | None], Device]
+OpenDevice: TypeAlias = Callable[..., Device]
 """Opens a port: device name or None, port number, link ("IB", "Ethernet") or None,
 preferred GID index or -1, and an address of this machine that peers are known to reach,
-or None.
+or None. By keyword, `peer` is the address of a peer, and `place` is where the memory is
+that is to be moved.
 """
 
 
 def open_device(
-    name: str | None, port: int = 1, link: str | None = None, gid_index: int = -1, near: Address | None = None
+    name: str | None,
+    port: int = 1,
+    link: str | None = None,
+    gid_index: int = -1,
+    near: Address | None = None,
+    *,
+    peer: Address | None = None,
+    place: Place | None = None,
 ) -> Device:
-    """Open a port of an RDMA device; without a name, the first one that works. A port
-    with the address `near` is preferred.
+    """Open a port of an RDMA device; without a name, the best one that works. A port is
+    preferred that has the address `near`; with a `place`, the nearest of those that
+    reach `peer`.
 
     Raises:
         NoRdma: there is none, or it cannot be used.
     """
     from infinistore.transports.rdma.ibverbs import device as ibverbs  # late: pyverbs is optional, and slow to import
 
-    return ibverbs.open_device(name, port, link, gid_index, near)
+    return ibverbs.open_device(name, port, link, gid_index, near, peer=peer, place=place)

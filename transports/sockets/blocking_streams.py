@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
+from infinistore.settings import ADAPTIVE, Spin
 from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, SocketAddress, found_addresses, look_up
 from infinistore.transports.sockets.raw_sockets import (
     LOOK,
@@ -22,7 +23,7 @@ from infinistore.transports.sockets.raw_sockets import (
     receive_with_descriptors,
     send_at_once,
 )
-from infinistore.transports.sockets.spin import DEFAULT_SPIN_S, Spinner
+from infinistore.transports.sockets.spin import Spinner
 
 __all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
 
@@ -39,10 +40,10 @@ class BlockingSocketStream:
     `TimeoutError`.
     """
 
-    def __init__(self, sock: socket.socket, spin_s: float = DEFAULT_SPIN_S) -> None:
+    def __init__(self, sock: socket.socket, spin_us: Spin = ADAPTIVE) -> None:
         self.socket = sock
         self.deadline = 0.0
-        self._spinner = Spinner(spin_s)
+        self._spinner = Spinner(spin_us)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -143,7 +144,7 @@ class BlockingSocketStream:
         until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
 
 
-def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
+def connect_tcp(host: str, port: int, deadline: float, *, spin_us: Spin = ADAPTIVE) -> BlockingSocketStream:
     """Connect to the first address of the host that answers.
 
     Raises:
@@ -160,7 +161,7 @@ def connect_tcp(host: str, port: int, deadline: float, *, spin_s: float = DEFAUL
     for number, found in enumerate(addresses, 1):
         next_at = deadline if number == len(addresses) else time.monotonic() + NEXT_ADDRESS_AFTER_S
         try:
-            return BlockingSocketStream(_connected(found, min(deadline, next_at)), spin_s)
+            return BlockingSocketStream(_connected(found, min(deadline, next_at)), spin_us)
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise TimeoutError from error
@@ -181,7 +182,7 @@ def _connected(found: SocketAddress, deadline: float) -> socket.socket:
     return sock
 
 
-def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) -> BlockingSocketStream:
+def connect_unix(path: str, deadline: float, *, spin_us: Spin = ADAPTIVE) -> BlockingSocketStream:
     """Connect to a Unix socket.
 
     Raises:
@@ -194,7 +195,7 @@ def connect_unix(path: str, deadline: float, *, spin_s: float = DEFAULT_SPIN_S) 
         raise cannot_connect(path, error) from error
     try:
         _connect_unix(sock, path, deadline)
-        return BlockingSocketStream(sock, spin_s)
+        return BlockingSocketStream(sock, spin_us)
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):

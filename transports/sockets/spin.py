@@ -3,22 +3,33 @@
 Waking a sleeping process costs 50 us and more on a virtual machine, several times what
 a lookup takes. So a stream whose peer answered quickly before polls for a few
 microseconds before it sleeps. Spinning is bounded, stops where it does not help, stops
-where other tasks wait for the same thread, and is counted.
+where it takes the processor from others, and is counted.
 """
 
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
+from infinistore.settings import ADAPTIVE, Spin
 from infinistore.statistics import SpinStatistics
 
-__all__ = ["DEFAULT_SPIN_S", "Spinner"]
+__all__ = ["LONGEST_SPIN_S", "STALLED_S", "Spinner"]
 
-DEFAULT_SPIN_S = 400e-6
-_LONGEST_BYTES = 64 * 1024
+LONGEST_SPIN_S: Final = 400e-6
+"""How long an adaptive spin lasts at most."""
+STALLED_S: Final = 30e-6
+"""A look at the socket and the clock takes 1 or 2 us. If it takes so long, somebody
+else has had the processor, or this process's interpreter.
+"""
 _RECENT_S = 2e-3
 _ALONE_S = 2e-3
-_MOST_SKIPPED = 8
+_MOST_SKIPPED, _MOST_SKIPPED_ADAPTIVE = 8, 1024
+_SAVED_S = 50e-6
+"""What a spin saves that ends with a message: being woken up."""
+_WORST_S = 5e-3
 _NOW = socket.MSG_DONTWAIT
 
 
@@ -27,18 +38,34 @@ class Spinner:
 
     It spins only for the stream that last moved bytes, only soon after that (or before
     a time by which the stream is known to move some), and only if no other stream has
-    moved any lately. A miss makes it skip the next chance, and each further miss twice
+    moved any lately.
+
+    With a fixed time, a miss makes it skip the next chance, and each further miss twice
     as many, up to eight. So a burst of calls costs one miss, at its end.
+
+    An adaptive one, as which None counts, also takes it for a miss if it lost the
+    processor while it spun, whatever came of it: then more want to run than there are
+    cores, and what it waits for may be what it keeps from running. What a miss has cost
+    is a debt, of which each spin that ends with a message pays what being woken up
+    would have taken. As long as there is a debt, each further miss makes it skip twice
+    as many chances, up to 1,024.
+    Nothing but its own clock tells it so: what the kernel counts (`/proc/loadavg`,
+    schedstat) costs as much as the system calls of a request, includes who would give
+    way, and is not for every container to see.
     """
 
-    def __init__(self, spin_s: float = DEFAULT_SPIN_S, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._spin_s = spin_s
+    def __init__(self, spin_us: Spin | None = ADAPTIVE, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._adaptive = adaptive = spin_us in (None, ADAPTIVE)
+        self._spin_s = LONGEST_SPIN_S if adaptive else spin_us * 1e-6 if isinstance(spin_us, int) else 0.0
+        self._stalled_s = STALLED_S if self._adaptive else math.inf
+        self._most_skipped = _MOST_SKIPPED_ADAPTIVE if self._adaptive else _MOST_SKIPPED
         self.clock = clock
         self._last: object = None
         self._last_at = 0.0
         self._alone_since = 0.0
         self._skip = 0
         self._skip_next = 1
+        self._debt_s = 0.0
         self._spins = 0
         self._hits = 0
         self._burned_s = 0.0
@@ -60,6 +87,7 @@ class Spinner:
             and (now - self._last_at <= _RECENT_S or now < until)
             and now - self._alone_since >= _ALONE_S
             and self._spin_s > 0
+            and not (self._skip and self._adaptive)
         )
 
     def spin(
@@ -68,38 +96,69 @@ class Spinner:
         """Try to receive from the socket of a stream for a moment. Return None if
         nothing came, or if it is not worth trying.
 
-        It does not spin for a long payload: taking each packet as it comes is slower
-        than sleeping until there are many, for both ends. `until` is when the stream is
+        It does not spin for a payload that is longer than what is read ahead with a
+        head: taking each packet as it comes is slower than sleeping until there are
+        many, for both ends. `until` is when the stream is
         known to move bytes; a miss before that does not count.
         """
         view = views[0]
-        if stream is not self._last or len(views) != 1 or len(view) > _LONGEST_BYTES or not self._spin_s:
+        if stream is not self._last or len(views) != 1 or len(view) > READ_AHEAD_BYTES or not self._spin_s:
             return None
-        receive, clock = sock.recv_into, self.clock
+        receive, clock, stalled_s = sock.recv_into, self.clock, self._stalled_s
         now = start = clock()
-        if (now - self._last_at > _RECENT_S and now >= until) or now - self._alone_since < _ALONE_S:
+        end = self.begin(now, until)
+        if not end:
             return None
-        if self._skip and start >= until:
-            self._skip -= 1
-            return None
-        end = start + self._spin_s
-        self._spins += 1
-        while now < end:
-            try:
+        count = None
+        lost_s = 0.0
+        while count is None and now < end:
+            before = now
+            try:  # noqa: SIM105  # it is run every microsecond
                 count = receive(view, 0, _NOW)
             except BlockingIOError:
-                now = clock()
-                continue
-            self._hits += 1
+                pass
+            now = clock()
+            if now - before > stalled_s:
+                lost_s += now - before
+        if count is None:
+            self.missed(now - start, counts=now >= until or lost_s > 0)
+        else:
             self._last_at = now
+            self.hit(now - start, lost_s)
+        return count
+
+    def begin(self, now: float, until: float = 0.0) -> float:
+        """Take a chance to spin. Return until when; 0.0 to sleep at once."""
+        if (now - self._last_at > _RECENT_S and now >= until) or now - self._alone_since < _ALONE_S:
+            return 0.0
+        if self._skip and (self._adaptive or now >= until):
+            self._skip -= now >= until
+            return 0.0
+        self._spins += 1
+        return now + self._spin_s
+
+    def hit(self, spun_s: float, lost_s: float = 0.0) -> None:
+        """Note that something came, and for how long others had the processor."""
+        self._hits += 1
+        self._burned_s += spun_s
+        if lost_s:
+            self._skip_more(lost_s)
+            return
+        self._debt_s -= _SAVED_S
+        if self._debt_s <= 0.0 or not self._adaptive:
+            self._debt_s = 0.0
             self._skip, self._skip_next = 0, 1
-            self._burned_s += now - start
-            return count
-        self._burned_s += now - start
-        if now >= until:
-            self._skip = self._skip_next
-            self._skip_next = min(2 * self._skip_next, _MOST_SKIPPED)
-        return None
+
+    def missed(self, spun_s: float, *, counts: bool = True) -> None:
+        """Note that nothing came."""
+        self._burned_s += spun_s
+        if counts:
+            self._skip_more(spun_s)
+
+    def _skip_more(self, cost_s: float) -> None:
+        self._skip = self._skip_next
+        self._skip_next = min(2 * self._skip_next, self._most_skipped)
+        self._debt_s = min(self._debt_s + cost_s, _WORST_S)
 
     def statistics(self) -> SpinStatistics:
         """Return the counts so far."""

@@ -48,6 +48,7 @@ class SocketStream:
         self._credit = _YIELD_AFTER_BYTES
         self._awake_until = 0.0
         self._drowsy = False
+        self._has_sent = False
         self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
@@ -60,6 +61,7 @@ class SocketStream:
             await self._send_rest(Span(views), trio.current_time() + within_s)
         elif self._credit < 0:
             await self._yield()
+        self._has_sent = True
         if self._spinner is not None:
             self._spinner.moved(self)
 
@@ -82,19 +84,25 @@ class SocketStream:
         if self._credit < 0:  # before anything has moved, so that a cancelled receive loses no bytes
             await self._yield()
         while True:
-            count: int | None
-            try:
-                count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
-            except BlockingIOError:
-                count = None if self._spinner is None or self._drowsy else self._spin(self._spinner, views)
-                if count is None:
-                    if self._is_awake():
-                        await self._yield()
-                    else:
-                        await self._wait(trio.lowlevel.wait_readable, deadline)
-                    continue
-            except OSError as error:
-                raise broken(error) from error
+            count: int | None = None
+            if self._has_sent:
+                # The peer hardly has an answer to that already: to try would raise.
+                self._has_sent = False
+            else:
+                try:
+                    count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise broken(error) from error
+            if count is None and self._spinner is not None and not self._drowsy:
+                count = self._spin(self._spinner, views)
+            if count is None:
+                if self._is_awake():
+                    await self._yield()
+                else:
+                    await self._wait(trio.lowlevel.wait_readable, deadline)
+                continue
             if self._spinner is not None:
                 self._spinner.moved(self)
             self._credit -= count + _CALL_COST_BYTES

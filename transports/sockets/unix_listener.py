@@ -6,6 +6,7 @@ may be writable by everybody, unless it is sticky like /tmp.
 """
 
 import contextlib
+import grp
 import os
 import socket
 import stat
@@ -16,10 +17,10 @@ from typing import Final, Literal
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.raw_sockets import BACKLOG, reason
 
-__all__ = ["Access", "listen_unix", "make_private", "make_private_folder"]
+__all__ = ["MODES", "Access", "UnixListener", "listen_unix", "make_private", "make_private_folder"]
 
 Access = Literal["user", "group", "all"]
-_MODES: Final[dict[Access, tuple[int, int]]] = {"user": (0o700, 0o600), "group": (0o750, 0o660), "all": (0o755, 0o666)}
+MODES: Final[dict[Access, tuple[int, int]]] = {"user": (0o700, 0o600), "group": (0o750, 0o660), "all": (0o755, 0o666)}
 """The modes of a folder that is made for the socket, and of the socket."""
 _NOBODY: Final = 65534
 """The owner of files of users that a container does not have
@@ -27,7 +28,7 @@ _NOBODY: Final = 65534
 """
 
 
-class _UnixListener(socket.socket):
+class UnixListener(socket.socket):
     """Listens at a path, and removes it on close, unless another process's socket is
     there by then.
 
@@ -41,6 +42,20 @@ class _UnixListener(socket.socket):
         """Create the socket at this path."""
         self.bind(str(path))
         self._bound = path, _inode(path)
+
+    def own_path(self) -> None:
+        """Remove the path on close, as the process that created it would have."""
+        path = Path(self.getsockname())
+        self._bound = path, _inode(path)
+
+    def leave_path(self) -> None:
+        """Leave the path to another process that listens on this socket."""
+        self._bound = None
+
+    @property
+    def owns_path(self) -> bool:
+        """Whether it removes the path on close."""
+        return self._bound is not None
 
     def close(self) -> None:
         """Remove the path, if it is this socket, and stop listening. Idempotent."""
@@ -58,26 +73,30 @@ def _inode(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def listen_unix(path: Path, access: Access = "user") -> socket.socket:
+def listen_unix(path: Path, access: Access = "user", group: str | None = None) -> socket.socket:
     """Listen on a Unix socket that only these users may open; replace a socket that a
     dead server left behind.
 
     The folder is created for the same users if it does not exist. Closing the listener
-    removes the socket.
+    removes the socket. `group` is the name or the number of another group than that of
+    this process.
 
     Raises:
         ConfigError: the path is too long, belongs to another user, is not a socket or
-            can be changed by others, or a live server listens there.
+            can be changed by others, a live server listens there, or the group does not
+            exist or cannot be given to the socket.
     """
-    folder_mode, mode = _MODES[access]
+    folder_mode, mode = MODES[access]
+    group_id = -1 if group is None else _group_id(group)
     try:
         _check(path.parent, access)
         if not path.parent.exists():
             path.parent.mkdir(mode=folder_mode, parents=True, exist_ok=True)
+            _give(path.parent, group_id, group)
             path.parent.chmod(folder_mode)  # whatever the umask is
             _check(path.parent, access)
         _remove_stale(path)
-        sock = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--unix-socket {path}: {reason(error)}; choose another path, or `off`") from None
     try:
@@ -85,12 +104,35 @@ def listen_unix(path: Path, access: Access = "user") -> socket.socket:
         # It has its mode before it can be connected to: between bind and listen nobody
         # gets in.
         sock.bind_path(path)
+        _give(path, group_id, group)
         path.chmod(mode)
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"--unix-socket {path}: {reason(error)}; choose another path, or `off`") from None
+    except ConfigError:
+        sock.close()
+        raise
     return sock
+
+
+def _group_id(group: str) -> int:
+    if group.isascii() and group.isdigit():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"--unix-socket-group {group}: there is no such group; `getent group` lists them") from None
+
+
+def _give(path: Path, group_id: int, group: str | None) -> None:
+    """Give a socket, or its folder, to a group; -1 leaves it as it is."""
+    try:
+        os.chown(path, -1, group_id)
+    except (OSError, OverflowError) as error:
+        problem = reason(error) if isinstance(error, OSError) else "no group has this number"
+        remedy = "start the server as a member of the group, or as root"
+        raise ConfigError(f"--unix-socket-group {group}: {path} cannot be given to it: {problem}; {remedy}") from None
 
 
 def make_private(folder: Path) -> bool:

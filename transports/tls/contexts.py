@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinistore.errors import ConfigError
 
-__all__ = ["client_context", "server_context"]
+__all__ = ["client_context", "server_context", "trust"]
 
 
 def client_context(ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
@@ -43,12 +43,21 @@ def server_context(cert: Path, key: Path | None = None, client_ca: Path | None =
     context.num_tickets = 0
     _load_pair(context, cert, key, ("--tls-cert", "--tls-key"))
     if client_ca is not None:
-        try:
-            context.load_verify_locations(str(client_ca))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--tls-client-ca: {_cannot_trust(client_ca, error)}") from None
+        trust(context, client_ca, "--tls-client-ca")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def trust(context: ssl.SSLContext, authorities: Path, name: str) -> None:
+    """Trust these authorities, too. `name` is that of the setting.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    try:
+        context.load_verify_locations(str(authorities))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {_cannot_trust(authorities, error)}") from None
 
 
 def _load_pair(context: ssl.SSLContext, cert: Path, key: Path | None, names: tuple[str, str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from infinistore.sizes import in_units
 from infinistore.transports.rdma.choice import ChosenPort, choose_port
-from infinistore.transports.rdma.devices import Address
+from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.ibverbs.bindings import Pyverbs, load_pyverbs
 from infinistore.transports.rdma.ibverbs.queue import CHAIN, QueueParts, VerbsQueue, WorkRequests
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma, Operation
@@ -44,10 +44,18 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def open_device(
-    name: str | None, port: int, link: str | None, gid_index: int, near: Address | None = None
+    name: str | None,
+    port: int,
+    link: str | None,
+    gid_index: int,
+    near: Address | None = None,
+    *,
+    peer: Address | None = None,
+    place: Place | None = None,
 ) -> "VerbsDevice":
     """Open a port; see `infinistore.transports.rdma.opening.open_device`."""
-    chosen = choose_port(name, port, link, gid_index, near=near)  # first: without a device nobody needs pyverbs
+    # Before pyverbs, which nobody needs without a device.
+    chosen = choose_port(name, port, link, gid_index, near=near, peer=peer, place=place)
     return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index, near=near))
 
 
