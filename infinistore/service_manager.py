@@ -1,15 +1,19 @@
 """The service manager that started this process, as systemd does: the sockets that it
-gives, what it is told, and the beats of the event loop that it waits for.
+gives, what it is told, the beats of the event loop that it waits for, and the
+descriptors that it keeps from one run of the service to the next.
 
 It is read from the environment once, by the command line. Without one, nothing is sent,
-and no socket is given. See sd_notify(3) and sd_listen_fds(3).
+and no socket is given. See sd_notify(3), sd_listen_fds(3) and FileDescriptorStoreMax=
+in systemd.service(5).
 """
 
 import logging
 import os
+import select
 import socket
 import time
-from collections.abc import Iterator, MutableMapping
+from array import array
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,7 +21,7 @@ import trio
 
 from infinistore.errors import ConfigError
 
-__all__ = ["ServiceManager"]
+__all__ = ["ANSWER_S", "ServiceManager"]
 
 _log = logging.getLogger("infinistore.server")
 _FIRST_DESCRIPTOR: Final = 3
@@ -25,6 +29,11 @@ _BEAT_S: Final = 10.0
 """Between two messages while it starts and drains, if there is no watchdog."""
 _PATIENCE: Final = 4
 """For how many beats a start or a drain may go on after the last one."""
+_KEPT: Final = "infinistore-"
+"""How the names of kept descriptors begin. Those of sockets that it listens on are the
+names of units, which end with .socket."""
+ANSWER_S: Final = 5.0
+"""How long the service manager may take to read what it is sent."""
 
 
 class ServiceManager:
@@ -32,7 +41,9 @@ class ServiceManager:
 
     `address` is where its datagrams go; `watchdog_s` is how long it waits for a beat
     before it ends the process. `listeners` are the sockets that it listens on for the
-    server: streams, TCP or Unix, not blocking.
+    server: streams, TCP or Unix, not blocking. `most_kept` is how many descriptors it
+    keeps at most, and `kept` are those that it has kept, by their names. They belong to
+    this object until somebody takes them out.
     """
 
     def __init__(
@@ -41,9 +52,14 @@ class ServiceManager:
         *,
         watchdog_s: float | None = None,
         listeners: tuple[socket.socket, ...] = (),
+        most_kept: int = 0,
+        kept: Mapping[str, int] | None = None,
     ) -> None:
         self.watchdog_s = watchdog_s
         self.listeners = listeners
+        self.most_kept = most_kept if address is not None else 0
+        self.kept = dict(kept or {})
+        self._names = list(self.kept)  # of what it still has
         self._address = address
         self._serving = False
 
@@ -61,14 +77,25 @@ class ServiceManager:
         watchdog_us = _number(environment, "WATCHDOG_USEC")
         if _number(environment, "WATCHDOG_PID") not in (0, process):
             watchdog_us = 0
+        most_kept = _number(environment, "FDSTORE")
         given = _number(environment, "LISTEN_FDS")
-        environment.pop("LISTEN_FDNAMES", None)
+        names = environment.pop("LISTEN_FDNAMES", "").split(":")
         if _number(environment, "LISTEN_PID") != process:
             given = 0
+        kept: dict[str, int] = {}
+        listeners: list[socket.socket] = []
+        for index in range(given):
+            descriptor = _FIRST_DESCRIPTOR + index
+            if len(names) == given and names[index].startswith(_KEPT) and not names[index].endswith(".socket"):
+                kept[names[index]] = _given_descriptor(descriptor)
+            else:
+                listeners.append(_given_listener(descriptor))
         return cls(
             address and address.replace("@", "\0", 1),
             watchdog_s=watchdog_us / 1e6 if watchdog_us else None,
-            listeners=tuple(_given_listener(_FIRST_DESCRIPTOR + index) for index in range(given)),
+            listeners=tuple(listeners),
+            most_kept=most_kept,
+            kept=kept,
         )
 
     def ready(self) -> None:
@@ -107,6 +134,67 @@ class ServiceManager:
                 self._send(*lines)
             await trio.sleep(pause_s)
 
+    def keep(self, descriptors: Sequence[tuple[str, int]]) -> None:
+        """Have these descriptors kept for the next run of the service, the last of them
+        last, under names that no other has. Blocking.
+
+        Raises:
+            OSError: they are not, or not all of them.
+        """
+        for name, descriptor in descriptors:
+            self._send_now(["FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0"], descriptor)
+        self._wait()
+
+    def look_at(self, name: str) -> int | None:
+        """Return a kept descriptor; None if there is none of this name."""
+        return self.kept.get(f"{_KEPT}{name}")
+
+    def take(self, name: str) -> int | None:
+        """Take a kept descriptor; None if there is none of this name."""
+        return self.kept.pop(f"{_KEPT}{name}", None)
+
+    def forget(self, which: str = "") -> None:
+        """Close what is kept, and have it kept no longer: what has a name that begins
+        with `which`, and was taken out or not. Blocking.
+        """
+        gone = [name for name in self._names if name.startswith(f"{_KEPT}{which}")]
+        for name in gone:
+            self._names.remove(name)
+            if name in self.kept:
+                os.close(self.kept.pop(name))
+        try:
+            for name in gone:
+                self._send_now(["FDSTOREREMOVE=1", f"FDNAME={name}"])
+            if gone:
+                self._wait()
+        except OSError as error:
+            _log.warning("the service manager cannot be told", extra={"what": "FDSTOREREMOVE=1", "error": str(error)})
+
+    def _send_now(self, lines: Sequence[str], *descriptors: int) -> None:
+        """Send a message, and wait for room for it."""
+        if self._address is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(ANSWER_S)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+            sock.sendmsg(["\n".join(lines).encode()], rights, 0, self._address)
+
+    def _wait(self) -> None:
+        """Wait until the service manager has read all that it was sent: it then closes
+        the pipe that comes with the last message."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            try:
+                self._send_now(["BARRIER=1"], writer)
+            finally:
+                os.close(writer)
+            poll = select.poll()
+            poll.register(reader, 0)
+            if self._address is not None and not poll.poll(ANSWER_S * 1000):
+                raise TimeoutError("it does not answer")
+        finally:
+            os.close(reader)
+
     def _send(self, *lines: str) -> None:
         if self._address is None:
             return
@@ -125,10 +213,17 @@ def _number(environment: MutableMapping[str, str], name: str) -> int:
     return int(written)
 
 
-def _given_listener(descriptor: int) -> socket.socket:
+def _given_descriptor(descriptor: int) -> int:
     try:
         os.set_inheritable(descriptor, False)
-        sock = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise ConfigError(f"LISTEN_FDS: descriptor {descriptor} is not there: {error.strerror}") from None
+    return descriptor
+
+
+def _given_listener(descriptor: int) -> socket.socket:
+    try:
+        sock = socket.socket(fileno=_given_descriptor(descriptor))
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigError(f"LISTEN_FDS: descriptor {descriptor} is no socket: {error.strerror}") from None

@@ -10,21 +10,19 @@ leaves when they have, when the drain timeout is over, or at a second signal.
 
 import logging
 import mmap
-import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
+import attrs
 import trio
 
+from infinistore.access.policy import OneTenant, Policy
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena
-from infinistore.core.journal import Journal
-from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
@@ -42,37 +40,38 @@ from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.maintenance.periodic_eviction import evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
 from infinistore.server.movers.base import Mover
-from infinistore.server.movers.inline import InlineMover
-from infinistore.server.movers.rdma.mover import RdmaMover
-from infinistore.server.movers.rdma.pool import open_rdma
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.mover import ShmMover
-from infinistore.server.movers.shm.removals import PublishedRemovals
-from infinistore.server.security.loading import load_certificates
+from infinistore.server.pools.stores import make_arena, make_core, open_disks, open_stores
+from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
+from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.statistics.recorder import Recorder
+from infinistore.server.take_over.adopting import PoolLost
+from infinistore.server.take_over.exporting import OneStore
+from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.keeping import Keeping, make_keeping
+from infinistore.server.take_over.kept import Kept, forget_kept, open_kept
+from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
 from infinistore.token_file import read_token
-from infinistore.transports.sockets.spin import DEFAULT_SPIN_S, Spinner
+from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 if TYPE_CHECKING:
     from infinistore.server.cluster.service import ClusterService
-    from infinistore.server.disk.service import DiskService
+    from infinistore.server.disk.service import DiskService, ServerDisks
     from infinistore.server.management.api import Management
+    from infinistore.server.pools.tenancy import Tenancy
     from infinistore.server.security.certificates import Certificates
 
-__all__ = ["MAX_BODY_BYTES", "compose_server", "make_core", "open_disks", "run_server", "serve"]
+__all__ = ["MAX_BODY_BYTES", "compose_server", "join_cluster", "make_core", "open_disks", "run_server", "serve"]
 
 _log = logging.getLogger("infinistore.server")
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 """The longest body of a request."""
-_DISKS_END_S: Final = 5.0
-"""How long jobs of disks that were begun are waited for at the end."""
 
 
 async def serve(
@@ -95,14 +94,19 @@ async def serve(
         OutOfMemory: the machine has no memory for the pool.
     """
     manager = service_manager or ServiceManager()
-    await run_server(
-        config or ServerConfig(),
-        handle_signals=handle_signals,
-        environment=Environment(
-            open_listeners=partial(open_listeners, given=manager.listeners), service_manager=manager
-        ),
-        on_listening=lambda server: task_status.started(server.addresses),
-    )
+
+    def listen(config: ServerConfig, resources: ExitStack) -> Listeners:
+        return open_listeners(config, resources, given=[sock.dup() for sock in manager.listeners])
+
+    with ExitStack() as resources:
+        for sock in manager.listeners:
+            resources.enter_context(sock)
+        await run_server(
+            config or ServerConfig(),
+            handle_signals=handle_signals,
+            environment=Environment(open_listeners=listen, service_manager=manager),
+            on_listening=lambda server: task_status.started(server.addresses),
+        )
 
 
 async def run_server(
@@ -122,27 +126,62 @@ async def run_server(
     if config.shards > 1:
         raise ConfigError(f"--shards {config.shards}: this is one process; start the command infinistore for more")
     environment = buggified(environment or Environment())
+    manager = environment.service_manager
+    if config.take_over:
+        await environment.run_in_thread(forget_kept, manager)
+    if config.take_over or manager.kept:
+        try:
+            await _run(config, handle_signals, environment, on_listening)
+        except PoolLost as error:
+            _log.warning("the cache starts empty", extra={"reason": str(error)})
+        else:
+            return
+        await environment.run_in_thread(forget_kept, manager)  # first, so that its memory is free
+    await _run(attrs.evolve(config, take_over=False), handle_signals, environment, on_listening)
+
+
+async def _run(
+    config: ServerConfig, handle_signals: bool, environment: Environment, on_listening: Callable[[Server], None]
+) -> None:
     refused: KeptError | None = None
     with ExitStack() as resources:
+        giving = resources.enter_context(closing(Giving()))  # first, to be closed last
         token = read_token(config.token_file) if config.token_file else ""
-        tls = load_certificates(config)
+        policy = load_policy(config, token)
+        tls, reloads = load_certificates(config), Reloads()
+        if tls is not None:
+            reloads.add(tls.reload_and_log)
+        manager = environment.service_manager
+        taking = await _find_earlier(config, token, manager, resources)
         # Listen before taking memory: a port in use is known at once. Connections wait
         # until the pool is there.
-        listeners = environment.open_listeners(config, resources)
+        listeners = (taking or environment).open_listeners(config, resources)
+        giving.listeners = listeners
         pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
         resources.callback(pool.close)
         async with trio.open_nursery() as nursery:
+            if handle_signals:
+                await nursery.start(reload_on_signal, reloads, manager)
             try:
                 descriptors = share_descriptors(config)
-                management = _start_management(config, token, listeners, nursery, tls=tls, descriptors=descriptors)
+                manage = partial(
+                    _start_management, config, policy, listeners, nursery, tls=tls, descriptors=descriptors
+                )
+                # Until then the other server's answers, as long as it serves.
+                management = None if taking is not None and taking.serves else manage()
                 shards = await environment.meet_shards(listeners.addresses)
-                make_arena = partial(_make_arena, config, environment)
-                pool.add_arena(await environment.run_in_thread(make_arena, 0, config.prealloc_bytes))
-                core = make_core(config, pool, environment)
-                disk = await open_disks(config, core, environment, resources)
+                giving.refuse(shards=bool(shards))
                 addresses = listeners.addresses
-                make_movers = partial(_make_movers, config, core, addresses, environment, resources)
-                movers = await environment.run_in_thread(make_movers)
+                core, movers, disk, background, tenancy = await open_stores(
+                    config,
+                    policy,
+                    addresses,
+                    environment,
+                    resources,
+                    pool=pool,
+                    taking=taking,
+                    parts=len(shards) or 1,
+                )
                 server = compose_server(
                     config,
                     core,
@@ -154,18 +193,26 @@ async def run_server(
                     disk=disk,
                     shards=shards,
                     tls=tls,
+                    reloads=reloads,
+                    policy=policy,
+                    giving=giving,
+                    keeping=make_keeping(config, manager, giving),
+                    background=background,
+                    tenancy=tenancy,
                 )
-                cluster = _join_cluster(config, server, environment, token)
-            except (OutOfMemory, ConfigError) as error:
+                cluster = join_cluster(config, server, environment, token, has_old_blocks=taking is not None)
+                if taking is not None:
+                    await taking.end()
+                    giving.inherited = taking.still_open
+                    management = management or manage()
+            except (OutOfMemory, ConfigError, PoolLost) as error:
                 refused = KeptError(error)  # raised outside of the nursery, which would wrap it in a group
             else:
                 if management is not None:
                     management.server = server
                 if handle_signals:
-                    if tls is not None:
-                        await nursery.start(partial(tls.reload_on_signal, service_manager=environment.service_manager))
-                    await nursery.start(_drain_on_signal, server, nursery.cancel_scope)
-                nursery.start_soon(_tell_of_drain, server, environment.service_manager)
+                    await nursery.start(server.drain_on_signal, nursery.cancel_scope)
+                nursery.start_soon(_tell_of_drain, server, manager)
                 serve = partial(server.run, listeners.clients, lambda: on_listening(server))
                 if cluster is None:
                     await serve()
@@ -176,14 +223,25 @@ async def run_server(
         raise refused.again()
 
 
-def _join_cluster(
-    config: ServerConfig, server: Server, environment: Environment, token: str
+async def _find_earlier(
+    config: ServerConfig, token: str, manager: ServiceManager, resources: ExitStack
+) -> Taking | Kept | None:
+    """Return the earlier server that this one goes on for, if there is one."""
+    if config.take_over:
+        return await begin_taking(config, token, resources)
+    return await open_kept(config, manager, resources) if manager.kept else None
+
+
+def join_cluster(
+    config: ServerConfig, server: Server, environment: Environment, token: str, *, has_old_blocks: bool = False
 ) -> "ClusterService | None":
+    """Return what the server does in its cluster, if it is a node of one.
+    `has_old_blocks`: it goes on with the pool of an earlier process."""
     if config.cluster is None:
         return None
     from infinistore.server.cluster.service import ClusterService  # late: most servers are in none
 
-    service = ClusterService(config, server, environment, token)
+    service = ClusterService(config, server, environment, token, has_old_blocks=has_old_blocks)
     server.telemetry.cluster = service.statistics
     return service
 
@@ -197,9 +255,15 @@ def compose_server(
     environment: Environment,
     movers: Sequence[Mover],
     descriptors: DescriptorBudget,
-    disk: "DiskService | None" = None,
+    disk: "ServerDisks | None" = None,
     shards: Sequence[Shard] = (),
     tls: "Certificates | None" = None,
+    reloads: Reloads | None = None,
+    policy: Policy | None = None,
+    giving: Giving | None = None,
+    keeping: Keeping | None = None,
+    background: Sequence[Callable[[], Awaitable[None]]] = (),
+    tenancy: "Tenancy | None" = None,
 ) -> Server:
     """Put a server together. The store, its movers and the addresses are there already,
     and the environment is `buggified` if it is to be. `shards` are those that it is one
@@ -226,8 +290,9 @@ def compose_server(
     )
     sessions = _make_registry(config, descriptors, each=1 + max(mover.descriptors_per_client for mover in movers))
     recorder, log_budget = Recorder(environment.stopwatch), LogBudget()
-    spinner = Spinner(DEFAULT_SPIN_S if config.spin_us is None else config.spin_us * 1e-6, environment.stopwatch)
-    handshakes = Handshakes(limits, token, log_budget, places=descriptors.strangers)
+    spinner = Spinner(config.spin_us, environment.stopwatch)
+    policy, unix_access = policy or OneTenant(token), addresses.unix_access
+    handshakes = Handshakes(limits, policy, log_budget, places=descriptors.strangers, unix_access=unix_access)
     telemetry = Telemetry(
         hello.instance,
         core,
@@ -237,6 +302,11 @@ def compose_server(
         spinner=spinner,
         disk=None if disk is None else disk.statistics,
     )
+    if tenancy is not None:
+        tenancy.figures = telemetry.tenant_tree
+        telemetry.tenants = tenancy.statistics
+    if giving is not None:
+        giving.whole = OneStore(core) if tenancy is None else tenancy.handed
     context = ServerContext(
         core=core,
         hello=hello,
@@ -244,12 +314,16 @@ def compose_server(
         statistics=telemetry.tree,
         movers=movers,
         growth=growth,
-        disk=disk,
+        disk=cast("DiskService | None", disk) if tenancy is None else None,  # else each tenant has its own
+        disks=disk,
         recorder=recorder,
         log_budget=log_budget,
         body_budget=make_body_budget(environment),
+        giving=giving,
+        keeping=keeping,
     )
-    return Server(
+    reloads = reloads or Reloads()
+    server = Server(
         context,
         addresses,
         sessions=sessions,
@@ -257,41 +331,14 @@ def compose_server(
         telemetry=telemetry,
         spinner=spinner,
         environment=environment,
-        background=_background(config, core, growth),
+        background=[*_background(config, core, growth), *background],
         drain_timeout_s=config.drain_timeout_s,
         tls=tls,
+        reloads=reloads,
+        tenancy=tenancy,
     )
-
-
-async def open_disks(
-    config: ServerConfig, core: StoreCore, environment: Environment, resources: ExitStack
-) -> "DiskService | None":
-    """Open the disks that the configuration names; `resources` closes them.
-
-    Raises:
-        ConfigError: a disk cannot be used. Nothing on it was changed.
-    """
-    if not config.disks:
-        return None
-    from infinistore.disk.settings import Admission, TierSettings
-    from infinistore.server.disk.service import DiskService
-
-    disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
-    resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)
-    settings = TierSettings(admission=cast("Admission", config.disk_admission), wait_s=config.disk_wait_s)
-    return DiskService(disks, core, clock=environment.clock, random=environment.random, settings=settings)
-
-
-def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
-    """Make the store of a server."""
-    limits = CoreLimits(
-        max_key_bytes=config.max_key_bytes,
-        max_value_bytes=config.max_value_bytes,
-        max_batch_keys=config.max_batch_keys,
-    )
-    journal = Journal(reads=config.disk_admission == "second-use") if config.disks else None
-    clock, random, buggify = environment.clock, environment.random, environment.buggify
-    return StoreCore(pool, clock=clock, limits=limits, random=random, journal=journal, buggify=buggify)
+    add_tenants(reloads, config, handshakes.policy, server)
+    return server
 
 
 def share_descriptors(config: ServerConfig) -> DescriptorBudget:
@@ -322,8 +369,8 @@ def _make_growth(
     if not config.auto_increase:
         return None
 
-    def make_arena(index: int, length: int) -> Arena:
-        arena = _make_arena(config, environment, index, length)
+    def add_to_movers(index: int, length: int) -> Arena:
+        arena = make_arena(config, environment, index, length)
         try:
             for mover in movers:
                 mover.add_arena(arena)
@@ -340,7 +387,7 @@ def _make_growth(
         max_capacity_bytes=most,
         step_bytes=config.prealloc_bytes,
         page_bytes=free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE,
-        make_arena=make_arena,
+        make_arena=add_to_movers,
         run_in_thread=environment.run_in_thread,
     )
 
@@ -357,65 +404,9 @@ def _background(
     return tasks
 
 
-def _make_arena(config: ServerConfig, environment: Environment, index: int, length: int) -> Arena:
-    threads = os.cpu_count() or 1
-    return environment.create_arena(index, length, huge_pages=config.huge_pages, prefault_threads=threads)
-
-
-def _make_movers(
-    config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment, resources: ExitStack
-) -> list[Mover]:
-    """Make the movers of a server, in the order in which they may answer a request.
-    Blocking.
-
-    Those of other packages come first, and what is inline comes last. `resources`
-    closes them.
-    """
-    movers: list[Mover] = []
-
-    def add(mover: Mover) -> None:
-        resources.callback(mover.close)
-        movers.append(mover)
-
-    for transport in environment.installed_transports():
-        if transport.server_mover is not None:
-            mover = transport.server_mover(config, core)
-            if not isinstance(mover, Mover):
-                raise ConfigError(f"the server_mover of the transport {transport.name!r} returned no Mover: {mover!r}")
-            add(mover)
-    removals = _make_removals(config, core, addresses, environment)
-    writable = config.shm_writes == "on"
-    add(
-        ShmMover(
-            LivenessPipe(),
-            writable=writable,
-            removals=removals,
-            create_arena=environment.create_arena,
-            run_in_thread=environment.run_in_thread,
-        )
-    )
-    add(RdmaMover(open_rdma(config, core.pool)))
-    add(InlineMover())
-    return movers
-
-
-def _make_removals(
-    config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment
-) -> PublishedRemovals | None:
-    """Make what lets clients on this host read known blocks without asking, if any can
-    connect.
-    """
-    if addresses.unix_socket is None or not environment.tables_are_safe():
-        return None
-    pool_bytes = config.max_pool_bytes or config.prealloc_bytes
-    removals = PublishedRemovals(pool_bytes, config.minimal_allocate_bytes, environment.create_arena)
-    removals.watch(core)
-    return removals
-
-
 def _start_management(
     config: ServerConfig,
-    token: str,
+    policy: Policy,
     listeners: Listeners,
     nursery: trio.Nursery,
     *,
@@ -426,7 +417,7 @@ def _start_management(
         return None
     from infinistore.server.management import api  # late: an embedding that has none does not pay for it
 
-    management = api.Management(config, token)
+    management = api.Management(config, policy)
     limits = HttpLimits(connections=descriptors.management, probes=api.PROBES)
     secure = None if tls is None or found[0].family == socket.AF_UNIX else tls.secure_management
     nursery.start_soon(serve_http, management.application(), found, limits, secure)
@@ -436,15 +427,3 @@ def _start_management(
 async def _tell_of_drain(server: Server, manager: ServiceManager) -> None:
     await server.drain_begun()
     manager.stopping()
-
-
-async def _drain_on_signal(server: Server, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for number in signals:
-            name = signal.Signals(number).name
-            if server.draining:
-                _log.info("not waiting for requests under way", extra={"signal": name})
-                everything.cancel()
-            _log.info("draining", extra={"signal": name, "at_most_s": server.drain_timeout_s})
-            server.drain()

@@ -27,6 +27,8 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.transports.sockets.trio_streams import accept
 
 if TYPE_CHECKING:
+    from infinistore.client.extension import Environment as ClientEnvironment
+    from infinistore.cluster_io.environment import ClusterEnvironment
     from infinistore.disk_io.store_disks import StoreDisks
 
 __all__ = ["Environment"]
@@ -79,5 +81,11 @@ class Environment:
     """Runs a blocking function with its arguments, and returns its result."""
     read_ahead_bytes: int = READ_AHEAD_BYTES
     """How many bytes of a connection are read before they are asked for, at most."""
+    cluster: "ClusterEnvironment | None" = None
+    """What a node of a cluster reaches etcd and other nodes with; None for the system's
+    sockets.
+    """
+    client: "ClientEnvironment | None" = None
+    """What it passes blocks to other nodes with."""
     buggify: Buggify | None = None
     """What makes rare behaviour frequent, in simulations."""

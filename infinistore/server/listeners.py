@@ -1,7 +1,9 @@
 """The sockets that a server listens on, and the addresses where clients find it."""
 
 import logging
+import os
 import socket
+import stat
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -9,11 +11,19 @@ from typing import cast
 
 import attrs
 
+from infinistore.access.unix_access import UnixAccess
 from infinistore.addresses import is_loopback, with_port
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.trio_streams import listen_tcp
-from infinistore.transports.sockets.unix_listener import Access, listen_unix, make_private, make_private_folder
+from infinistore.transports.sockets.unix_listener import (
+    MODES,
+    Access,
+    UnixListener,
+    listen_unix,
+    make_private,
+    make_private_folder,
+)
 
 __all__ = ["Listeners", "ServerAddresses", "open_listeners"]
 
@@ -28,6 +38,8 @@ class ServerAddresses:
     unix_socket: Path | None
     management: tuple[tuple[str, int], ...] = ()
     """Where the management API is; empty if it is off."""
+    unix_access: UnixAccess | None = None
+    """Who may open the Unix socket; None if nobody but the kernel decides that."""
 
     @property
     def port(self) -> int:
@@ -60,9 +72,11 @@ def open_listeners(config: ServerConfig, resources: ExitStack, given: Sequence[s
     if not clients:
         clients = [resources.enter_context(sock) for sock in listen_tcp(config.host, config.service_port)]
     tcp = tuple(sock.getsockname()[:2] for sock in clients)
-    unix_path = _given_path([sock for sock in given if sock.family == socket.AF_UNIX])
+    access = cast(Access, config.unix_socket_access)
+    unix = [sock for sock in given if sock.family == socket.AF_UNIX]
+    unix_path = _given_path(unix)
     if unix_path is not None:
-        clients += [sock for sock in given if sock.family == socket.AF_UNIX]
+        clients += unix
     else:
         unix_path = config.socket_path(tcp[0][1])
         if unix_path is not None:
@@ -74,27 +88,41 @@ def open_listeners(config: ServerConfig, resources: ExitStack, given: Sequence[s
                 extra = {"folder": str(unix_path.parent), "instead": str(folder)}
                 _log.warning("the folder of the Unix socket is not private", extra=extra)
                 unix_path = folder / unix_path.name
-            access = cast(Access, config.unix_socket_access)
-            clients.append(resources.enter_context(listen_unix(unix_path, access)))
+            unix = [listen_unix(unix_path, access, config.unix_socket_group)]
+            clients.append(resources.enter_context(unix[0]))
     management: list[socket.socket] = []
     if config.manage_port is not None:
         found = listen_tcp(config.manage_host, config.manage_port, host_flag="--manage-host", port_flag="--manage-port")
         management = [resources.enter_context(sock) for sock in found]
     managed = tuple(sock.getsockname()[:2] for sock in management)
-    return Listeners(clients, management, ServerAddresses(tcp, unix_path, managed))
+    allowed = None if unix_path is None else _who_may_open(unix_path, unix[0], access)
+    return Listeners(clients, management, ServerAddresses(tcp, unix_path, managed, allowed))
+
+
+def _who_may_open(path: Path, listener: socket.socket, access: Access) -> UnixAccess | None:
+    """Return who may open a Unix socket: by the settings if a server has made it, else
+    as whoever has made it says now.
+    """
+    try:
+        found = path.stat()
+    except OSError:  # it was removed, or cannot be seen from here
+        return None
+    if isinstance(listener, UnixListener):
+        return UnixAccess(os.geteuid(), found.st_gid, MODES[access][1])
+    return UnixAccess(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode))
 
 
 def _check_reach(config: ServerConfig, given: Sequence[socket.socket]) -> None:
     """What holds for --host holds for a given socket: beyond loopback it needs a
     token.
     """
-    if config.token_file is not None or config.insecure:
+    if config.token_file is not None or config.tenants is not None or config.insecure:
         return
     for host, port in (sock.getsockname()[:2] for sock in given):
         if not is_loopback(host):
             raise ConfigError(
                 f"the given socket {with_port(host, port)}: other machines could read and write everything; "
-                "add --token-file FILE, or --insecure to allow that"
+                "add --token-file FILE or --tenants FILE, or --insecure to allow that"
             )
 
 

@@ -4,32 +4,41 @@
 """
 
 import logging
+import os
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import trio
 
+from infinistore.access.identity import Identity
 from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
+from infinistore.server.security.audit_log import AuditLog
+from infinistore.server.security.reloading import Reloads
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import Session
 from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.take_over.exporting import Ended
 from infinistore.server.telemetry import Telemetry
+from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.spin import Spinner
 
 if TYPE_CHECKING:
+    from infinistore.server.disk.service import ServerDisks
+    from infinistore.server.pools.tenancy import Tenancy
     from infinistore.server.security.certificates import Certificates
 
-__all__ = ["Server"]
+__all__ = ["LAST_WRITES_S", "Server"]
 
 _log = logging.getLogger("infinistore.server")
-_LAST_WRITES_S = 1.0
+LAST_WRITES_S = 1.0
 """What disks have at least to end cleanly, however long sessions took to."""
 _NO_DESCRIPTORS_PAUSE_S = 0.1
 
@@ -53,6 +62,8 @@ class Server:
         background: Sequence[Callable[[], Awaitable[None]]],
         drain_timeout_s: float,
         tls: "Certificates | None" = None,
+        reloads: Reloads | None = None,
+        tenancy: "Tenancy | None" = None,
     ) -> None:
         self.context = context
         self.addresses = addresses
@@ -61,6 +72,12 @@ class Server:
         self.drain_timeout_s = drain_timeout_s
         self.tls = tls
         """What connections over TCP are encrypted with, if they are."""
+        self.reloads = reloads or Reloads()
+        """What SIGHUP reads again."""
+        self.policy = handshakes.policy
+        """Who is let in."""
+        self.tenancy = tenancy
+        """The tenants and their pools, if it has tenants."""
         self._handshakes = handshakes
         self._spinner = spinner
         self._environment = environment
@@ -81,19 +98,24 @@ class Server:
         """Serve until `drain` is called and the last session is over. Everything else
         ends with it. Connections wait for `before`, which may use the disks.
         """
-        disk = self.context.disk
+        disk = self.context.disks
         async with trio.open_nursery() as background:
+            if isinstance(self.policy.audit, AuditLog):
+                background.start_soon(self.policy.audit.run)
             for task in self._background:
                 background.start_soon(task)
             if disk is not None:
                 background.start_soon(disk.run)
+            if self.tenancy is not None:
+                background.start_soon(self.tenancy.run)
             if before is not None:
                 await before()
             async with trio.open_nursery() as nursery:
-                for listener in listeners:
-                    nursery.start_soon(self._accept, listener, nursery)
                 on_listening()
-                await self._drain.wait()
+                if await self._serve_until_replaced(listeners, nursery) or await self._keep():
+                    background.cancel_scope.cancel()
+                    nursery.cancel_scope.cancel()
+                    return
                 for listener in listeners:
                     trio.lowlevel.notify_closing(listener)
                     listener.close()
@@ -107,18 +129,113 @@ class Server:
                 # and goodbyes to connections without a hello.
                 nursery.cancel_scope.cancel()
             if disk is not None:
-                within_s = max(_LAST_WRITES_S, drain.deadline - trio.current_time())
-                _log.info("writing what only memory has", extra={"at_most_s": round(within_s, 1)})
-                if not await disk.finish(within_s):
-                    _log.warning("a disk did not end in time")
+                within_s = max(LAST_WRITES_S, drain.deadline - trio.current_time())
+                await self._finish(disk, within_s)
             background.cancel_scope.cancel()
+
+    async def _serve_until_replaced(self, listeners: Sequence[socket.socket], nursery: trio.Nursery) -> bool:
+        """Accept connections until the server is to drain, or another process has taken
+        its place; return whether one has."""
+        giving = self.context.giving
+        while True:
+            async with trio.open_nursery() as accepting:
+                for listener in listeners:
+                    accepting.start_soon(self._accept, listener, nursery)
+                if giving is None:
+                    await self._drain.wait()
+                else:
+                    await _first(self._drain, giving.wanted)
+                accepting.cancel_scope.cancel()
+            if giving is None or not giving.wanted.is_set():
+                return False
+            ended = await self._end_service()
+            if ended is None:
+                giving.fail("a request under way does not end")
+            else:
+                giving.hand_over(self.telemetry.instance, ended)
+            if await giving.decide():
+                return True
+            if ended is not None and self.context.disks is not None:
+                return True  # it is closed, and serving without would forget what it has
+            self._handshakes.reopen()
+
+    async def _keep(self) -> bool:
+        """Give the pool to whoever keeps it for the next run; False if nobody does."""
+        if (keeping := self.context.keeping) is None:
+            return False
+        ended = await self._end_service()
+        if ended is None:
+            keeping.refuse("a request under way does not end")
+            return False
+        await keeping.keep(self.telemetry.instance, ended, self._environment.run_in_thread)
+        return True
+
+    async def _end_service(self) -> list[Ended] | None:
+        """End all sessions but that of a process that takes over: nobody changes the
+        pool any more. Return their connections; None if one does not end."""
+        self._handshakes.close()
+        sessions = [session for session in self.sessions if not session.takes_over]
+        copies = [_copy_of(session.socket) for session in sessions]
+        for session in sessions:
+            session.replace()
+        for within_s in (self.drain_timeout_s, LAST_WRITES_S):
+            with trio.move_on_after(within_s):
+                for session in sessions:
+                    await session.over.wait()
+            for session in sessions:  # all of them, also those behind one that does not end
+                session.cut()
+        if not all(session.over.is_set() for session in sessions):
+            for copy in copies:
+                if copy is not None:
+                    os.close(copy)
+            return None
+        if (disk := self.context.disks) is not None:
+            await self._finish(disk, self.drain_timeout_s)
+            await disk.close()
+        return [
+            Ended(copy, session.touching)
+            for copy, session in zip(copies, sessions, strict=True)
+            if copy is not None or session.touching is not None
+        ]
+
+    async def _finish(self, disk: "ServerDisks", within_s: float) -> None:
+        _log.info("writing what only memory has", extra={"at_most_s": round(within_s, 1)})
+        if not await disk.finish(within_s):
+            _log.warning("a disk did not end in time")
 
     def drain(self) -> None:
         """Accept no more connections, let requests under way finish within the drain
         timeout, and stop.
         """
+        if not self.draining:
+            self.policy.audit.note("drain")
         self._drain.set()
         self.telemetry.draining = True
+        if self.context.giving is not None:
+            self.context.giving.stop()
+
+    async def apply_limits(self, limits: list[TenantLimits]) -> None:
+        """Let these limits of tenants hold.
+
+        Raises:
+            ConfigError: they cannot. Nothing has changed.
+        """
+        if self.tenancy is not None:
+            await self.tenancy.apply(limits)
+
+    async def drain_on_signal(
+        self, everything: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Drain on SIGTERM or SIGINT; on another one, cancel `everything`."""
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if self.draining:
+                    _log.info("not waiting for requests under way", extra={"signal": name})
+                    everything.cancel()
+                _log.info("draining", extra={"signal": name, "at_most_s": self.drain_timeout_s})
+                self.drain()
 
     @property
     def draining(self) -> bool:
@@ -152,9 +269,12 @@ class Server:
             nursery.start_soon(self._serve, stream, transport, f"client-{self.telemetry.connections_total}")
 
     async def _serve(self, stream: Stream, transport: str, name: str) -> None:
-        def admit(connection: ServerConnection, hello: Hello) -> Session:
-            self.sessions.check_free()
-            session = Session(stream, connection, self.context, hello.name or name, transport)
+        def admit(connection: ServerConnection, hello: Hello, identity: Identity) -> Session:
+            self.sessions.check_free(identity.limits, 1 if self.tenancy is None else len(self.tenancy))
+            context = self.context if self.tenancy is None else self.tenancy.context(self.context, identity)
+            session = Session(
+                stream, connection, context, hello.name or name, transport, identity=identity, audit=self.policy.audit
+            )
             self.sessions.add(session)
             return session
 
@@ -168,3 +288,25 @@ class Server:
         finally:
             if session is not None:
                 self.sessions.remove(session)
+                if self.tenancy is not None:
+                    self.tenancy.left(session.identity)
+
+
+async def _first(*events: trio.Event) -> None:
+    """Wait until one of these events has happened."""
+    async with trio.open_nursery() as nursery:
+
+        async def wait(event: trio.Event) -> None:
+            await event.wait()
+            nursery.cancel_scope.cancel()
+
+        for event in events:
+            nursery.start_soon(wait, event)
+
+
+def _copy_of(sock: socket.socket | None) -> int | None:
+    """Copy the descriptor of a socket; None if there is no descriptor left."""
+    try:
+        return None if sock is None or sock.fileno() < 0 else os.dup(sock.fileno())
+    except OSError:
+        return None

@@ -1,6 +1,7 @@
 """What a server tells of its state, to clients that ask and to the management API."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import attrs
 import trio
@@ -8,6 +9,7 @@ import trio
 from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import Tree
 from infinistore.protocol.statistics_tree import statistics_to_tree
+from infinistore.server.connection.conversation import Traffic
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.statistics import details
@@ -19,7 +21,9 @@ from infinistore.statistics import (
     OperationStatistics,
     ServerDetails,
     ServerStatistics,
+    SpinStatistics,
 )
+from infinistore.tenant_limits import TenantStatistics
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
@@ -40,7 +44,7 @@ class Telemetry:
         handshakes: Handshakes,
         recorder: Recorder,
         spinner: Spinner,
-        disk: Callable[[], DiskTierStatistics] | None = None,
+        disk: Callable[[], DiskTierStatistics | None] | None = None,
     ) -> None:
         self.instance = instance
         self.core = core
@@ -52,6 +56,9 @@ class Telemetry:
         self._started_at = trio.current_time()
         self.cluster: Callable[[], MembershipStatistics] | None = None
         """What it knows of its cluster, if it is in one."""
+        self.tenants: Callable[[Counter[str], Counter[str]], Awaitable[list[TenantStatistics]]] | None = None
+        """Returns the figures of each tenant, if the server has tenants: see
+        `Tenancy.statistics`."""
         self.draining = False
         """Whether the server accepts no more connections."""
         self.connections_total = 0
@@ -101,7 +108,44 @@ class Telemetry:
         """What the disks have done; None without disks."""
         return None if self._disk is None else self._disk()
 
+    async def of_tenants(self) -> list[TenantStatistics] | None:
+        """What each tenant has; None without tenants."""
+        return None if self.tenants is None else await self.tenants(*self.sessions.of_tenants())
+
+    async def tenant_tree(
+        self, tenant: str, store: StoreCore, with_details: bool, disk: DiskTierStatistics | None = None
+    ) -> Tree:
+        """The answer to a tenant: its own store and its own open connections, and
+        nothing of the others.
+        """
+        store.catch_up()
+        sessions = [session for session in self.sessions if session.identity.tenant == tenant]
+        traffic = Traffic()
+        for session in sessions:
+            traffic.add(session.traffic)
+        own = ServerStatistics(
+            instance=self.instance,
+            version=__version__,
+            uptime_s=trio.current_time() - self._started_at,
+            connections_open=len(sessions),
+            connections_total=len(sessions),
+            connections_refused=0,
+            requests=traffic.requests,
+            errors=traffic.errors,
+            received_bytes=traffic.received_bytes,
+            sent_bytes=traffic.sent_bytes,
+            spin=SpinStatistics(0, 0, 0.0),
+        )
+        found = None
+        if with_details:
+            clients = details.busiest(session.statistics() for session in sessions)
+            found = ServerDetails([], clients, [], await details.prefixes(store), self.state)
+            found = attrs.evolve(found, max_pinned_bytes=store.max_pinned_bytes)
+        return statistics_to_tree(own, store.statistics(), found, disk)
+
     async def tree(self, with_details: bool) -> Tree:
         """The answer to a Statistics request."""
         found = await self.details() if with_details else None
-        return statistics_to_tree(self.statistics(), self.core.statistics(), found, self.disk())
+        drain = None if self.cluster is None else self.cluster().drain
+        shown = None if drain is None or drain.state == "none" else drain
+        return statistics_to_tree(self.statistics(), self.core.statistics(), found, self.disk(), shown)

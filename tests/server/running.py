@@ -28,7 +28,11 @@ from infinistore.server.movers.rdma.mover import RdmaMover
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
 from infinistore.transports.base import Stream, drive
-from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp
+from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp, connect_unix
+from infinistore.transports.tls.contexts import client_context
+from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.trio_stream import TlsStream
+from tests.transports.certificates import Files
 from tests.transports.memory_network import Chunks, MemoryListener, MemoryStream, whole
 
 KIB = 1024
@@ -36,7 +40,18 @@ MIB = 1024 * 1024
 POOL_BYTES = 4 * MIB
 HALF_REQUEST_ID = 7
 
-__all__ = ["KIB", "MIB", "POOL_BYTES", "Peer", "RunningServer", "make_config", "running_server", "simulated_server"]
+__all__ = [
+    "KIB",
+    "MIB",
+    "POOL_BYTES",
+    "Peer",
+    "RunningServer",
+    "connect_tls",
+    "make_config",
+    "peer_with",
+    "running_server",
+    "simulated_server",
+]
 
 
 def make_config(**settings: Any) -> ServerConfig:
@@ -223,3 +238,28 @@ async def simulated_server(
 
 async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:
     return await (listener.accept_stream() if isinstance(listener, MemoryListener) else accept(listener, *rest))
+
+
+async def connect_tls(address: tuple[str, int], files: Files) -> TlsStream:
+    """A client's end of TLS, which has sent nothing yet."""
+    session = TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1")
+    return TlsStream(await connect_tcp(*address), session)
+
+
+async def peer_with(server: RunningServer, token: str, transport: str = "tcp", files: Files | None = None) -> Peer:
+    """A client that was let in with a token: over TLS if there are `files`, else in the
+    clear, or by the Unix socket.
+    """
+    address = ("127.0.0.1", server.server.addresses.port)
+    if transport == "unix":
+        peer = Peer(await connect_unix(str(server.unix_path)))
+    elif files is None:
+        peer = Peer(await connect_tcp(*address))
+    else:
+        peer = Peer(await connect_tls(address, files))
+    try:
+        await peer.hello(token)
+    except BaseException:
+        peer.close()
+        raise
+    return peer

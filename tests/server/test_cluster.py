@@ -3,7 +3,7 @@
 import json
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,6 @@ from tests.ports import own_ports
 
 from .http_client import ask
 from .running import KIB, make_config, running_server
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    running = Etcd(tmp_path_factory.mktemp("etcd"))
-    yield running
-    running.close()
-
-
-def url_of(etcd: Etcd, cluster: str) -> str:
-    return etcd.url.removesuffix("test") + cluster
 
 
 async def cluster_of(server: Any) -> dict[str, Any]:
@@ -59,7 +48,7 @@ async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @needs_etcd
 async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etcd) -> None:
-    config = make_config(cluster=url_of(etcd, "plain"), node_id="a", node_weight=70, node_zone="rack 1")
+    config = make_config(cluster=etcd.url_of("plain"), node_id="a", node_weight=70, node_zone="rack 1")
     async with running_server(config) as server:
         found = await until(server, lambda found: bool(found["nodes"]))
         (node,) = found["nodes"]
@@ -77,7 +66,7 @@ async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etc
 
 @needs_etcd
 async def test_a_server_purges_as_soon_as_the_cluster_is_purged(etcd: Etcd) -> None:
-    config = make_config(cluster=url_of(etcd, "purged"), node_id="a", advertise="there.example:7")
+    config = make_config(cluster=etcd.url_of("purged"), node_id="a", advertise="there.example:7")
     async with running_server(config) as server:
         found = await until(server, lambda found: bool(found["nodes"]))
         assert found["nodes"][0]["address"] == "infinistore://there.example:7"
@@ -99,7 +88,7 @@ async def refused(config: ServerConfig) -> str:
 async def test_a_cluster_of_another_placement_version_is_refused_in_one_line(etcd: Etcd) -> None:
     await in_thread(etcd.control, "put", "/infinistore/newer/config", '{"placement": 2}')
     assert "/infinistore/newer/config in etcd is of placement version 2, and this is 1" in await refused(
-        make_config(cluster=url_of(etcd, "newer"))
+        make_config(cluster=etcd.url_of("newer"))
     )
 
 
@@ -107,7 +96,7 @@ async def test_a_cluster_of_another_placement_version_is_refused_in_one_line(etc
 async def test_a_server_with_disks_serves_when_it_knows_that_it_missed_no_purge(etcd: Etcd, tmp_path: Path) -> None:
     await in_thread(etcd.control, "put", "/infinistore/disks/purge", "")
     disks = (DiskPlace(tmp_path / "disk", 64 * KIB * KIB),)
-    async with running_server(make_config(cluster=url_of(etcd, "disks"), node_id="a", disks=disks)) as server:
+    async with running_server(make_config(cluster=etcd.url_of("disks"), node_id="a", disks=disks)) as server:
         purged = await in_thread(etcd.control, "get", "--print-value-only", "/infinistore/disks/purged/a")
         assert int(purged) > 0
         assert (await cluster_of(server))["registration"] == "registered"

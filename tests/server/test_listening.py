@@ -3,7 +3,9 @@
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trio
@@ -63,6 +65,10 @@ async def test_an_empty_host_listens_everywhere(tmp_path: Path) -> None:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def group_of(path: Path) -> int:
+    return path.stat().st_gid
 
 
 async def test_only_this_user_may_open_the_unix_socket(tmp_path: Path) -> None:
@@ -150,6 +156,44 @@ async def test_others_may_open_the_unix_socket_where_they_are_let(
 
 
 OTHER_USER = 4321
+OTHER_GROUP = 4322
+needs_root = pytest.mark.skipif("os.getuid() != 0", reason="only root can give files to any group")
+
+
+@needs_root
+async def test_the_members_of_another_group_may_open_the_unix_socket_and_nobody_else() -> None:
+    with TemporaryDirectory() as folder:  # others do not get into the usual one
+        os.chmod(folder, 0o755)
+        await open_as_others(Path(folder) / "folder" / "socket")
+
+
+async def open_as_others(path: Path) -> None:
+    config = make_config(unix_socket=str(path), unix_socket_access="group", unix_socket_group=str(OTHER_GROUP))
+    try_it = "import os, socket, sys; os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[3]));"
+    try_it += "socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    async with running_server(config):
+        assert (group_of(path.parent), group_of(path)) == (OTHER_GROUP, OTHER_GROUP)
+        assert (mode(path.parent), mode(path)) == (0o750, 0o660)
+        for group, lets_in in ((OTHER_GROUP, True), (OTHER_GROUP + 1, False)):
+            command = [sys.executable, "-c", try_it, str(path), str(group), str(OTHER_USER)]
+            done = await trio.run_process(command, capture_stderr=True, check=False)
+            assert (done.returncode == 0) == lets_in, done.stderr
+            assert lets_in or b"PermissionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "problem"),
+    [("no such group", "there is no such group"), (str(2**70), "no group has this number")],
+)
+async def test_a_group_that_does_not_exist_is_refused_and_leaves_no_socket(
+    group: str, problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "socket"
+    config = make_config(unix_socket=str(path), unix_socket_access="group", unix_socket_group=group)
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=problem)):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, config)
+    assert not path.exists()
 
 
 def make_insecure(folder: Path, how: str) -> None:

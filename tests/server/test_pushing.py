@@ -28,6 +28,7 @@ class Others:
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.has: dict[str, bytes] = {}
+        self.ends: dict[str, float | None] = {}
         self.at: list[float] = []
         self.before_put: Callable[[list[str]], Any] = lambda keys: None
 
@@ -35,10 +36,11 @@ class Others:
     async def open(self) -> AsyncGenerator[Any, None]:
         yield self
 
-    async def put_many(self, items: dict[str, memoryview], *, replace: bool) -> list[str]:
+    async def put_many(self, items: dict[str, memoryview], *, replace: bool, ttl_s: float | None) -> list[str]:
         assert not replace
         await trio.lowlevel.checkpoint()
         self.batches.append(list(items))
+        self.ends.update(dict.fromkeys(items, ttl_s))
         self.at.append(trio.current_time())
         self.before_put(list(items))
         skipped = [key for key in items if key in self.has]
@@ -54,13 +56,13 @@ def core() -> Any:
     pool.close()
 
 
-def put(core: StoreCore, *keys: str, size_bytes: int = KIB, value: bytes | None = None) -> None:
+def put(core: StoreCore, *keys: str, size_bytes: int = KIB, value: bytes | None = None, ttl_s: float = 0) -> None:
     client = core.open_client("test")
     reservation = core.reserve(client, [size_bytes] * len(keys))
     values = [value or key.encode().ljust(size_bytes, b".") for key in keys]
     for view, data in zip(reservation.views, values, strict=True):
         view[:] = data
-    core.commit(reservation, keys, [xxh3_64_intdigest(data) for data in values])
+    core.commit(reservation, keys, [xxh3_64_intdigest(data) for data in values], ttl_s=ttl_s)
     core.close_client(client)
 
 
@@ -84,7 +86,8 @@ async def test_the_hottest_group_goes_first_as_a_whole_and_its_head_first(
     order = [key for batch in others.batches for key in batch]
     assert order == ["{cold}1", "{cold}2", "{cold}3", "{warm}1", "{warm}2", "{warm}3", "alone"]
     assert others.has["{warm}2"].rstrip(b".") == b"{warm}2"
-    assert drain == Drain(groups=3, moved_groups=3, moved_blocks=7, moved_bytes=7 * KIB)
+    size = 7 * KIB
+    assert drain == Drain(groups=3, moved_groups=3, moved_blocks=7, moved_bytes=size, size_bytes=size, done_bytes=size)
     assert core.all_keys()[-1] == "{cold}1"  # passing on is no use
 
 
@@ -94,6 +97,31 @@ async def test_a_batch_is_bounded_and_several_groups_share_one(core: StoreCore, 
     others = Others()
     await pushed(core, others)
     assert [len(batch) for batch in others.batches] == [8, 4]  # max_batch_keys
+
+
+async def test_what_ends_is_passed_on_with_what_is_left_of_its_time(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1", "{a}2", ttl_s=60.0)
+    put(core, "{a}3")
+    put(core, "{a}4", ttl_s=90.0)
+    core.retention.clock = lambda: 45.0
+    others = Others()
+    drain = await pushed(core, others)
+    assert others.ends == {"{a}1": 15.0, "{a}2": 15.0, "{a}3": None, "{a}4": 45.0}
+    assert (drain.moved_groups, drain.moved_blocks) == (1, 4)
+
+
+async def test_what_ends_meanwhile_is_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, *[f"{{first}}{number}" for number in range(8)], ttl_s=60.0)
+    put(core, *[f"{{then}}{number}" for number in range(8)])
+    others = Others()
+
+    def end_the_others(keys: list[str]) -> None:
+        core.retention.clock = lambda: 60.0
+
+    others.before_put = end_the_others
+    drain = await pushed(core, others)
+    assert others.ends == {f"{{then}}{number}": None for number in range(8)}
+    assert (drain.moved_blocks, drain.failed_groups) == (8, 0)
 
 
 async def test_what_is_there_stays_as_it_is(core: StoreCore, autojump_clock: MockClock) -> None:
@@ -124,6 +152,19 @@ async def test_it_takes_its_time(core: StoreCore, autojump_clock: MockClock) -> 
     await pushed(core, others, PushLimits(most_bytes=1 << 30, bytes_per_s=2 * KIB))
     assert [at - started for at in others.at] == [0, 4]
     assert trio.current_time() - started >= 8
+
+
+async def test_it_says_how_much_is_done_and_how_long_the_rest_takes(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, *[f"{{a}}{number}" for number in range(8)])
+    put(core, *[f"{{b}}{number}" for number in range(8)])
+    others = Others()
+    told: list[Drain] = []
+    await push(core, others.open, PushLimits(1 << 30, bytes_per_s=2 * KIB), told.append)
+    assert [(one.ratio, one.size_bytes) for one in told] == [(0, 16 * KIB), (0.5, 16 * KIB), (1, 16 * KIB)]
+    assert [one.elapsed_s for one in told] == [0, 0, 4]
+    assert [one.left_s for one in told] == [None, None, 0]  # at first, nothing has taken a second yet
+    late = Drain(size_bytes=100, done_bytes=25, elapsed_s=10)
+    assert (late.ratio, late.left_s) == (0.25, 30.0)
 
 
 async def test_what_is_written_meanwhile_is_passed_on_too(core: StoreCore, autojump_clock: MockClock) -> None:
@@ -224,3 +265,22 @@ async def test_cancelled_it_lets_go_at_once(core: StoreCore) -> None:
         await push(core, others.open, PLENTY, lambda drain: None)
     assert scope.cancelled_caught
     assert (core.statistics().leases, core.statistics().clients, core.statistics().pinned_bytes) == (0, 0, 0)
+
+
+async def test_blocks_that_end_at_other_times_than_refused_ones_are_passed_on_all_the_same(
+    core: StoreCore, autojump_clock: MockClock
+) -> None:
+    put(core, "{c}1", ttl_s=20)
+    put(core, "{b}1", ttl_s=10)
+    put(core, "{a}1")
+    others = Others()
+    others.has["{a}1"] = b"there"
+
+    def refuse(keys: list[str]) -> None:
+        if keys == ["{b}1"]:
+            raise StoreUnavailable("b is gone")
+
+    others.before_put = refuse
+    drain = await pushed(core, others)
+    assert (drain.moved_groups, drain.skipped_groups, drain.failed_groups) == (1, 1, 1)
+    assert "{c}1" in others.has

@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from infinistore import blocking
+from infinistore import blocking, service_manager
 from infinistore.errors import ConfigError
 from infinistore.server import serve
 from infinistore.service_manager import ServiceManager
@@ -127,6 +127,23 @@ def test_a_server_says_when_it_reads_its_certificate_again(notifications: Notifi
         assert monotonic.removeprefix("MONOTONIC_USEC=").isdecimal()
         assert notifications.next()[0] == "READY=1"
         process.terminate()
+
+
+@pytest.mark.parametrize("shards", ["1", "2"])
+def test_a_server_that_has_nothing_to_read_again_says_so_and_serves_on(
+    notifications: Notifications, tmp_path: Path, shards: str
+) -> None:
+    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", shards]
+    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
+    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        notifications.until("READY=1")
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            notifications.until("READY=1")
+        process.terminate()
+        _, log = process.communicate()
+        assert process.returncode == 0
+        assert log.count("there is nothing to read again") == 2
 
 
 def test_a_server_that_drains_does_not_say_that_it_serves_again(notifications: Notifications) -> None:
@@ -283,3 +300,52 @@ async def test_two_unix_sockets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one Unix socket"):
         await serve(make_config(), service_manager=ServiceManager(listeners=tuple(given)))
     assert [sock.fileno() for sock in given] == [-1, -1]
+
+
+def test_a_server_with_shards_keeps_no_cache_and_says_so(notifications: Notifications, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", "2"]
+    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, FDSTORE="10")
+    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        notifications.until("READY=1")
+        process.terminate()
+        _, log = process.communicate()
+        assert process.returncode == 0
+    assert "the cache is not kept for the next run" in log
+    assert "the server has shards" in log
+
+
+def test_what_is_kept_is_told_from_sockets_by_its_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        script = (
+            "import os; from infinistore.service_manager import ServiceManager;"
+            "manager = ServiceManager.from_environment(os.environ, os.getpid());"
+            "print(len(manager.listeners), dict(manager.kept), manager.look_at('state'), end=' ');"
+            "print(manager.take('state'), manager.kept)"
+        )
+        numbers = [sock.fileno(), os.memfd_create("state")]
+        start = AS_A_CHILD_OF_SYSTEMD.replace('"a:b"', '"infinistore.socket:infinistore-state"')
+        start = start.replace('"-m", "infinistore", "serve", *sys.argv[2:]', f'"-c", {script!r}')
+        done = subprocess.run(
+            [sys.executable, "-c", start, ",".join(map(str, numbers))],
+            pass_fds=numbers,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        os.close(numbers[1])
+    assert done.stdout == "1 {'infinistore-state': 4} 4 4 {}\n"
+
+
+def test_a_manager_that_reads_nothing_is_not_waited_for_for_ever(
+    notifications: Notifications, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_manager, "ANSWER_S", 0.05)
+    descriptor = os.memfd_create("state")
+    manager = ServiceManager(notifications.address, most_kept=5, kept={"infinistore-state": descriptor})
+    with pytest.raises(TimeoutError):
+        manager.keep([("other", descriptor)])
+    manager.forget()
+    assert [record.message for record in caplog.records] == ["the service manager cannot be told"]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

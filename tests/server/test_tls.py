@@ -15,11 +15,13 @@ from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Statistics
 from infinistore.server.security.certificates import Certificates
 from infinistore.server.security.loading import load_certificates
+from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.transports.sockets.trio_streams import connect_tcp
 from infinistore.transports.tls.contexts import client_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
-from tests.server.running import Peer, RunningServer, make_config, running_server
+from tests.server.http_client import Answer, ask_over
+from tests.server.running import Peer, RunningServer, connect_tls, make_config, running_server
 from tests.transports.certificates import Files, issue
 
 
@@ -29,14 +31,26 @@ def settings(files: Files) -> dict[str, Any]:
 
 async def connect(server: RunningServer, files: Files) -> TlsStream:
     """A client's end of TLS, which has sent nothing yet."""
-    plain = await connect_tcp("127.0.0.1", server.server.addresses.port)
-    return TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+    return await connect_tls(("127.0.0.1", server.server.addresses.port), files)
 
 
 def serial_number(stream: TlsStream) -> Any:
     certificate = stream.session.peer_certificate()
     assert certificate is not None
     return certificate["serialNumber"]
+
+
+async def with_new_certificate(server: RunningServer, files: Files, old: Peer) -> Peer:
+    """A new client, to which the server shows another certificate than to an old one,
+    whose session goes on.
+    """
+    new = Peer(await connect(server, files))
+    await new.hello()
+    assert isinstance(old.stream, TlsStream)
+    assert isinstance(new.stream, TlsStream)
+    assert serial_number(old.stream) != serial_number(new.stream)
+    await old.ask(Statistics())
+    return new
 
 
 async def test_a_handshake_that_goes_nowhere_has_a_strangers_place_only(tmp_path: Path) -> None:
@@ -58,7 +72,7 @@ async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tm
     async with running_server(make_config(**settings(files))) as server, trio.open_nursery() as nursery:
         certificates = server.server.tls
         assert certificates is not None
-        await nursery.start(certificates.reload_on_signal)
+        await nursery.start(reload_on_signal, server.server.reloads)
         old = Peer(await connect(server, files))
         await old.hello()
         before = certificates.context
@@ -67,15 +81,39 @@ async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tm
         with trio.fail_after(10):
             while certificates.context is before:
                 await trio.lowlevel.checkpoint()
-        new = Peer(await connect(server, files))
-        await new.hello()
-        assert isinstance(old.stream, TlsStream)
-        assert isinstance(new.stream, TlsStream)
-        assert serial_number(old.stream) != serial_number(new.stream)
-        await old.ask(Statistics())
+        new = await with_new_certificate(server, files, old)
         old.stream.close()
         new.stream.close()
         nursery.cancel_scope.cancel()
+
+
+async def test_the_management_api_loads_the_certificate_again_as_the_signal_does(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    async with running_server(make_config(**settings(files))) as server:
+        old = Peer(await connect(server, files))
+        await old.hello()
+        issue(tmp_path, into=files)
+        answer = await manage(server, files, "/reload")
+        assert (answer.status, answer.json) == (200, {"status": "ok"})
+        new = await with_new_certificate(server, files, old)
+        files.key.write_bytes(issue(tmp_path, stem="other").key.read_bytes())
+        answer = await manage(server, files, "/reload")
+        assert answer.status == 409
+        assert "does not fit the key" in answer.json["error"]
+        again = Peer(await connect(server, files))
+        await again.hello()
+        for peer in (old, new, again):
+            peer.close()
+        await server.quiet()
+
+
+async def manage(server: RunningServer, files: Files, path: str) -> Answer:
+    plain = await connect_tcp(*server.server.addresses.management[0])
+    stream = TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+    try:
+        return await ask_over(stream, "POST", path)
+    finally:
+        stream.close()
 
 
 async def test_a_pair_that_does_not_fit_changes_nothing_and_is_logged(
@@ -85,8 +123,10 @@ async def test_a_pair_that_does_not_fit_changes_nothing_and_is_logged(
     certificates = Certificates(files.cert, files.key, None)
     before = certificates.context
     files.key.write_bytes(other.key.read_bytes())
+    reloads = Reloads()
+    reloads.add(certificates.reload_and_log)
     async with trio.open_nursery() as nursery:
-        await nursery.start(certificates.reload_on_signal)
+        await nursery.start(reload_on_signal, reloads)
         os.kill(os.getpid(), signal.SIGHUP)
         with trio.fail_after(10):
             while not caplog.records:
@@ -118,7 +158,7 @@ def test_files_that_cannot_be_used_stop_the_start_and_are_named(
 
 
 def test_settings_that_need_a_certificate_say_so(tmp_path: Path) -> None:
-    for key in ("tls_key", "tls_client_ca"):
+    for key in ("tls_key", "tls_client_ca", "tls_peer_ca"):
         with pytest.raises(ConfigError, match="needs --tls-cert FILE"):
             make_config(**{key: tmp_path})
 
@@ -140,6 +180,44 @@ async def test_the_log_says_why_a_client_was_not_let_in(tmp_path: Path, caplog: 
             await server.quiet()
     (record,) = [record for record in caplog.records if record.message == "no TLS"]
     assert "the client gave no certificate" in record.__dict__["error"]
+
+
+def test_authorities_of_nodes_that_cannot_be_used_stop_the_start(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    with pytest.raises(ConfigError, match="--tls-peer-ca: "):
+        load_certificates(make_config(**settings(files), tls_peer_ca=files.key))
+
+
+async def test_a_node_trusts_the_authorities_that_it_is_given_for_other_nodes(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    asking = load_certificates(make_config(**settings(files), tls_peer_ca=files.ca))
+    assert asking is not None
+    async with running_server(make_config(**settings(files))) as server:
+        node = Node(id="a", address=f"infinistores://127.0.0.1:{server.server.addresses.port}")
+        assert await instance_asker("", asking.peer_context())(node) == server.server.telemetry.instance
+
+
+async def test_authorities_for_other_nodes_are_renewed_without_a_restart(tmp_path: Path) -> None:
+    """A node that asks others all its life asks with the newest files."""
+    files, other = issue(tmp_path), issue(tmp_path, ca="two", stem="other")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(other.ca.read_bytes())
+    asking = load_certificates(make_config(**settings(files), tls_peer_ca=trusted))
+    assert asking is not None
+    ask = instance_asker("", asking.peer_context)
+    async with running_server(make_config(**settings(files))) as server:
+        node = Node(id="a", address=f"infinistores://127.0.0.1:{server.server.addresses.port}")
+        assert await ask(node) == ""
+        trusted.write_bytes(files.ca.read_bytes())
+        assert await ask(node) == ""  # nobody has said that they are new
+        asking.reload()
+        assert await ask(node) == server.server.telemetry.instance
+        trusted.write_bytes(files.key.read_bytes())
+        before = asking.context
+        with pytest.raises(ConfigError, match="--tls-peer-ca: "):
+            asking.reload()
+        assert asking.context is before  # all are taken, or none
+        assert await ask(node) == server.server.telemetry.instance
 
 
 async def test_a_node_is_asked_who_it_is_over_tls(tmp_path: Path) -> None:

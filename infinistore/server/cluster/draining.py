@@ -89,6 +89,10 @@ class Drainer:
             failed_groups=drain.failed_groups,
             moved_groups_total=before.moved_groups + drain.moved_groups,
             moved_bytes_total=before.moved_bytes + drain.moved_bytes,
+            size_bytes=drain.size_bytes,
+            done_bytes=drain.done_bytes,
+            elapsed_s=drain.elapsed_s,
+            left_s=None if drain.done else drain.left_s,
         )
 
     def _unset(self) -> None:

@@ -46,7 +46,8 @@ class PushLimits:
 
 @attrs.define(eq=False)
 class _Group:
-    keys: list[str] = attrs.field(factory=list)
+    keys: list[tuple[str, int]] = attrs.field(factory=list)
+    """Its keys, with the lengths of their blocks."""
     size_bytes: int = 0
     left: int = 0
     """How many of its keys have not been tried yet."""
@@ -69,18 +70,19 @@ async def push(
     try:
         async with open_others() as store:
             tried: set[str] = set()
-            due = trio.current_time()
+            due = began = trio.current_time()
             while groups := await _hottest(core, limits.most_bytes - drain.moved_bytes, tried):
-                drain = attrs.evolve(drain, groups=drain.groups + len(groups))
+                size_bytes = drain.size_bytes + sum(group.size_bytes for group in groups)
+                drain = attrs.evolve(drain, groups=drain.groups + len(groups), size_bytes=size_bytes)
                 on_progress(drain)
-                keys = [(group, key) for group in groups for key in group.keys]
-                tried.update(key for _, key in keys)
+                keys = [_Key(group, key, length) for group in groups for key, length in group.keys]
+                tried.update(one.key for one in keys)
                 done = 0
                 while done < len(keys):
                     batch = await _put_next(core, client, store, keys[done : done + _BATCH_KEYS])
                     done += len(batch.keys)
                     problem = batch.problem or problem
-                    drain = _counted(drain, batch)
+                    drain = attrs.evolve(_counted(drain, batch), elapsed_s=int(trio.current_time() - began))
                     on_progress(drain)
                     # What a slow node has not taken is not made up for.
                     due = max(due, trio.current_time() - 1.0) + sum(batch.moved.values()) / limits.bytes_per_s
@@ -109,9 +111,10 @@ async def _hottest(core: StoreCore, most_bytes: int, without: Container[str]) ->
                 group = groups.get(tag)
                 if group is None:
                     group = groups[tag] = _Group()
-                group.keys.append(key)
+                length = length_of(entry)
+                group.keys.append((key, length))
                 group.left += 1
-                group.size_bytes += length_of(entry)
+                group.size_bytes += length
         await trio.lowlevel.checkpoint()
     left_bytes = most_bytes
     chosen = []
@@ -123,43 +126,65 @@ async def _hottest(core: StoreCore, most_bytes: int, without: Container[str]) ->
 
 
 @attrs.frozen
+class _Key:
+    """One block to be moved."""
+
+    group: _Group
+    key: str
+    length_bytes: int
+
+
+@attrs.frozen
 class _Batch:
     """What became of some keys: the lengths of the blocks that were moved, and those
     that could not be. The others were there, or are gone.
     """
 
-    keys: Sequence[tuple[_Group, str]]
+    keys: Sequence[_Key]
     moved: Mapping[str, int] = {}
     failed: Collection[str] = ()
     problem: str = ""
 
 
-async def _put_next(core: StoreCore, client: Client, store: AsyncStore, keys: Sequence[tuple[_Group, str]]) -> _Batch:
+async def _put_next(core: StoreCore, client: Client, store: AsyncStore, keys: Sequence[_Key]) -> _Batch:
     """Put the first of these keys, as many as go at once."""
     keys = keys[: core.limits.max_batch_keys]
-    lease = core.lease(client, [key for _, key in keys], max_bytes=_BATCH_BYTES, touch=False)
+    lease = core.lease(client, [one.key for one in keys], max_bytes=_BATCH_BYTES, touch=False)
     try:
         keys = keys[: len(lease.entries)]
-        items = _sound(core, [key for _, key in keys], lease)
+        items = _sound(core, [one.key for one in keys], lease)
         if not items:
             await trio.lowlevel.checkpoint()
             return _Batch(keys)
         problem = ""
-        not_moved: Collection[str]
-        failed: Collection[str] = ()
-        try:
-            not_moved = await store.put_many(items, replace=False)
-        except PartialPut as error:
-            failed, problem = [*error.failed, *error.unknown], str(error)
-            not_moved = failed
-        except InfiniStoreException as error:
-            failed, problem = items.keys(), str(error)
-            not_moved = failed
-        skipped = frozenset(not_moved)
-        moved = {key: len(view) for key, view in items.items() if key not in skipped}
-        return _Batch(keys, moved, frozenset(failed), problem)
+        moved: dict[str, int] = {}
+        failed: set[str] = set()
+        for ttl_s, part in _by_time_left(core, items):
+            there: Collection[str] = ()
+            try:
+                there = await store.put_many(part, replace=False, ttl_s=ttl_s)
+            except PartialPut as error:
+                failed.update(error.failed, error.unknown)
+                problem = str(error)
+            except InfiniStoreException as error:
+                failed.update(part)
+                problem = str(error)
+            skipped = failed.union(there)
+            moved |= {key: len(view) for key, view in part.items() if key not in skipped}
+        return _Batch(keys, moved, failed, problem)
     finally:
         core.release(lease)
+
+
+def _by_time_left(core: StoreCore, items: Mapping[str, memoryview]) -> list[tuple[float | None, dict[str, memoryview]]]:
+    """Return blocks by how many seconds they have left, None: they do not end. Those
+    that are gone are left out.
+    """
+    parts: dict[float | None, dict[str, memoryview]] = {}
+    for (key, view), left_s in zip(items.items(), core.retention.times_left(list(items)), strict=True):
+        if left_s != 0:
+            parts.setdefault(left_s, {})[key] = view
+    return list(parts.items())
 
 
 def _sound(core: StoreCore, keys: Sequence[str], lease: Lease) -> dict[str, memoryview]:
@@ -180,10 +205,11 @@ def _sound(core: StoreCore, keys: Sequence[str], lease: Lease) -> dict[str, memo
 def _counted(drain: Drain, batch: _Batch) -> Drain:
     """Count a batch, and the groups that it ends."""
     ended: list[_Group] = []
-    for group, key in batch.keys:
+    for one in batch.keys:
+        group = one.group
         group.left -= 1
-        group.moved |= key in batch.moved
-        group.failed |= key in batch.failed
+        group.moved |= one.key in batch.moved
+        group.failed |= one.key in batch.failed
         if not group.left:
             ended.append(group)
     return attrs.evolve(
@@ -193,4 +219,5 @@ def _counted(drain: Drain, batch: _Batch) -> Drain:
         failed_groups=drain.failed_groups + sum(group.failed for group in ended),
         moved_blocks=drain.moved_blocks + len(batch.moved),
         moved_bytes=drain.moved_bytes + sum(batch.moved.values()),
+        done_bytes=drain.done_bytes + sum(one.length_bytes for one in batch.keys),
     )

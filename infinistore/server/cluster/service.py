@@ -7,8 +7,8 @@ becomes of etcd. An id that another server uses, and whatever else no retry woul
 ends a server that has not been registered yet.
 """
 
+import logging
 import math
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -26,13 +26,15 @@ from infinistore.cluster.locate import ClusterUrl, EtcdPlace, StaticPlace, parse
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.view import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.cluster_io.environment import ClusterEnvironment
 from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
-from infinistore.cluster_io.probing import instance_asker
+from infinistore.cluster_io.probing import Token, instance_asker
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import MINOR
+from infinistore.server.cluster.asking import PeerToken, Refusals
 from infinistore.server.cluster.draining import Drainer
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
@@ -42,6 +44,8 @@ from infinistore.server.server import Server
 from infinistore.statistics import ListedNode, MembershipStatistics
 
 __all__ = ["ClusterService"]
+
+_log = logging.getLogger("infinistore.cluster")
 
 _LEAVE_S = 2.0
 """How long a server that ends tries to give its lease up."""
@@ -69,15 +73,26 @@ class _Registrar:
 
 class ClusterService:
     """What one server does in its cluster. `token` is that of its clients, with which
-    it asks other nodes who they are.
+    it asks other nodes who they are. `has_old_blocks`: the memory of the server has
+    blocks of an earlier process.
     """
 
-    def __init__(self, config: ServerConfig, server: Server, environment: Environment, token: str) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        server: Server,
+        environment: Environment,
+        token: str,
+        *,
+        has_old_blocks: bool = False,
+    ) -> None:
         """Raises ConfigError if the URL, or a file that it names, cannot be used."""
         self._server = server
-        self._node = _node_of(config, server)
+        machine = environment.cluster or ClusterEnvironment()
+        self._client = environment.client or ClientEnvironment()
+        self._node = _node_of(config, server, machine.host_name())
         self._drainer = Drainer(partial(self._push, config, token), self._tell_drain)
-        self._waits = bool(config.disks)
+        self._waits = bool(config.disks) or (has_old_blocks and not config.take_over)
         self._url = _parse(config.cluster or "")
         self._membership: StaticMembership | RunningMembership
         self._registrar: _Registrar | None = None
@@ -86,8 +101,20 @@ class ClusterService:
         if isinstance(place, StaticPlace):
             self._membership = StaticMembership(place.nodes, copies=place.copies)
             return
-        tls = None if server.tls is None else server.tls.peer_context()
-        self._membership = make_membership(place, token, tls, clock=environment.clock)
+        tls = None
+        if server.tls is not None:
+            server.tls.peer_context()  # so that a file that cannot be used is known at once
+            tls = server.tls.peer_context
+        ask_instance = instance_asker(
+            self._peer_token(config, token), tls, connect=machine.connect_node, on_answer=Refusals().note
+        )
+        self._membership = make_membership(
+            place,
+            clock=environment.clock,
+            random=environment.random,
+            connect_etcd=machine.connect_etcd,
+            ask_instance=ask_instance,
+        )
         if isinstance(place, EtcdPlace):
             may_serve = trio.Event()
             registration = Registration(
@@ -97,13 +124,22 @@ class ClusterService:
                 clock=environment.clock,
                 random=environment.random,
                 config=ClusterConfig(place.copies),
-                has_old_blocks=bool(config.disks),
+                has_old_blocks=bool(config.disks) or has_old_blocks,
                 on_registered=may_serve.set,
                 on_drain=self._drainer.want,
                 warm_up_s=config.node_warm_up_s,
             )
-            runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(token, tls), purge=self._purge)
+            connections = EtcdConnections(place, machine.connect_etcd)
+            runner = FlowRunner(connections, ask_instance=ask_instance, purge=self._purge)
             self._registrar = _Registrar(registration, runner, may_serve)
+
+    def _peer_token(self, config: ServerConfig, token: str) -> Token:
+        """Return what other nodes are asked with."""
+        if config.peer_token_file is None:
+            return token
+        peer_token = PeerToken(config.peer_token_file, self._server.policy)
+        self._server.reloads.add(peer_token.reload_and_log)
+        return lambda: peer_token.token
 
     async def run(self, serve: Callable[[], Awaitable[None]]) -> KeptError | None:
         """Run the server in its cluster until it has served. Returns the error that
@@ -153,7 +189,7 @@ class ClusterService:
         return refused
 
     async def _purge(self) -> None:
-        core, disk = self._server.core, self._server.context.disk
+        core, disk = self._server.core, self._server.context.disks
         with self._drainer.suspended():
             if disk is None:
                 await purge_incrementally(core)
@@ -179,7 +215,12 @@ class ClusterService:
             self._drainer.want(wanted)
 
     async def _push(self, config: ServerConfig, token: str, on_progress: Callable[[Drain], None]) -> None:
-        """Pass blocks on, as a client of the other nodes."""
+        """Pass blocks on, as a client of the other nodes. Those of tenants stay: a node
+        could not put them as theirs."""
+        if self._server.tenancy is not None:
+            if keys := len(self._server.core):
+                _log.warning("blocks of tenants are not passed on", extra={"keys": keys})
+            return
         core = self._server.core
         most_bytes = config.node_drain_bytes
         limits = PushLimits(
@@ -187,7 +228,7 @@ class ClusterService:
             bytes_per_s=config.node_drain_bytes_per_s,
         )
         others = Others(self._membership, self._node.id)
-        environment = ClientEnvironment(membership=lambda url: others)
+        environment = attrs.evolve(self._client, membership=lambda url: others)
         options: StoreOptions = {"name": f"drain of {self._node.id}", "lazy": True, "deadline_s": _PUT_S}
         if token:
             options["token"] = token
@@ -232,7 +273,7 @@ def _parse(url: str) -> ClusterUrl:
         raise ConfigError(f"--cluster: {error}") from None
 
 
-def _node_of(config: ServerConfig, server: Server) -> Node:
+def _node_of(config: ServerConfig, server: Server, host_name: str) -> Node:
     address = with_port(*host_and_port(config.advertise or config.host, server.addresses.port))
     return Node(
         id=config.node_id or address,
@@ -241,7 +282,7 @@ def _node_of(config: ServerConfig, server: Server) -> Node:
         weight=config.node_weight,
         capacity_bytes=server.core.pool.capacity_bytes,
         zone=config.node_zone or "",
-        host=socket.gethostname(),
+        host=host_name,
         protocol=MINOR,
     )
 

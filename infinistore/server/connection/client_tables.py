@@ -6,7 +6,7 @@ before it uses room again.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Hazard
@@ -35,6 +35,7 @@ class ClientTables:
         self._log = TouchLog(self.arena.memory)
         self.commit_word = CommitWord(self.arena.memory)
         self._hear: Callable[[Message], object] | None = None
+        self._withdrawn = False
 
     def watch(self, core: StoreCore, client: Client, hear: Callable[[Message], object]) -> None:
         """Have the core respect the client's hazards from now on, and tell `hear` what
@@ -74,6 +75,10 @@ class ClientTables:
         logged_bytes = 0 if self._hear is None else self._log.waiting_bytes
         return self.hazards.news + logged_bytes // _HAZARD_LIKE_BYTES
 
+    def committed(self, reservation: int, blocks: int) -> Sequence[int] | None:
+        """Return the checksums of a batch if the client has committed it."""
+        return None if self._withdrawn else self.commit_word.checksums_of(reservation, blocks)
+
     def share(self) -> int:
         """Return the descriptor of the tables, for the client to map and write. The
         tables close it.
@@ -83,6 +88,10 @@ class ClientTables:
     def end(self) -> None:
         """Let the client begin no more reads. Those that have begun go on."""
         self.hazards.close()
+
+    def withdraw(self) -> None:
+        """Take nothing for committed any more."""
+        self._withdrawn = True
 
     def close(self) -> None:
         """Close the tables."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 import trio
 
+from infinistore.access.identity import DEFAULT_IDENTITY, Identity
 from infinistore.core.clients import Client, Reservation
 from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.store import StoreCore
@@ -31,18 +32,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERNAL_ERROR",
+    "JOINED_BYTES",
     "LINGER_S",
     "Conversation",
     "SessionLimits",
     "Traffic",
     "linger",
     "send_fatal_error",
+    "too_small",
 ]
 
 _T = TypeVar("_T")
-_JOINED_BYTES = 16 * 1024
-"""Up to this length, a payload is copied behind its head: sending two buffers costs
-more system calls.
+JOINED_BYTES = 16 * 1024
+"""Up to this length, a payload is copied behind its head before anything else happens:
+sending two buffers costs more system calls.
 """
 INTERNAL_ERROR = "internal error of the server; its log has more"
 LINGER_S = 1.0
@@ -104,6 +107,7 @@ class Conversation:
         limits: SessionLimits,
         growth: PoolGrowth | None,
         disk: "DiskService | None" = None,
+        identity: Identity = DEFAULT_IDENTITY,
     ) -> None:
         self.transport = transport
         """What the payload travels over, as statistics show it. A mover that takes over
@@ -117,6 +121,10 @@ class Conversation:
         self.connection = connection
         self.disk = disk
         """The disks below the store, if it has any."""
+        self.identity = identity
+        """Who is at the other end, and what it may do."""
+        self.shares_memory = False
+        """Whether the client got memory of the server, the pool's or its tables."""
         self._growth = growth
         self._reply_within_s = limits.transfer_s(limits.max_body_bytes, 0)
 
@@ -125,6 +133,11 @@ class Conversation:
         limit = self.core.limits.max_key_bytes
         if limit < MAX_KEY_BYTES:
             check_keys(keys, limit)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there may be room later where there is none now."""
+        return self._growth is not None
 
     async def reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
         """Reserve space. If there is none and the pool may grow, wait for that, at most
@@ -169,7 +182,7 @@ class Conversation:
             self.core.release(lease)
             if not touch:
                 self.core.touch(request.keys[: len(lease.lengths)])
-            raise _too_small(request, lease.lengths)
+            raise too_small(request, lease.lengths)
         return lease
 
     async def reply(self, reply: Reply) -> None:
@@ -180,7 +193,7 @@ class Conversation:
 
     async def _send_reply(self, reply: Reply, payload: Sequence[memoryview], within_s: float) -> None:
         views = self.connection.begin_reply(reply, payload)
-        if payload and sum(map(len, payload)) <= _JOINED_BYTES:
+        if payload and sum(map(len, payload)) <= JOINED_BYTES:
             views = [memoryview(b"".join(views))]
         try:
             await self.stream.send_all(views, within_s)
@@ -235,7 +248,8 @@ async def linger(stream: Stream) -> None:
             pass
 
 
-def _too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:
+def too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:
+    """Return the error for a block, of these sizes, that is longer than its buffer."""
     key, size, capacity = next(
         found for found in zip(get.keys, sizes, get.capacities, strict=False) if found[1] > found[2]
     )

@@ -121,7 +121,9 @@ class Holdings:
         self._conversation.check_lengths(commit.keys)
         reservation = self.reservation(commit.reservation)
         checksums = commit.checksums.tolist() if commit.checksums else None
-        skipped = self._core.commit(reservation, commit.keys, checksums, replace=commit.replace, free=False)
+        skipped = self._core.commit(
+            reservation, commit.keys, checksums, replace=commit.replace, free=False, ttl_s=commit.ttl_us / 1e6
+        )
         del self._reservations[commit.reservation]
         if self._filled_bytes:
             self._filled_bytes.pop(commit.reservation, None)
@@ -237,6 +239,14 @@ class Holdings:
         if self._tables is not None:
             self._tables.end()
             self._core.scan_hazards(self._conversation.client)
+
+    def withdraw_tables(self) -> None:
+        """As `revoke_tables`, and for good: the client may no longer do what tables are
+        for. What it commits through them from now on is not.
+        """
+        self.revoke_tables()
+        if self._tables is not None:
+            self._tables.withdraw()
 
     def quarantine(self) -> None:
         """Give no room that the client holds to anybody else, because the client may

@@ -13,7 +13,9 @@ threads (`infinistore.disk_io`).
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from typing import Protocol
 
 import trio
 
@@ -22,19 +24,40 @@ from infinistore.core.store import StoreCore
 from infinistore.disk.answers import Prefetch, PrefixMatch
 from infinistore.disk.fetching import Fetch
 from infinistore.disk.guarded_tier import GuardedTier
+from infinistore.disk.purging import Purging
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Wait
 from infinistore.disk_io.store_disks import StoreDisks
-from infinistore.server.maintenance.incremental import purge_incrementally
 from infinistore.statistics import DiskTierStatistics
 
-__all__ = ["DiskService"]
+__all__ = ["DiskService", "ServerDisks"]
 
 _REPLY_SHARE = 0.1
 """The part of a caller's time that is left for the reply, so that a miss arrives before
 the caller gives up."""
 _NO_DEADLINE_S = 24 * 3600.0
+_CLOSE_S = 5.0
+
+
+class ServerDisks(Protocol):
+    """All disks of a server, see `DiskService`."""
+
+    async def run(self) -> None:
+        """Start jobs and take their results, until cancelled."""
+
+    async def finish(self, within_s: float) -> bool:
+        """Write what is queued and the marks of a clean end."""
+
+    async def close(self) -> None:
+        """End `run`, and close the disks."""
+
+    async def purge(self) -> int:
+        """Delete everything that is on a disk, and return how many keys of that there
+        were in memory."""
+
+    def statistics(self) -> DiskTierStatistics | None:
+        """Return the figures of all, if there are any."""
 
 
 class DiskService:
@@ -54,6 +77,7 @@ class DiskService:
         self._runner = disks.runner
         self._clock = clock
         self._work = trio.Event()
+        self._running = trio.CancelScope()
         for volume in disks.volumes:
             tier.add(volume)
         self.tier = GuardedTier(tier)
@@ -66,7 +90,8 @@ class DiskService:
         An unexpected error ends the disks, and not the server.
         """
         try:
-            await self._run()
+            with self._running:
+                await self._run()
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
             self.tier.fail(error)
 
@@ -99,6 +124,25 @@ class DiskService:
         wait = self.tier.close(self._clock() + within_s)
         await self._settled(wait)
         return not wait.unmet
+
+    async def close(self) -> None:
+        """End `run`, and close the disks, so that another process may open them."""
+        self._running.cancel()
+        await trio.to_thread.run_sync(partial(self._runner.close, timeout_s=_CLOSE_S))
+
+    async def abandon(self) -> bool:
+        """Write nothing more, and close the disks, while `run` runs: nobody uses the
+        store any more. Returns whether all jobs have returned, so that the files may
+        go."""
+        self.tier.abandon()
+        self._wake()
+        with trio.move_on_after(_CLOSE_S):
+            while not self.tier.is_idle:
+                await self._work.wait()
+                await trio.lowlevel.checkpoint()
+        idle = self.tier.is_idle
+        await self.close()
+        return idle
 
     def statistics(self) -> DiskTierStatistics:
         """Return the figures of the tier and its disks."""
@@ -165,11 +209,14 @@ class DiskService:
         """Delete everything, and wait until no crash can bring it back; return how many
         keys there were in memory.
         """
-        wait = self.tier.purge(self._deadline(deadline_us))
-        await self._settled(wait)
-        deleted = await purge_incrementally(self.tier.core)
-        wait.check(in_time=True)
-        return deleted
+        purging = Purging(self.tier, self._deadline(deadline_us))
+        await self._settled(purging.disks)
+        while purging.delete_some():
+            await trio.lowlevel.checkpoint()
+        for wait in purging.waits:
+            await self._settled(wait)
+        purging.check()
+        return purging.deleted
 
     async def _settled(self, wait: Wait) -> None:
         if not wait.settled:

@@ -13,7 +13,7 @@ import trio
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.store import StoreCore
-from infinistore.errors import OutOfMemory
+from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.new_threads import NO_THREAD
 
 __all__ = ["PoolGrowth"]
@@ -82,7 +82,7 @@ class PoolGrowth:
         self._least_bytes = 0
         try:
             arena = await self._run_in_thread(self._make_arena, len(pool.arenas), length)
-        except (OutOfMemory, OSError, *NO_THREAD) as error:  # no memory, no descriptor for it, or no thread
+        except (OutOfMemory, ConfigError, OSError, *NO_THREAD) as error:  # no memory there, no descriptor, no thread
             self._core.growth.stop()
             _log.warning("the pool cannot grow", extra={"wanted_bytes": length, "error": str(error)})
         else:

@@ -16,15 +16,9 @@ _SLICE_KEYS = 4096
 
 
 async def purge_incrementally(core: StoreCore) -> int:
-    """Delete as many keys as there are now, the coldest first, and return how many. New
-    keys stay.
-    """
-    wanted = len(core)
+    """Delete the keys that there are now, and return how many. New keys stay."""
     purged = 0
-    while purged < wanted:
-        count = core.purge(min(_SLICE_KEYS, wanted - purged))
-        if not count:
-            break
+    for count in core.purge_in_slices():
         purged += count
         await trio.lowlevel.checkpoint()
     return purged

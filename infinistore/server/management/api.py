@@ -8,6 +8,7 @@ they did there.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
@@ -15,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infinistore.access.policy import Policy
+from infinistore.access.roles import Role
 from infinistore.config import ServerConfig
 from infinistore.server.maintenance.incremental import evict_incrementally, purge_incrementally
 from infinistore.server.management.http import Application
@@ -22,7 +25,7 @@ from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
 from infinistore.server.management.openapi import Schema, schema_of
 from infinistore.server.management.routing import Operation, application_of, exactly
 from infinistore.server.management.selftest import DiskCheck, TransportCheck, check_disks, check_transports
-from infinistore.server.security.access import PROBES, Access
+from infinistore.server.security.access import PROBES, Access, token_of
 from infinistore.server.server import Server
 from infinistore.statistics import (
     ClientStatistics,
@@ -32,6 +35,7 @@ from infinistore.statistics import (
     ServerStatistics,
     StoreStatistics,
 )
+from infinistore.tenant_limits import TenantStatistics
 
 __all__ = ["COMPONENTS", "OPERATIONS", "PROBES", "Management"]
 
@@ -50,10 +54,10 @@ class Management:
     made.
     """
 
-    def __init__(self, config: ServerConfig, token: str) -> None:
+    def __init__(self, config: ServerConfig, policy: Policy) -> None:
         self.server: Server | None = None
         self.config = config
-        self.token = token
+        self._policy = policy
         self._testing = False
 
     @property
@@ -74,9 +78,21 @@ class Management:
             raise HTTPException(503, "the server is starting: its pool is not there yet")
         return self.server
 
+    def check_lasts(self) -> None:
+        """Check that what was done to the blocks is not undone by another process that
+        goes on with them, and has been told which there are.
+
+        Raises:
+            HTTPException: it may be.
+        """
+        context = self.there.context
+        kept = context.keeping is not None and self.there.draining
+        if kept or (context.giving is not None and context.giving.wanted.is_set()):
+            raise HTTPException(503, "another process takes the server's place; ask again in a moment")
+
     def application(self) -> Application:
         """Return the ASGI application."""
-        return application_of(self, OPERATIONS, COMPONENTS, Access(self.token, self.config.manage_allowed_hosts))
+        return application_of(self, OPERATIONS, COMPONENTS, Access(self._policy, self.config.manage_allowed_hosts))
 
     # What the operations do
 
@@ -94,8 +110,10 @@ class Management:
 
     async def purge(self, request: Request) -> Response:
         """Delete all keys."""
-        core, disk = self.there.core, self.there.context.disk
+        self.check_lasts()
+        core, disk = self.there.core, self.there.context.disks
         purged = await purge_incrementally(core) if disk is None else await disk.purge()
+        self.check_lasts()
         return JSONResponse({"status": "ok", "num": purged})
 
     async def evict(self, request: Request) -> Response:
@@ -123,6 +141,13 @@ class Management:
             raise HTTPException(404, "this server is in no cluster; start it with --cluster URL")
         return JSONResponse(attrs.asdict(statistics()))
 
+    async def tenants(self, request: Request) -> Response:
+        """The tenants, and what each has."""
+        found = await self.there.telemetry.of_tenants()
+        if found is None:
+            raise HTTPException(404, "this server has no tenants; start it with --tenants FILE")
+        return JSONResponse({"tenants": [attrs.asdict(one) for one in found]})
+
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
         server = self.there
@@ -131,24 +156,29 @@ class Management:
             *(telemetry.statistics(), server.core.statistics(), telemetry.operations(), telemetry.state),
             telemetry.disk(),
             cluster=None if telemetry.cluster is None else telemetry.cluster(),
+            tenants=await telemetry.of_tenants(),
         )
         return Response(text, media_type=METRICS_MEDIA_TYPE)
+
+    async def reload(self, request: Request) -> Response:
+        """Read again what SIGHUP does."""
+        return reloaded(await self.there.reloads.run())
 
     async def selftest(self, request: Request) -> Response:
         """Write and read a block over each transport, and through the disks; if asked
         by GET, only look a key up. Only one runs at a time.
         """
         server = self.there
-        addresses = server.addresses
+        addresses, token = server.addresses, token_of(request)
         if self._testing:
             raise HTTPException(503, "a self-test is under way; ask again in a moment")
         self._testing = True
         try:
             writes = request.method == "POST"
-            checks = await check_transports(addresses, self.token, tls=server.tls, writes=writes)
+            checks = await check_transports(addresses, token, tls=server.tls, writes=writes)
             disks = None
             if writes and server.context.disk is not None:
-                disks = await check_disks(addresses, self.token, server.core.evict_keys, tls=server.tls)
+                disks = await check_disks(addresses, token, server.core.evict_keys, tls=server.tls)
         finally:
             self._testing = False
         ok = all(check.ok for check in checks) and (disks is None or disks.ok)
@@ -159,6 +189,17 @@ class Management:
         if disks is not None:
             found["disks"] = attrs.asdict(disks)
         return JSONResponse(found, 200 if ok else 503)
+
+
+def reloaded(problems: Sequence[str]) -> Response:
+    """Answer what came of reading files again.
+
+    Raises:
+        HTTPException: some could not be used.
+    """
+    if problems:
+        raise HTTPException(409, "; ".join(problems))
+    return JSONResponse({"status": "ok"})
 
 
 _SELFTEST: Final[Schema] = {
@@ -183,7 +224,9 @@ OPERATIONS: Final = (
         {200: _STATE, 503: _STATE},
     ),
     Operation("GET", "/kvmap_len", "How many keys there are", Management.kvmap_len, {200: exactly(len=_COUNT)}),
-    Operation("POST", "/purge", "Delete every key; num is how many there were", Management.purge, {200: _DONE}),
+    Operation(
+        "POST", "/purge", "Delete every key; num is how many there were", Management.purge, {200: _DONE}, Role.ADMIN
+    ),
     Operation(
         "POST",
         "/evict",
@@ -191,6 +234,7 @@ OPERATIONS: Final = (
         "not given is as in --evict-min-threshold and --evict-max-threshold",
         Management.evict,
         {200: _DONE},
+        Role.ADMIN,
         parameters={"min": _RATIO, "max": _RATIO},
         body={"type": "object", "properties": {"min": _RATIO, "max": _RATIO}, "additionalProperties": False},
     ),
@@ -228,13 +272,32 @@ OPERATIONS: Final = (
         Management.cluster,
         {200: schema_of(MembershipStatistics, COMPONENTS), 404: {"$ref": "#/components/schemas/Error"}},
     ),
+    Operation(
+        "GET",
+        "/tenants",
+        "What each tenant has of the server, and has done; 404 without --tenants",
+        Management.tenants,
+        {
+            200: exactly(tenants=schema_of(list[TenantStatistics], COMPONENTS)),
+            404: {"$ref": "#/components/schemas/Error"},
+        },
+    ),
     Operation("GET", "/metrics", "Metrics for Prometheus", Management.metrics, {200: METRICS_MEDIA_TYPE}),
+    Operation(
+        "POST",
+        "/reload",
+        "Read the tenants file and the files of TLS again, as SIGHUP does; what cannot be used changes nothing",
+        Management.reload,
+        {200: exactly(status={"const": "ok"}), 409: {"$ref": "#/components/schemas/Error"}},
+        Role.ADMIN,
+    ),
     Operation(
         "POST",
         "/selftest",
         "Write, read back and delete a block over each transport, and through the disks, if there are some",
         Management.selftest,
         {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
+        Role.ADMIN,
     ),
     Operation(
         "GET",

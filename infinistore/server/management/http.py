@@ -32,6 +32,7 @@ import trio
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.security.peers import ORIGIN, PRIVATE, is_private, origin_of
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import accept
@@ -284,6 +285,7 @@ class _Connection:
 
         response = _Response()
         asked = _scope(request)
+        asked[ORIGIN], asked[PRIVATE] = origin_of(self._stream), is_private(self._stream)
         try:
             with self._slots.answering(self._scope, asked["path"]):
                 await self._application(asked, receive, send)

@@ -5,7 +5,7 @@ in the documentation, the dashboard and the alerts to it. This module counts not
 has no global state: each scrape reads one snapshot.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,11 +24,23 @@ from infinistore.statistics import (
     ServerStatistics,
     StoreStatistics,
 )
+from infinistore.tenant_limits import TenantStatistics
 
-__all__ = ["METRICS", "METRICS_MEDIA_TYPE", "Described", "Snapshot", "StatisticsCollector", "markdown_table", "render"]
+__all__ = [
+    "METRICS",
+    "METRICS_MEDIA_TYPE",
+    "MOST_TENANTS",
+    "Described",
+    "Snapshot",
+    "StatisticsCollector",
+    "markdown_table",
+    "render",
+]
 
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SLICE_SERIES = 8
+MOST_TENANTS = 256
+"""How many tenants have metrics of their own: the first of the tenants file."""
 
 
 class Snapshot(NamedTuple):
@@ -42,6 +54,7 @@ class Snapshot(NamedTuple):
     state: str
     disk: DiskTierStatistics | None = None
     cluster: MembershipStatistics | None = None
+    tenants: Sequence[TenantStatistics] | None = None
 
 
 _Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Any]]
@@ -98,6 +111,7 @@ async def render(
     disk: DiskTierStatistics | None = None,
     *,
     cluster: MembershipStatistics | None = None,
+    tenants: Sequence[TenantStatistics] | None = None,
 ) -> bytes:
     """Return a scrape in Prometheus's text format: what `generate_latest` makes of a
     `StatisticsCollector`.
@@ -105,7 +119,7 @@ async def render(
     A line takes 10 us, and there can be a thousand lines, so other tasks run after
     every few series.
     """
-    snapshot = Snapshot(server, store, operations, state, disk, cluster)
+    snapshot = Snapshot(server, store, operations, state, disk, cluster, tenants)
     parts: list[bytes] = []
     for metric in METRICS:
         samples = list(metric.read(snapshot))
@@ -203,6 +217,12 @@ def _of_cluster(read: Callable[[MembershipStatistics], Any]) -> Callable[[Snapsh
     return lambda snapshot: [((), read(snapshot.cluster))] if snapshot.cluster else []
 
 
+def _of_tenants(attribute: str) -> Callable[[Snapshot], _Samples]:
+    return lambda snapshot: [
+        ((one.tenant,), getattr(one, attribute)) for one in (snapshot.tenants or ())[:MOST_TENANTS]
+    ]
+
+
 def _connections(snapshot: Snapshot) -> _Samples:
     return [((), snapshot.server.connections_open)]
 
@@ -267,6 +287,7 @@ METRICS: tuple[Described, ...] = (
     _counter("put_blocks", "Blocks stored", _of_store("puts")),
     _counter("put_bytes", "Bytes of these blocks", _of_store("put_bytes")),
     _counter("deleted_keys", "Keys deleted or purged", _of_store("deleted")),
+    _counter("expired_keys", "Keys whose time to live was over", _of_store("expired")),
     _counter("evicted_blocks", "Blocks evicted, by cause", _evicted, "cause"),
     _counter(
         "checksum_dropped_blocks", "Blocks dropped because they did not match their checksum",
@@ -279,6 +300,8 @@ METRICS: tuple[Described, ...] = (
     _gauge("pool_reserved_bytes", "Space of the pool that is reserved by unfinished puts", _of_store("reserved_bytes")),
     _gauge("pool_pinned_bytes", "Space of the pool that gets and holds pin", _of_store("pinned_bytes")),
     _gauge("pool_held_bytes", "Space of the pool that only holds pin", _of_store("held_bytes")),
+    _gauge("protected_keys", "Keys that pin keeps from eviction", _of_store("protected_keys")),
+    _gauge("pool_protected_bytes", "Space of the pool that these take", _of_store("protected_bytes")),
     _gauge(
         "pool_condemned_bytes", "Space of the pool that is freed when its last reader has finished",
         _of_store("condemned_bytes"),
@@ -367,5 +390,33 @@ METRICS: tuple[Described, ...] = (
     _gauge(
         "cluster_view_age_seconds", "For how long nothing has confirmed its view of the cluster; -1 without a view",
         _of_cluster(lambda c: c.view_age_s),
+    ),
+    _gauge("tenants", "Tenants of the server", lambda s: [] if s.tenants is None else [((), len(s.tenants))]),
+    Described(
+        "infinistore_tenant_connections_open", "gauge", "Open connections of a tenant, of at most 256 tenants",
+        ("tenant",), _of_tenants("connections"),
+    ),
+    Described("infinistore_tenant_keys", "gauge", "Keys of a tenant", ("tenant",), _of_tenants("keys")),
+    Described(
+        "infinistore_tenant_used_bytes", "gauge", "Space of the pool that a tenant takes",
+        ("tenant",), _of_tenants("used_bytes"),
+    ),
+    Described(
+        "infinistore_tenant_pinned_bytes", "gauge", "What of that is read, held or being written",
+        ("tenant",), _of_tenants("pinned_bytes"),
+    ),
+    Described(
+        "infinistore_tenant_reserved_bytes", "gauge", "Space of the pool that is reserved for a tenant",
+        ("tenant",), _of_tenants("reserved_bytes"),
+    ),
+    _counter("tenant_key_hits", "Keys that gets of a tenant found", _of_tenants("hits"), "tenant"),
+    _counter("tenant_key_misses", "Keys that gets of a tenant did not find", _of_tenants("misses"), "tenant"),
+    _counter("tenant_evicted_blocks", "Blocks of a tenant that were evicted", _of_tenants("evicted"), "tenant"),
+    _counter(
+        "tenant_refused", "Connections and requests of a tenant that were refused", _of_tenants("refused"), "tenant",
+    ),
+    _counter(
+        "tenant_pauses", "How often a connection of a tenant had to wait because of its rates", _of_tenants("pauses"),
+        "tenant",
     ),
 )  # fmt: skip

@@ -129,7 +129,7 @@ def _refusals(operation: Described, wants_token: bool) -> list[int]:
     refusals = [408, 413, 500, 503]
     if operation.parameters or operation.body is not None:
         refusals.append(400)
-    if operation.method == "POST":
+    if operation.method == "POST" or (wants_token and operation.path not in PROBES):
         refusals.append(403)
     if operation.path not in PROBES:
         refusals.append(401 if wants_token else 421)
@@ -145,7 +145,8 @@ _DESCRIPTIONS = {
     200: "Done.",
     400: "A parameter, or the body, is wrong.",
     401: "The token is missing or wrong.",
-    403: "The request comes from a web page.",
+    403: "The request comes from a web page, or from a tenant that may not make it.",
+    409: "A file cannot be used; what was read before stays.",
     421: "The Host is no name of this server.",
     404: "There is no such thing here.",
     408: "The request did not come in time.",

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from infinistore.access.roles import Role
 from infinistore.server.management.http import Application
 from infinistore.server.management.openapi import Schema, document
 from infinistore.server.security.access import Access
@@ -42,6 +43,8 @@ class Operation:
     summary: str
     handler: Handler
     answers: dict[int, Schema | str]
+    role: Role = Role.MONITOR
+    """The role that it needs."""
     parameters: dict[str, Schema] = attrs.field(factory=dict)
     body: Schema | None = None
 
@@ -56,10 +59,10 @@ def application_of(
         Route(operation.path, partial(_answer, api, operation, access), methods=[operation.method])
         for operation in operations
     ]
-    described = document(operations, components, wants_token=bool(access.token))
+    described = document(operations, components, wants_token=access.policy.wants_token)
 
     async def openapi(request: Request) -> Response:
-        access.check(request)
+        access.check(request, Role.MONITOR)
         return JSONResponse(described)
 
     routes.append(Route("/openapi.json", openapi))
@@ -69,7 +72,7 @@ def application_of(
 
 
 async def _answer(api: object, operation: Operation, access: Access, request: Request) -> Response:
-    access.check(request)
+    access.check(request, operation.role)
     return await operation.handler(api, request)
 
 

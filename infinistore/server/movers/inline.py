@@ -1,18 +1,24 @@
 """Payload in the stream itself: behind a Put, and behind the reply to a Get."""
 
+import sys
 from typing import ClassVar
 
-from infinistore.errors import DeadlineExceeded
+from infinistore.core.entry import NO_CHECKSUM, checksum_of, length_of
+from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import MISSING, Get, GetReply, Message, Put, PutReply
 from infinistore.protocol.server_connection import Received
-from infinistore.server.connection.conversation import Conversation
+from infinistore.protocol.span import Span
+from infinistore.server.connection.conversation import JOINED_BYTES, Conversation, too_small
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.sizes import in_units
 
 __all__ = ["InlineMover"]
+
+_STORED = PutReply(pack_u64())
+_KEPT = PutReply(pack_u64([0]))
 
 
 class InlineMover(Mover):
@@ -40,26 +46,78 @@ class _InlineConnection(ConnectionMover):
         conversation = self._conversation
         check_distinct(put.keys)
         conversation.check_lengths(put.keys)
+        # What ends at a time is rare, and takes the way of batches.
+        payload = self._connection.take_payload() if len(put.keys) == 1 and not put.ttl_us else None
+        if payload is not None and await self._put_single(put, payload):
+            return
         reservation = await conversation.reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(pack_u64(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
-            within_s = conversation.limits.transfer_s(received.payload_bytes, received.deadline_us)
-            exchange = self._connection.read_payload([*reservation.merged_views, trailer])
-            try:
-                await conversation.drive(exchange, within_s)
-            except TimeoutError:
-                left = in_units(self._connection.payload_left)
-                raise DeadlineExceeded(f"{left} of {in_units(received.payload_bytes)} had not come in time") from None
+            views = [*reservation.merged_views, trailer]
+            if payload is None:
+                await self._receive(views, received)
+            else:
+                Span(views).copy_in(payload)
             checksums = trailer.cast("Q").tolist() if put.checksums else None
-            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace, free=False)
+            skipped = self._core.commit(
+                reservation, put.keys, checksums, replace=put.replace, free=False, ttl_s=put.ttl_us / 1e6
+            )
             await conversation.reply(PutReply(pack_u64(skipped)))
         finally:
             self._core.abort(reservation)  # does nothing after a commit
             self._core.free_replaced()
 
+    async def _receive(self, views: list[memoryview], received: Received) -> None:
+        conversation = self._conversation
+        within_s = conversation.limits.transfer_s(received.payload_bytes, received.deadline_us)
+        try:
+            await conversation.drive(self._connection.read_payload(views), within_s)
+        except TimeoutError:
+            left = in_units(self._connection.payload_left)
+            raise DeadlineExceeded(f"{left} of {in_units(received.payload_bytes)} had not come in time") from None
+
+    async def _put_single(self, put: Put, payload: memoryview) -> bool:
+        """Store one block, all of which has come; False if there is no room, and there
+        may be some later.
+        """
+        conversation, length = self._conversation, put.sizes[0]
+        checksum = int.from_bytes(payload[length:], sys.byteorder) if put.checksums else NO_CHECKSUM
+        try:
+            stored = self._core.singles.write(
+                conversation.client, put.keys[0], payload[:length], checksum, replace=put.replace
+            )
+        except OutOfMemory:
+            if not conversation.may_grow:
+                raise
+            return False
+        try:
+            await conversation.reply(_STORED if stored else _KEPT)
+        finally:
+            self._core.free_replaced()
+        return True
+
+    async def _get_single(self, get: Get, received: Received) -> bool:
+        """Send one block that is short enough to be copied: it needs no pin. False if
+        it is long.
+        """
+        conversation, singles, key = self._conversation, self._core.singles, get.keys[0]
+        entry = singles.find(conversation.client, key)
+        length = 0 if entry is None else length_of(entry)
+        if length > JOINED_BYTES or len(get.capacities) > 1:
+            return False
+        singles.use(conversation.client, key, entry)
+        if get.capacities and length > get.capacities[0]:
+            raise too_small(get, [length])
+        checksum = NO_CHECKSUM if entry is None else checksum_of(entry)
+        reply = GetReply(pack_u64((length or MISSING,)), pack_u64((checksum,) if get.checksums else ()))
+        await conversation.send_blocks(reply, () if entry is None else (self._core.pool.view(entry),), received)
+        return True
+
     async def _get(self, get: Get, received: Received) -> None:
         """Send the blocks straight from the pool, and pin them meanwhile."""
         conversation = self._conversation
+        if len(get.keys) == 1 and conversation.disk is None and await self._get_single(get, received):
+            return
         count = None if conversation.disk is None else await conversation.fetch(get, received)
         lease = conversation.lease(get, count)
         try:

@@ -1,12 +1,13 @@
 """Who may ask the management API.
 
-If the server has a token, everything wants it except the probes. Without one, the API
-is for this machine, or for a network that is trusted; but a browser there reaches it,
-whatever page it shows. So nothing that a page sends changes the store, and a name that
-the page's owner may have led here (DNS rebinding) is not answered.
+If the server has a token, or tenants, everything wants a token except the probes. A
+tenant must be an operator, because what is here concerns the whole server, and have the
+role that the operation needs. Without a token, the API is for this machine, or for a
+network that is trusted; but a browser there reaches it, whatever page it shows. So
+nothing that a page sends changes the store, and a name that the page's owner may have
+led here (DNS rebinding) is not answered.
 """
 
-import hmac
 import ipaddress
 import socket
 from collections.abc import Collection
@@ -17,7 +18,13 @@ import attrs
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-__all__ = ["PROBES", "Access"]
+from infinistore.access.identity import Credentials, Identity
+from infinistore.access.policy import OneTenant, Policy
+from infinistore.access.roles import Role
+from infinistore.errors import AuthenticationFailed, PermissionDenied
+from infinistore.server.security.peers import ORIGIN, PRIVATE
+
+__all__ = ["PROBES", "Access", "token_of"]
 
 PROBES: Final = frozenset(("/healthz", "/readyz"))
 """The probes, which an orchestrator asks before it restarts a server or sends clients
@@ -32,11 +39,12 @@ class Access:
     what the machine calls itself. They matter without a token.
     """
 
-    token: str = ""
+    policy: Policy = attrs.field(factory=OneTenant)
     hosts: Collection[str] = ()
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that may not be answered.
+    def check(self, request: Request, role: Role) -> None:
+        """Refuse a request that may not be answered. The state of the request has the
+        `identity` of who made it, except for probes.
 
         Raises:
             HTTPException: it may not.
@@ -45,21 +53,42 @@ class Access:
             return
         if request.method == "POST" and "origin" in request.headers:
             raise HTTPException(403, "a web page may not change the store; send the request without Origin")
-        if self.token:
-            self._check_token(request)
-        else:
+        if not self.policy.wants_token:
             self._check_host(request.headers.get("host", ""))
+        request.state.identity = identity = self._identify(request)
+        try:
+            if not identity.operator:
+                raise PermissionDenied(
+                    f"the management API is for operators, and tenant {identity.tenant} is none; the operator of the "
+                    "server adds operator: true in the tenants file"
+                )
+            identity.check(role, f"{request.method} {request.url.path}")
+            if role is Role.ADMIN:
+                self._note("administration", request, tenant=identity.tenant)
+        except PermissionDenied as error:
+            self._note("denied", request, tenant=identity.tenant)
+            raise HTTPException(403, str(error)) from None
 
-    def _check_token(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and _equal(given.strip(), self.token):
-            return
-        problem = "the token given is wrong" if given else "this needs the server's token"
-        raise HTTPException(
-            401,
-            f"{problem}: send Authorization: Bearer TOKEN",
-            headers={"WWW-Authenticate": 'Bearer realm="infinistore"'},
-        )
+    def _identify(self, request: Request) -> Identity:
+        try:
+            return self.policy.identify(Credentials(token_of(request), private=request.scope.get(PRIVATE, False)))
+        except PermissionDenied as error:
+            self._note("refused", request, reason=f"PermissionDenied: {error}")
+            raise HTTPException(403, f"{error}; here, ask with https://") from None
+        except AuthenticationFailed as error:
+            self._note("refused", request, reason=f"AuthenticationFailed: {error}")
+            given = request.headers.get("authorization", "").partition(" ")[2]
+            problem = "the token given is wrong" if given else "this needs the server's token"
+            raise HTTPException(
+                401,
+                f"{problem}: send Authorization: Bearer TOKEN",
+                headers={"WWW-Authenticate": 'Bearer realm="infinistore"'},
+            ) from None
+
+    def _note(self, event: str, request: Request, **fields: object) -> None:
+        what = f"{request.method} {request.url.path}"
+        origin = request.scope.get(ORIGIN, "unknown")
+        self.policy.audit.note(event, **fields, origin=origin, transport="management", request=what)
 
     def _check_host(self, written: str) -> None:
         try:
@@ -76,6 +105,15 @@ class Access:
             )
 
 
+def token_of(request: Request) -> str:
+    """Return the token that a request bears; empty if it has none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return ""
+    # Headers come as Latin-1; tokens are UTF-8.
+    return given.strip().encode("latin-1").decode("utf-8", "surrogateescape")
+
+
 def _own_names() -> tuple[str, str]:
     name = socket.gethostname()
     return name, name.partition(".")[0]
@@ -87,7 +125,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("latin-1"), token.encode())

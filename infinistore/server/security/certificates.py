@@ -1,17 +1,12 @@
 """The certificate of a server: loaded at the start, and again without a restart."""
 
 import logging
-import signal
 import ssl
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-import trio
-
 from infinistore.errors import ConfigError
-from infinistore.service_manager import ServiceManager
 from infinistore.transports.base import Stream
-from infinistore.transports.tls.contexts import client_context, server_context
+from infinistore.transports.tls.contexts import client_context, server_context, trust
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
 
@@ -26,10 +21,15 @@ _log = logging.getLogger("infinistore.server")
 class Certificates:
     """What new connections use. Those that are open keep what they began with."""
 
-    def __init__(self, cert: "Path", key: "Path | None", client_ca: "Path | None") -> None:
+    def __init__(
+        self, cert: "Path", key: "Path | None", client_ca: "Path | None", peer_ca: "Path | None" = None
+    ) -> None:
         """Raises ConfigError if a file cannot be used."""
         self._files = cert, key, client_ca
+        self._peer_ca = peer_ca
         self.context, self._management = self._load()
+        # A file that cannot be used is known at once. Most servers ask no others.
+        self._peers = None if peer_ca is None else self._load_peers()
 
     @property
     def asks_clients(self) -> bool:
@@ -56,14 +56,23 @@ class Certificates:
         return TlsStream(stream, TlsSession(context, "this server", host_name="localhost"))
 
     def peer_context(self) -> ssl.SSLContext:
-        """Return what connections to other nodes of a cluster use: they show the
-        server's certificate, and trust the authorities of the system and those that
-        vouch for clients.
+        """Return what new connections to other nodes of a cluster use: they show the
+        server's certificate, and trust the authorities of the system, those that vouch
+        for clients, and those that are given for nodes.
+
+        Raises:
+            ConfigError: a file cannot be used.
         """
+        if self._peers is None:
+            self._peers = self._load_peers()
+        return self._peers
+
+    def _load_peers(self) -> ssl.SSLContext:
         cert, key, client_ca = self._files
         context = client_context(cert=cert, key=key)
-        if client_ca is not None:
-            context.load_verify_locations(str(client_ca))
+        for flag, file in (("--tls-client-ca", client_ca), ("--tls-peer-ca", self._peer_ca)):
+            if file is not None:
+                trust(context, file, flag)
         return context
 
     def reload(self) -> None:
@@ -72,33 +81,19 @@ class Certificates:
         Raises:
             ConfigError: a file cannot be used; what was loaded before stays.
         """
-        self.context, self._management = self._load()
+        loaded = self._load()
+        self._peers = None if self._peers is None else self._load_peers()
+        self.context, self._management = loaded
 
-    def reload_and_log(self) -> bool:
-        """Reload, and log what came of it; return whether all is new."""
+    async def reload_and_log(self) -> str:
+        """Reload, and log what came of it; return the problem, if there is one."""
         try:
             self.reload()
         except ConfigError as error:
             _log.error("the certificate stays as it was", extra={"problem": str(error)})
-            return False
+            return str(error)
         _log.info("the certificate was loaded again", extra={"file": str(self._files[0])})
-        return True
-
-    async def reload_on_signal(
-        self,
-        then: Callable[[], Awaitable[None]] | None = None,
-        *,
-        service_manager: ServiceManager | None = None,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Reload at each SIGHUP, `then` do the rest. `service_manager` is told."""
-        manager = service_manager or ServiceManager()
-        with trio.open_signal_receiver(signal.SIGHUP) as signals:
-            task_status.started()
-            async for _ in signals:
-                with manager.reloading():
-                    if self.reload_and_log() and then is not None:
-                        await then()
+        return ""
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         cert, key, client_ca = self._files

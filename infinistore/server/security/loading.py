@@ -1,13 +1,18 @@
-"""Loads what TLS takes, if a configuration wants TLS."""
+"""Loads what says who may reach a server, as its configuration names it."""
 
+import os
 from typing import TYPE_CHECKING
 
+from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.config import ServerConfig
+from infinistore.server.security.audit_log import AuditLog
+from infinistore.server.security.reloading import Reloads
 
 if TYPE_CHECKING:
     from infinistore.server.security.certificates import Certificates
+    from infinistore.server.security.tenants import HasTenants
 
-__all__ = ["load_certificates"]
+__all__ = ["add_tenants", "load_certificates", "load_policy"]
 
 
 def load_certificates(config: ServerConfig) -> "Certificates | None":
@@ -20,4 +25,31 @@ def load_certificates(config: ServerConfig) -> "Certificates | None":
         return None
     from infinistore.server.security.certificates import Certificates  # late: most servers have no TLS
 
-    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_peer_ca)
+
+
+def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:
+    """Return what decides who somebody is: by the tenants file if there is one, else by
+    the token, which may be empty. Blocking.
+
+    Raises:
+        ConfigError: the tenants file or the audit log cannot be used.
+    """
+    audit = AuditLog(config.audit_log)
+    if config.tenants is None:
+        return OneTenant(token, audit)
+    from infinistore.server.security.tenants import load_tenants  # late: most servers have no tenants
+
+    return TenantPolicy(load_tenants(config), audit, os.geteuid())
+
+
+def add_tenants(reloads: Reloads, config: ServerConfig, policy: Policy, server: "HasTenants | None" = None) -> None:
+    """Let the tenants file be read again with the rest, if there is one, and the audit
+    log be opened again. `server` is whose sessions and limits it is about.
+    """
+    if isinstance(policy.audit, AuditLog) and policy.audit.path is not None:
+        reloads.add(policy.audit.reopen)
+    if isinstance(policy, TenantPolicy):
+        from infinistore.server.security.tenants import TenantsReload  # late, as above
+
+        reloads.add(TenantsReload(config, policy, server).reload_and_log)

@@ -13,9 +13,12 @@ from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.movers.base import Mover
 from infinistore.server.statistics.recorder import Recorder
+from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.keeping import Keeping
 
 if TYPE_CHECKING:
-    from infinistore.server.disk.service import DiskService
+    from infinistore.server.budgets.rates import Rates
+    from infinistore.server.disk.service import DiskService, ServerDisks
 
 __all__ = ["ServerContext"]
 
@@ -37,7 +40,15 @@ class ServerContext:
     growth: PoolGrowth | None
     """What makes the pool larger, if it may grow."""
     disk: "DiskService | None"
-    """The disks below the store, if it has any."""
+    """The disks below the store that a session uses, if it has any."""
     recorder: Recorder
     log_budget: LogBudget
     body_budget: BodyBudget
+    disks: "ServerDisks | None" = None
+    """All disks of the server, if it has any."""
+    giving: Giving | None = None
+    """What lets another process take the server's place, if one may."""
+    keeping: Keeping | None = None
+    """What keeps the pool for the next run of the service, if anything does."""
+    rates: "Rates | None" = None
+    """How fast requests are read, if that is limited."""

@@ -7,15 +7,17 @@ are only so many of them: the next one closes the oldest, without an error, so t
 client that was only slow tries again. A session decides what a client may do.
 """
 
-import hmac
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
+from infinistore.access.identity import Credentials, Identity
+from infinistore.access.policy import Policy
+from infinistore.access.tokens import SUCCESSOR
+from infinistore.access.unix_access import UnixAccess
 from infinistore.errors import (
-    AuthenticationFailed,
     DeadlineExceeded,
     InfiniStoreException,
     InvalidRequest,
@@ -26,6 +28,7 @@ from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.connection.conversation import INTERNAL_ERROR, SessionLimits, linger, send_fatal_error
+from infinistore.server.security.peers import check_unix_peer, is_private, origin_of, present
 from infinistore.transports.base import Stream, drive
 
 if TYPE_CHECKING:
@@ -40,13 +43,24 @@ _Admitted = TypeVar("_Admitted")
 
 
 class Handshakes:
-    """The handshakes under way. `token` is empty if no token is required."""
+    """The handshakes under way. `policy` says who is let in, and `unix_access` who may
+    come by the Unix socket; None for whomever the kernel lets in.
+    """
 
-    def __init__(self, limits: SessionLimits, token: str, log_budget: LogBudget, *, places: int) -> None:
+    def __init__(
+        self,
+        limits: SessionLimits,
+        policy: Policy,
+        log_budget: LogBudget,
+        *,
+        places: int,
+        unix_access: UnixAccess | None = None,
+    ) -> None:
         self._limits = limits
-        self._token = token
+        self.policy = policy
         self._log_budget = log_budget
         self._places = places
+        self._unix_access = unix_access
         self._strangers: dict[trio.CancelScope, None] = {}  # in the order in which they came
         self._closed = False
         self.dropped = 0
@@ -63,6 +77,10 @@ class Handshakes:
         for scope in self._strangers:
             scope.cancel()
 
+    def reopen(self) -> None:
+        """Admit connections again."""
+        self._closed = False
+
     def drop_oldest(self) -> None:
         """Close the oldest handshake, if there is one."""
         for oldest in self._strangers:
@@ -72,10 +90,14 @@ class Handshakes:
             break
 
     async def perform(
-        self, stream: Stream, name: str, transport: str, admit: Callable[[ServerConnection, Hello], _Admitted]
+        self,
+        stream: Stream,
+        name: str,
+        transport: str,
+        admit: Callable[[ServerConnection, Hello, Identity], _Admitted],
     ) -> _Admitted | None:
-        """Receive a hello, and return what `admit` makes of the connection. The caller
-        has to answer the hello.
+        """Receive a hello, and return what `admit` makes of the connection and of who
+        is at its other end. The caller has to answer the hello.
 
         Return None if there is nobody to serve; the stream is closed then. The client
         is told what `admit` raises.
@@ -98,7 +120,11 @@ class Handshakes:
         return admitted
 
     async def _hear(
-        self, stream: Stream, name: str, transport: str, admit: Callable[[ServerConnection, Hello], _Admitted]
+        self,
+        stream: Stream,
+        name: str,
+        transport: str,
+        admit: Callable[[ServerConnection, Hello, Identity], _Admitted],
     ) -> _Admitted | None:
         limits = self._limits
         connection = ServerConnection(
@@ -106,10 +132,18 @@ class Handshakes:
             max_payload_bytes=limits.max_payload_bytes,
             read_ahead_bytes=limits.read_ahead_bytes,
         )
+        audit = self.policy.audit
+        where = {"origin": origin_of(stream), "transport": transport} if audit.listens else {}
+        hello = None
         try:
-            return admit(connection, await self._receive_hello(connection, stream))
+            hello = await self._receive_hello(connection, stream)
+            identity = self._identify(stream, hello)
+            admitted = admit(connection, hello, identity)
+            audit.note("login", tenant=identity.tenant, proof=identity.proof.value, says=hello.name, **where)
+            return admitted
         except TlsFailed as error:
             self._log_budget.log(logging.INFO, "no TLS", client=name, error=str(error))
+            audit.note("refused", reason=f"TlsFailed: {error}", **where)
             self.errors += 1
             await _part(connection, cast("TlsStream", stream), error)
         except StoreUnavailable as error:
@@ -117,6 +151,7 @@ class Handshakes:
         except InfiniStoreException as error:
             why = type(error).__name__ if isinstance(error, InvalidRequest) else f"{type(error).__name__}: {error}"
             self._log_budget.log(logging.INFO, "connection closed", client=name, transport=transport, error=why)
+            audit.note("refused", reason=why, says="" if hello is None else hello.name, **where)
             self.errors += 1
             await send_fatal_error(connection, stream, error)
         except Exception:  # noqa: BLE001  # a fault of ours in one greeting must not end everything
@@ -135,10 +170,14 @@ class Handshakes:
             raise StoreUnavailable("the client left before it was served")
         hello = received.message
         assert isinstance(hello, Hello)
-        if self._token and not hmac.compare_digest(self._token.encode(), hello.token.encode()):
-            problem = "the token given is wrong" if hello.token else "this server wants a token, and none was given"
-            raise AuthenticationFailed(f"{problem}; the right one is in the file of the server's --token-file")
         return hello
+
+    def _identify(self, stream: Stream, hello: Hello) -> Identity:
+        if self._unix_access is not None:
+            check_unix_peer(stream, self._unix_access)
+        if self.policy.looks_beyond_token or hello.token == SUCCESSOR:
+            return self.policy.identify(present(stream, hello.token))
+        return self.policy.identify(Credentials(hello.token, private=is_private(stream)))
 
 
 async def _part(connection: ServerConnection, stream: "TlsStream", error: TlsFailed) -> None:

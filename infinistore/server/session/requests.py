@@ -5,6 +5,7 @@ Long work is done in slices (`infinistore/server/maintenance/incremental.py`), s
 it delays no other client for long.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from itertools import compress
 from typing import Any
@@ -13,7 +14,9 @@ import trio
 
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
+from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
+    MISSING,
     CountReply,
     Delete,
     Evict,
@@ -24,11 +27,15 @@ from infinistore.protocol.messages import (
     KeysReply,
     ListKeys,
     Message,
+    Pin,
+    PinReply,
     Prefetch,
     PrefetchReply,
     Purge,
     ReleaseHold,
     Reply,
+    TimesLeft,
+    TimesLeftReply,
     Verify,
     VerifyReply,
 )
@@ -36,6 +43,7 @@ from infinistore.server.maintenance.incremental import evict_incrementally, list
 
 __all__ = ["ANSWERS", "MAX_PAGE_KEYS"]
 
+_OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1")
 MAX_PAGE_KEYS = 10_000
 """The most keys in one reply; clients ask for the next page."""
 
@@ -44,7 +52,7 @@ async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
     present = core.exists(request.keys)
     if request.touch:
         core.touch(list(compress(request.keys, present)))
-    return ExistsReply(present)
+    return ExistsReply(present) if len(present) != 1 else _OF_ONE_KEY[present[0]]
 
 
 async def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
@@ -64,6 +72,18 @@ async def _prefetch(request: Prefetch, core: StoreCore, client: Client) -> Reply
     core.limits.check_batch(len(request.keys))
     hold = core.hold_prefix(client, request.keys, request.hold_us / 1e6)[1] if request.hold_us else 0
     return PrefetchReply(0, hold=hold)
+
+
+async def _pin(request: Pin, core: StoreCore, client: Client) -> Reply:
+    change = core.retention.protect if request.pinned else core.retention.unprotect
+    return PinReply(change(request.keys))
+
+
+async def _times_left(request: TimesLeft, core: StoreCore, client: Client) -> Reply:
+    left = core.retention.times_left(request.keys)
+    return TimesLeftReply(
+        pack_u64(0 if time_s is None else math.ceil(time_s * 1e6) if time_s else MISSING for time_s in left)
+    )
 
 
 async def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
@@ -94,6 +114,8 @@ ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]
     Delete: _delete,
     Flush: _flush,
     Prefetch: _prefetch,
+    Pin: _pin,
+    TimesLeft: _times_left,
     ListKeys: _list_keys,
     Purge: _purge,
     Evict: _evict,

@@ -6,39 +6,55 @@ request waits in the socket.
 """
 
 import logging
+import socket
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 
+import attrs
 import trio
 
+from infinistore.access.audit import Audit
+from infinistore.access.identity import DEFAULT_IDENTITY, Identity
+from infinistore.access.roles import ALL_ROLES
+from infinistore.core.clients import Client
 from infinistore.errors import (
+    AuthenticationFailed,
     InfiniStoreException,
     InvalidRequest,
     LimitExceeded,
+    PermissionDenied,
     ProtocolError,
+    ServerReplaced,
     StoreUnavailable,
     TransferFailed,
 )
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.effects import LongBody
 from infinistore.protocol.messages import (
     ErrorReply,
+    Evict,
     MatchPrefix,
     MatchPrefixReply,
     Message,
+    Purge,
     Statistics,
     StatisticsReply,
+    TakeOver,
     Touch,
 )
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import State
-from infinistore.server.budgets.body_budget import BodyGrant
-from infinistore.server.connection.conversation import INTERNAL_ERROR, Conversation, send_fatal_error
+from infinistore.protocol.versions import Capability
+from infinistore.server.budgets.receiving import Receiving
+from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import Handler
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.dispatch import open_movers
+from infinistore.server.session.permissions import refusals
 from infinistore.server.session.requests import ANSWERS
 from infinistore.server.statistics.recorder import CANCELLED, OK, outcome_of
+from infinistore.server.take_over.giving import refuse_take_over, socket_of
 from infinistore.statistics import ClientStatistics
 from infinistore.transports.base import Stream, drive
 
@@ -50,16 +66,32 @@ DISCARDED_BYTES = 16 * 1024 * 1024
 """
 
 
+_REVOKED = (
+    "the token of this connection was revoked, or its tenant removed; ask for a new token (infinistore tenant rotate)"
+)
+
+
+_ADMINISTRATIVE = frozenset((Purge, Evict))
+
+
 class Session:
     """Serves a client until its stream ends. `run` returns when the session is over,
     whatever the client did.
 
     `connection` has received the client's hello, which the session answers. `transport`
-    is what the payload travels over at first.
+    is what the payload travels over at first. `identity` is what the handshake proved.
     """
 
     def __init__(
-        self, stream: Stream, connection: ServerConnection, context: ServerContext, name: str, transport: str
+        self,
+        stream: Stream,
+        connection: ServerConnection,
+        context: ServerContext,
+        name: str,
+        transport: str,
+        *,
+        identity: Identity = DEFAULT_IDENTITY,
+        audit: Audit | None = None,
     ) -> None:
         self.name = name
         self.connected_at = trio.current_time()
@@ -75,6 +107,7 @@ class Session:
             limits=context.limits,
             growth=context.growth,
             disk=context.disk,
+            identity=identity,
         )
         self._connection = connection
         self.traffic = conversation.traffic
@@ -83,8 +116,11 @@ class Session:
         space.
         """
         self._scope = trio.CancelScope()
+        self._receiving = Receiving(connection, stream, context.body_budget, context.limits.grace_s, self._scope.cancel)
         self._finishing = False
-        self._body: BodyGrant | None = None
+        self._audit = audit or Audit()
+        self._revoked = False
+        self._replaced = ""
         self._holdings = Holdings(conversation)
         try:
             self._movers, handlers = open_movers(context.movers, conversation, self._holdings)
@@ -97,12 +133,16 @@ class Session:
             Touch: self._touch,
             **handlers,
         }
+        giving = context.giving
+        self._handlers[TakeOver] = refuse_take_over if giving is None else partial(giving.answer, conversation)
         self._answers = ANSWERS
         if context.disk is not None:
             from infinistore.server.session.disk_requests import DiskRequests  # late: most servers have no disk
 
             self._handlers |= DiskRequests(conversation, context.disk).handlers
             self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
+        self._permitted = self._handlers, self._answers
+        self._permit(identity)
 
     @property
     def requests(self) -> frozenset[type[Message]]:
@@ -129,11 +169,66 @@ class Session:
             pinned_bytes=self._conversation.client.pinned_bytes,
         )
 
+    @property
+    def identity(self) -> Identity:
+        """Whose session it is, and what it may do."""
+        return self._conversation.identity
+
+    def renew(self, identity: Identity | None) -> None:
+        """Go on with these roles and limits; None ends the session at once, whatever is
+        under way. So does the loss of a role by which the client has memory of the
+        server: what it does there, nobody is asked for.
+        """
+        before = self.identity
+        if identity is not None and identity.can_follow(before, maps=self._conversation.shares_memory):
+            self._permit(identity)
+            return
+        self._holdings.withdraw_tables()
+        self._revoked = identity is None
+        self._replaced = f"what tenant {before.tenant} may do has changed, connect again" if identity else ""
+        self._scope.cancel()
+
+    def _permit(self, identity: Identity) -> None:
+        self._conversation.identity = identity
+        handlers, answers = self._permitted
+        if identity.roles != ALL_ROLES or not identity.operator:
+            refused = refusals(identity)
+            handlers = handlers | refused
+            answers = {kind: answer for kind, answer in answers.items() if kind not in refused}
+        self._handlers, self._answers = handlers, answers
+
     def finish(self) -> None:
         """End the session after the current request, or at once if there is none."""
         self._finishing = True
         if self._connection.state is State.READY:
             self._scope.cancel()
+
+    def replace(self) -> None:
+        """As `finish`, because another process takes the server's place: tell the
+        client that what it has asked since was not done."""
+        self._replaced = "another process takes the server's place"
+        self.finish()
+
+    def cut(self) -> None:
+        """End the session, whatever it does."""
+        self._scope.cancel()
+
+    @property
+    def socket(self) -> socket.socket | None:
+        """The socket of the connection, if it has one."""
+        return socket_of(self._stream)
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether its client takes the server's place."""
+        return self._context.giving is not None and self._context.giving.taker is self._conversation
+
+    @property
+    def touching(self) -> Client | None:
+        """What the client may still touch of the pool: itself, as the core knows it, or
+        None."""
+        client = self._conversation.client
+        return client if client.state != "closed" else None
 
     async def run(self) -> None:
         """Serve the stream until the client leaves, breaks the protocol, or `finish` is
@@ -146,6 +241,8 @@ class Session:
         try:
             try:
                 await self._until_over()
+                if self._replaced:
+                    await self._say_replaced()
                 self.over.set()
                 await self._until_quiet()
             except trio.Cancelled:
@@ -156,9 +253,11 @@ class Session:
             self._holdings.quarantine()
             raise
         finally:
+            if self._context.giving is not None:
+                self._context.giving.left(self._conversation)
             self.over.set()
             self._stream.close()
-            self._free_body()
+            self._receiving.free()
 
     def _give_back(self) -> None:
         """End what the client holds. Neither a mover nor the client can touch it any
@@ -172,8 +271,10 @@ class Session:
         try:
             with self._scope:
                 await self._converse()
-            ended = self._body is not None and self._body.ended
-            self._free_body()
+            ended = self._receiving.ended
+            self._receiving.free()
+            if self._revoked:
+                raise AuthenticationFailed(_REVOKED)
             if ended:
                 raise LimitExceeded("others wait for room for their long requests, and this one did not come")
         except StoreUnavailable as error:
@@ -191,6 +292,21 @@ class Session:
             _log.exception("internal error", extra={"client": self.name, "transport": self.transport})
             self.traffic.errors += 1
             await send_fatal_error(self._connection, self._stream, InfiniStoreException(INTERNAL_ERROR))
+
+    async def _say_replaced(self) -> None:
+        """Tell the client that its next request was not done; what it has committed
+        through its tables was."""
+        self._holdings.revoke_tables()
+        connection = self._connection
+        if (
+            connection.state not in (State.READY, State.PAYLOAD)
+            or Capability.TAKE_OVER not in connection.peer.capabilities
+        ):
+            return
+        replaced = ServerReplaced(f"{self._replaced}; nothing of this was done")
+        with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):
+            await drive(connection.reply_fatal(replaced), self._stream)
+            await self._stream.send_eof()
 
     async def _until_quiet(self) -> None:
         """Wait until a client that still holds space or leases in mapped memory cannot
@@ -211,16 +327,15 @@ class Session:
 
     async def _converse(self) -> None:
         await self._conversation.reply(self._context.hello)
-        traffic = self.traffic
+        connection, traffic = self._connection, self.traffic
         recorder = self._context.recorder
+        rates = self._context.rates
         logs_requests = _log.isEnabledFor(logging.DEBUG)
+        if rates is not None and not await rates.rest_first(self.socket):
+            return
         while not self._finishing:
-            received = await drive(
-                self._connection.receive(), self._stream, stall_s=self._limits.grace_s, admit_body=self._admit_body
-            )
-            if self._body is not None:
-                self._free_body()
-            if received is None:
+            received = connection.take()
+            if received is None and (received := await self._receiving.next()) is None:
                 return
             start = recorder.clock()
             traffic.requests += 1
@@ -239,17 +354,8 @@ class Session:
                 recorder.record(type(received.message), self._conversation.transport, outcome, moved_bytes, elapsed_s)
                 if logs_requests:
                     self._log_request(received, outcome, moved_bytes, elapsed_s)
-
-    async def _admit_body(self, body: LongBody) -> None:
-        self._body = await self._context.body_budget.acquire(body, self._scope.cancel)
-
-    def _free_body(self) -> None:
-        """Give back the memory of a long body, which has become a request or was given
-        up.
-        """
-        if self._body is not None:
-            self._context.body_budget.release(self._body)
-            self._body = None
+            if rates is not None and not await rates.rest(moved_bytes, self.socket):
+                return
 
     def _log_request(self, received: Received, outcome: str, moved_bytes: int, elapsed_s: float) -> None:
         fields = {
@@ -267,9 +373,14 @@ class Session:
         try:
             if (answer := self._answers.get(type(message))) is not None:
                 conversation = self._conversation
-                await conversation.reply(await answer(message, conversation.core, conversation.client))
+                reply = await answer(message, conversation.core, conversation.client)
+                if type(message) in _ADMINISTRATIVE:
+                    self._note(message, attrs.asdict(reply))
+                await conversation.reply(reply)
             else:
                 await self._handlers[type(message)](message, received)
+                if type(message) in _ADMINISTRATIVE:
+                    self._note(message, {})
         except (InvalidRequest, TransferFailed) as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
@@ -291,9 +402,16 @@ class Session:
         if self._connection.state is not State.REPLYING:
             raise KeptError(error).again()
         self.traffic.errors += 1
+        if isinstance(error, PermissionDenied):
+            self._note(received.message, {"denied": True})
         _log.debug("request refused", extra={"client": self.name, "error": f"{type(error).__name__}: {error}"})
         await self._conversation.reply(ErrorReply(error.code, str(error)[:1000]))
         return outcome_of(error)
+
+    def _note(self, message: Message, outcome: Mapping[str, object]) -> None:
+        what = type(message).__name__
+        event = "denied" if outcome.get("denied") else what.lower()
+        self._audit.note(event, tenant=self.identity.tenant, says=self.name, request=what, **outcome)
 
     async def _match_prefix(self, match: MatchPrefix, received: Received) -> None:
         conversation = self._conversation

@@ -65,7 +65,7 @@ class Refused:
 
 @attrs.frozen
 class Reload:
-    """To a shard: load the certificate again."""
+    """To a shard: read again what a server does at SIGHUP."""
 
 
 @attrs.frozen

@@ -25,12 +25,14 @@ from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
 from infinistore.server.management.openapi import Schema
 from infinistore.server.management.routing import Operation, application_of, exactly
 from infinistore.server.security.access import Access
+from infinistore.server.security.reloading import Reloads
 from infinistore.server.shards.merging import (
     merge_clients,
     merge_metrics,
     merge_numbers,
     merge_selftests,
     merge_statistics,
+    merge_tenants,
 )
 from infinistore.server.shards.states import Fleet, ShardState
 
@@ -52,8 +54,9 @@ SHARD_METRICS: Final = {
 class ShardsManagement:
     """The management API of a server with shards."""
 
-    def __init__(self, fleet: Fleet, access: Access) -> None:
+    def __init__(self, fleet: Fleet, access: Access, reloads: Reloads | None = None) -> None:
         self._fleet = fleet
+        self._reloads = reloads or Reloads()
         self._access = access
 
     def application(self) -> Application:
@@ -85,6 +88,10 @@ class ShardsManagement:
         """The connections."""
         return JSONResponse({"clients": merge_clients(await self._told(request))})
 
+    async def tenants(self, request: Request) -> Response:
+        """The tenants, and what each has in all shards."""
+        return JSONResponse({"tenants": merge_tenants(await self._told(request))})
+
     async def cluster(self, request: Request) -> Response:
         """The cluster as the first shard sees it that answers, and as each does."""
         told = await self._told(request)
@@ -115,6 +122,18 @@ class ShardsManagement:
     async def evict(self, request: Request) -> Response:
         """Evict from each shard between two bounds of its own part of the pool."""
         return await self._do(request)
+
+    async def reload(self, request: Request) -> Response:
+        """Read the supervisor's files again, and those of each shard."""
+        problems = dict.fromkeys(await self._reloads.run())  # in all of them the same
+        answers = await self._ask(request, _DONE_S)
+        for shard in self._fleet.shards:
+            answer = answers.get(shard.index)
+            if answer is None or answer.status == 503:
+                problems[f"shard {shard.index} did not do it"] = None
+            elif answer.status != 200:
+                problems[json.loads(answer.body)["error"]] = None
+        return api.reloaded(list(problems))
 
     async def _told(self, request: Request) -> dict[int, Any]:
         """Return what the shards that answered said."""

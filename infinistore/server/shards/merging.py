@@ -13,7 +13,7 @@ from infinistore.protocol.statistics_tree import statistics_from_tree, statistic
 from infinistore.statistics import Stats
 from infinistore.summed_statistics import summed
 
-__all__ = ["merge_clients", "merge_metrics", "merge_numbers", "merge_selftests", "merge_statistics"]
+__all__ = ["merge_clients", "merge_metrics", "merge_numbers", "merge_selftests", "merge_statistics", "merge_tenants"]
 
 _MOST_CLIENTS: Final = 256
 _SAMPLE: Final = re.compile(rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{)?")
@@ -78,6 +78,17 @@ def merge_clients(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, An
     clients = [client for answer in answers.values() for client in answer["clients"]]
     clients.sort(key=lambda client: client["received_bytes"] + client["sent_bytes"], reverse=True)
     return clients[:_MOST_CLIENTS]
+
+
+def merge_tenants(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tenants of all shards, their figures and limits added up."""
+    found: dict[str, dict[str, Any]] = {}
+    for answer in answers.values():
+        for tenant in answer["tenants"]:
+            before = found.get(tenant["tenant"], {})
+            added = {name: one + tenant[name] for name, one in before.items() if isinstance(one, int)}
+            found[tenant["tenant"]] = tenant | added
+    return list(found.values())
 
 
 def merge_selftests(answers: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:

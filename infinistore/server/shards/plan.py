@@ -19,6 +19,7 @@ from infinistore.addresses import host_and_port, with_port
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
+from infinistore.numa import parse_list
 from infinistore.shard_settings import SMALLEST_POOL_BYTES
 
 __all__ = ["choose_cores", "divide", "has_room", "prepare_disks", "siblings_here"]
@@ -115,7 +116,7 @@ def prepare_disks(disks: Sequence[DiskPlace], count: int) -> None:
         except OSError as error:
             raise ConfigError(f"--disk {disk.folder}: {error.strerror}; create the folder, or give another") from None
         others = {match[1] for match in map(_PART_OF_DISK.fullmatch, names) if match} - {str(count)}
-        if "disk" in names:
+        if "disk" in names or "tenants" in names:
             others.add("1")
         if others:
             raise ConfigError(
@@ -145,9 +146,7 @@ def siblings_here(cores: frozenset[int]) -> dict[int, frozenset[int]]:
     found: dict[int, frozenset[int]] = {}
     for core in cores:
         try:
-            text = Path(_TOPOLOGY.format(core)).read_text(encoding="ascii")
-            ranges = [part.partition("-") for part in text.strip().split(",")]
-            found[core] = frozenset(one for low, _, high in ranges for one in range(int(low), int(high or low) + 1))
+            found[core] = parse_list(Path(_TOPOLOGY.format(core)).read_text(encoding="ascii"))
         except (OSError, ValueError):
             found[core] = frozenset((core,))
     return found

@@ -2,7 +2,8 @@
 
 It is a plain server, but for three things: it takes no memory before all shards have
 their ports, its management API is on a Unix socket of the supervisor, and it obeys the
-supervisor's link instead of Ctrl-C. SIGTERM drains it alone.
+supervisor's link instead of Ctrl-C. SIGTERM drains it alone, and at SIGHUP it alone
+reads its files again.
 """
 
 import os
@@ -23,6 +24,7 @@ from infinistore.protocol.shards import Shard
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
+from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start, receive_start
 from infinistore.transports.sockets.unix_listener import listen_unix
@@ -55,6 +57,7 @@ class ShardProcess:
             served = _Served(link, self.start, on_serving, nursery.cancel_scope)
             nursery.start_soon(served.obey)
             await nursery.start(served.drain_on_signal)
+            await nursery.start(reload_on_signal, served.reloads)
             refused = await served.run()
             nursery.cancel_scope.cancel()
         if refused is not None:
@@ -71,6 +74,8 @@ class _Served:
         self._server: Server | None = None
         self._met: trio.Event = trio.Event()
         self._shards: Sequence[Shard] = ()
+        self.reloads = Reloads()
+        self.reloads.add(self._reload)
 
     async def run(self) -> Refused | None:
         """Serve. Return why it cannot, if it cannot."""
@@ -117,8 +122,8 @@ class _Served:
                 self._met.set()
             elif isinstance(message, Drain):
                 self._drain()
-            elif isinstance(message, Reload) and self._server is not None and self._server.tls is not None:
-                self._server.tls.reload_and_log()
+            elif isinstance(message, Reload):
+                await self.reloads.run()
         self._scope.cancel()
 
     async def drain_on_signal(self, *, task_status: trio.TaskStatus[None]) -> None:
@@ -129,6 +134,10 @@ class _Served:
                 if self._server is not None and self._server.draining:
                     self._scope.cancel()
                 self._drain()
+
+    async def _reload(self) -> str:
+        problems = [] if self._server is None else await self._server.reloads.run()  # without: it has just read all
+        return "; ".join(problems)
 
     def _drain(self) -> None:
         if self._server is None:

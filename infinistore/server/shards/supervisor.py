@@ -3,8 +3,10 @@
 It serves no client. Each shard is a process at the other end of a `Link`, which tells
 the supervisor how far it is, and which ends the shard if the supervisor is killed. All
 shards listen before any takes memory, so that a port in use is known at once, and what
-one refuses at the start ends all. Later, a shard that ends is started again, at the
-same port; the others go on, and its blocks are missing meanwhile.
+one refuses at the start ends all. So does what it refuses later in its first life, when
+its settings have turned out to be wrong, as an id that another server has. Otherwise a
+shard that ends is started again, at the same port, with growing pauses; the others go
+on, and its blocks are missing meanwhile.
 """
 
 import logging
@@ -22,22 +24,27 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
+from infinistore.access.policy import Policy, TenantPolicy
 from infinistore.config import ServerConfig
 from infinistore.core.arena import check_memory
 from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.machine_memory import available_memory, free_huge_pages
 from infinistore.server.listeners import ServerAddresses
-from infinistore.server.security.loading import load_certificates
+from infinistore.server.security.audit_log import AuditLog
+from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
+from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start
 from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
 from infinistore.server.shards.states import Fleet, ShardState
+from infinistore.server.take_over.kept import forget_kept
 from infinistore.service_manager import ServiceManager
 from infinistore.token_file import read_token
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
 
 if TYPE_CHECKING:
+    from infinistore.server.pools.planning import PlannedGroups
     from infinistore.server.security.certificates import Certificates
 
 __all__ = ["serve_shards"]
@@ -75,10 +82,16 @@ async def serve_shards(
         for sock in manager.listeners:
             sock.close()
         raise ConfigError("--shards: each shard listens by itself; disable the socket unit, or use one process")
+    if manager.most_kept:
+        _log.warning("the cache is not kept for the next run", extra={"reason": "the server has shards"})
+    await trio.to_thread.run_sync(forget_kept, manager)
     refused: KeptError | None = None
     with ExitStack() as resources:
-        token = read_token(config.token_file) if config.token_file else ""
-        tls = load_certificates(config)
+        policy = load_policy(config, read_token(config.token_file) if config.token_file else "")
+        tls, reloads = load_certificates(config), Reloads()
+        if tls is not None:
+            reloads.add(tls.reload_and_log)
+        add_tenants(reloads, config, policy, _plan_tenants(config, policy))
         listeners: list[socket.socket] = []
         folder: Path | None = None
         if config.manage_port is not None:
@@ -92,12 +105,15 @@ async def serve_shards(
         await trio.to_thread.run_sync(prepare_disks, config.disks, config.shards)
         supervisor = _Supervisor(config, command, folder, manager)
         async with trio.open_nursery() as nursery:
+            if isinstance(policy.audit, AuditLog):
+                nursery.start_soon(policy.audit.run)
             if listeners:
-                supervisor.serve_management(listeners, token, tls, nursery)
+                supervisor.serve_management(listeners, policy, tls, nursery, reloads)
             if handle_signals:
-                if tls is not None:
-                    reload = partial(tls.reload_on_signal, supervisor.reload, service_manager=manager)
-                    await nursery.start(reload)
+                at_signal = Reloads()
+                if not reloads.empty:
+                    at_signal.add(partial(supervisor.reload, reloads))
+                await nursery.start(reload_on_signal, at_signal, manager)
                 await nursery.start(supervisor.drain_on_signal, nursery.cancel_scope)
             management = tuple(sock.getsockname()[:2] for sock in listeners)
             nursery.start_soon(supervisor.tell_when_serving, management, task_status)
@@ -108,6 +124,14 @@ async def serve_shards(
             nursery.cancel_scope.cancel()
     if refused is not None:
         raise refused.again()
+
+
+def _plan_tenants(config: ServerConfig, policy: Policy) -> "PlannedGroups | None":
+    if not isinstance(policy, TenantPolicy):
+        return None
+    from infinistore.server.pools.planning import PlannedGroups  # late: most servers have no tenants
+
+    return PlannedGroups(config, policy.tenants)
 
 
 def _remove_folder(folder: Path) -> None:
@@ -147,22 +171,29 @@ class _Supervisor:
         self._refused: KeptError | None = None
 
     def serve_management(
-        self, listeners: list[socket.socket], token: str, tls: "Certificates | None", nursery: trio.Nursery
+        self,
+        listeners: list[socket.socket],
+        policy: Policy,
+        tls: "Certificates | None",
+        nursery: trio.Nursery,
+        reloads: Reloads,
     ) -> None:
         """Start the management API."""
         from infinistore.server.management.http import HttpLimits, serve_http
         from infinistore.server.security.access import PROBES, Access  # late: who has none does not pay for it
         from infinistore.server.shards.management import ShardsManagement
 
-        application = ShardsManagement(self.fleet, Access(token, self._allowed_hosts)).application()
+        application = ShardsManagement(self.fleet, Access(policy, self._allowed_hosts), reloads).application()
         secure = None if tls is None else tls.secure_management
         nursery.start_soon(serve_http, application, listeners, HttpLimits(probes=PROBES), secure)
 
-    async def reload(self) -> None:
-        """Have all shards load their certificates again."""
+    async def reload(self, own: Reloads) -> str:
+        """Read the supervisor's files again, and have all shards do so."""
+        problems = await own.run()
         for link in list(self._links.values()):
             with suppress(StoreUnavailable, OSError, trio.BrokenResourceError, trio.ClosedResourceError):  # it has gone
                 await link.send(Reload())
+        return "; ".join(problems)
 
     async def tell_when_serving(
         self, management: tuple[tuple[str, int], ...], task_status: trio.TaskStatus[ServerAddresses]
@@ -208,7 +239,7 @@ class _Supervisor:
             if self.fleet.draining:
                 return
             pause_s = shard.ended(trio.current_time())
-            if not self._all_serve.is_set():
+            if not self._all_serve.is_set() or (isinstance(problem, ConfigError) and shard.restarts == 1):
                 self._refused = self._refused or KeptError(problem or _ended_early(shard.index, status))
                 all_shards.cancel()
                 return

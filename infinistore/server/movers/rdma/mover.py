@@ -75,7 +75,15 @@ class RdmaMover(Mover):
         self.descriptors_per_client = 0 if pool is None else 1
 
     def unavailable(self, conversation: Conversation) -> str:
-        """A server without a device moves nothing by RDMA."""
+        """A server without a device moves nothing by RDMA, and nobody does whose blocks
+        must be encrypted.
+        """
+        if conversation.identity.require_tls:
+            tenant = conversation.identity.tenant
+            return (
+                f"tenant {tenant} must come over TLS (require_tls in the tenants file), and RDMA encrypts no blocks; "
+                "leave out device, transport=rdma and unencrypted_rdma"
+            )
         return "this server has no RDMA; its log says why" if self.pool is None else ""
 
     def open(self, conversation: Conversation, holdings: Holdings) -> ConnectionMover:
@@ -168,7 +176,9 @@ class _RdmaConnection(ConnectionMover):
             local = self._pool.placement(reservation.extents)
             await self._move(Operation.READ, local, remote, put.sizes, received)
             checksums = put.checksums.tolist() if put.checksums else None
-            skipped = self._core.commit(reservation, put.keys, checksums, replace=put.replace, free=False)
+            skipped = self._core.commit(
+                reservation, put.keys, checksums, replace=put.replace, free=False, ttl_s=put.ttl_us / 1e6
+            )
             conversation.traffic.received_bytes += sum(put.sizes)
             await conversation.reply(PutReply(pack_u64(skipped)))
         finally:

@@ -15,6 +15,7 @@ from infinistore.core.pool import Pool
 from infinistore.errors import ConfigError
 from infinistore.transports.rdma import opening
 from infinistore.transports.rdma.choice import near_address
+from infinistore.transports.rdma.devices import Place
 from infinistore.transports.rdma.memory import address_of
 from infinistore.transports.rdma.plan import Placement
 from infinistore.transports.rdma.verbs import Device, NoRdma, Region
@@ -81,7 +82,12 @@ def open_rdma(config: ServerConfig, pool: Pool) -> RdmaPool | None:
     device: Device | None = None
     try:
         device = opening.open_device(
-            config.dev_name, config.ib_port, config.link_type, config.hint_gid_index, near_address(config.host)
+            config.dev_name,
+            config.ib_port,
+            config.link_type,
+            config.hint_gid_index,
+            near_address(config.host),
+            place=None if config.numa_node is None else Place(numa_node=config.numa_node),
         )
         rdma = RdmaPool(device, dead_after_s=config.rdma_timeout_s)
         for arena in pool.arenas:

@@ -4,16 +4,18 @@ The client asks for places in the pool and copies; the server copies nothing. Wh
 client reserves and leases is kept in its connection's `Holdings`.
 """
 
+import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import trio
 
+from infinistore.access.roles import Role
 from infinistore.core.arena import Arena, create_arena
-from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError
+from infinistore.errors import InfiniStoreException, OutOfMemory, PermissionDenied, ProtocolError
 from infinistore.new_threads import NO_THREAD
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
@@ -57,7 +59,8 @@ _COPIED_BYTES_PER_S = 4e9  # with checksums, a little more than half of what mem
 class ShmMover(Mover):
     """Available on Unix sockets, by which a client gets the descriptors that it maps.
 
-    `writable` says whether clients may write to the arenas that they map. With
+    `mapped` says whether clients map the pool at all, `writable` whether they may write
+    to the arenas that they map; what they cannot, they send. With
     `removals`, clients read blocks that they know without asking. The mover closes
     `removals` and `liveness`.
     """
@@ -73,11 +76,13 @@ class ShmMover(Mover):
         liveness: LivenessPipe,
         *,
         writable: bool = True,
+        mapped: bool = True,
         removals: PublishedRemovals | None = None,
         create_arena: Callable[..., Arena] = create_arena,
         run_in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         self.writable = writable
+        self.mapped = mapped
         self.removals = removals
         self.liveness = liveness
         self.create_arena = create_arena
@@ -122,6 +127,7 @@ class _ShmConnection(ConnectionMover):
         }
 
     async def _reserve(self, reserve: Reserve, received: Received) -> None:
+        self._check_may_write(reserve)
         room = await self._holdings.reserve(reserve.sizes, received, spare=reserve.spare)
         await self._conversation.reply(room)
         if room.reservation:
@@ -133,6 +139,7 @@ class _ShmConnection(ConnectionMover):
         """Name the blocks of a batch that the client is writing, and will commit
         through its commit word.
         """
+        self._check_may_write(prepare)
         holdings = self._holdings
         tables = holdings.tables
         if tables is None:
@@ -151,7 +158,7 @@ class _ShmConnection(ConnectionMover):
         number = room.reservation
         reservation = holdings.reservation(number)
         checksums = len(prepare.keys) if prepare.checksums else 0
-        written = partial(tables.commit_word.checksums_of, number, checksums)
+        written = partial(tables.committed, number, checksums)
         try:
             accepted = self._core.prepare(reservation, prepare.keys, written)
         except Exception:
@@ -165,6 +172,18 @@ class _ShmConnection(ConnectionMover):
         await self._conversation.reply(PrepareReply(accepted, number, room.places, removals))
         if not prepare.checksums:
             reservation.entries()  # for the commit, while the client copies
+
+    def _check_may_write(self, request: Message) -> None:
+        """Refuse room to a client that could not write to it: committed unwritten, room
+        shows what others had there before.
+
+        Raises:
+            PermissionDenied: clients may not write to this pool.
+        """
+        if not (self._mover.mapped and self._mover.writable):
+            raise PermissionDenied(
+                f"{type(request).__name__}: clients may not write to the server's memory here; send the blocks with Put"
+            )
 
     @property
     def _removals(self) -> int:
@@ -185,8 +204,11 @@ class _ShmConnection(ConnectionMover):
         entries = lease.pinned
         if len(entries) < len(lengths):
             entries = [entry or _NOWHERE for entry in lease.entries]
-        places = pack_u64(pack_offsets(entries))
-        removals = 0 if self._core.is_being_written(request.keys) else self._removals
+        # Where blocks are concerns nobody who cannot look there.
+        places = pack_u64(pack_offsets(entries) if self._mover.mapped else [0] * len(entries))
+        removals = self._removals
+        if self._core.is_being_written(request.keys) or self._core.retention.end_any(request.keys):
+            removals = 0  # the client must ask again
         if total > request.inline_bytes:
             number = self._holdings.keep_latest(lease)
             conversation.traffic.sent_bytes += total
@@ -215,17 +237,28 @@ class _ShmConnection(ConnectionMover):
 
     async def _map_arenas(self, message: MapArenas, received: Received) -> None:
         conversation, mover = self._conversation, self._mover
+        roles = conversation.identity.roles
+        writable = mover.writable and Role.WRITE in roles
+        # Who may not read maps nothing, and sends its puts.
         arenas = self._core.pool.arenas[message.first : message.first + MAX_DESCRIPTORS - 1]
-        descriptors = [arena.share(writable=mover.writable) for arena in arenas]
-        if Capability.LIVENESS_PIPE in conversation.connection.peer.capabilities:
-            descriptors.append(mover.liveness.share())
-        reply = MapArenasReply(pack_u64(arena.length for arena in arenas), mover.writable)
-        await conversation.send(
-            conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
-        )
+        if Role.READ not in roles or not mover.mapped:
+            arenas, writable = [], False
+        conversation.shares_memory |= bool(arenas)
+        with ExitStack() as opened:
+            descriptors = [arena.share(writable=mover.writable) for arena in arenas]
+            if mover.writable and not writable:  # a seal would keep others from writing, too
+                descriptors = [_open_for_reading(descriptor, opened) for descriptor in descriptors]
+            if Capability.LIVENESS_PIPE in conversation.connection.peer.capabilities:
+                descriptors.append(mover.liveness.share())
+            reply = MapArenasReply(pack_u64(arena.length for arena in arenas), writable)
+            await conversation.send(
+                conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
+            )
 
     async def _map_tables(self, message: MapTables, received: Received) -> None:
         conversation, removals = self._conversation, self._mover.removals
+        if Role.READ not in conversation.identity.roles:
+            removals = None
         if removals is not None and self._holdings.tables is None:
             with suppress(OutOfMemory, OSError, *NO_THREAD):  # no memory, descriptors or thread: clients can do without
                 make = partial(ClientTables, self._mover.create_arena)
@@ -234,9 +267,20 @@ class _ShmConnection(ConnectionMover):
         if removals is None or tables is None:
             await conversation.reply(MapTablesReply(0))
             return
+        conversation.shares_memory = True
         unit_bytes = self._core.pool.footprint(1)
         reply = MapTablesReply(removals.granule_bytes, self._core.max_pinned_bytes, unit_bytes)
         descriptors = [removals.share(), tables.share()]
         await conversation.send(
             conversation.connection.reply(reply, descriptors=descriptors), conversation.limits.grace_s
         )
+
+
+def _open_for_reading(descriptor: int, opened: ExitStack) -> int:
+    """Return a descriptor of the same memory that can only be mapped for reading."""
+    try:
+        found = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OutOfMemory(f"the memory cannot be shared for reading: {error.strerror}") from None
+    opened.callback(os.close, found)
+    return found

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.store import StoreCore
+from infinistore.core.tenants import Tenants
 from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.shared_tables import RemovalTable, granule_bytes_for, removal_table_bytes
 
@@ -32,8 +33,8 @@ class PublishedRemovals:
         """How many removals there have been."""
         return self.table.count
 
-    def watch(self, core: StoreCore) -> None:
-        """Note what is removed from a store from now on."""
+    def watch(self, core: StoreCore | Tenants) -> None:
+        """Note what is removed from a store, or from those of tenants, from now on."""
         core.expect_hazards()
         core.on_removal = lambda entries: self.table.note(pack_offsets(entries))
 

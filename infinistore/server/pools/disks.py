@@ -1,0 +1,234 @@
+"""The disks of tenants: each tenant that may have blocks on disk has a tier of its own,
+in folders of its own.
+
+So a lookup on disk is one in the tenant's own index, what one tenant writes overwrites
+nothing of another, and a purge is one tenant's. A tenant that is gone has its folders
+removed: at the start, or when the tenants file is read again.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Final, cast
+
+import attrs
+import trio
+
+from infinistore.config import ServerConfig
+from infinistore.core.journal import Journal
+from infinistore.disk.settings import Admission, TierSettings
+from infinistore.disk_io.tenant_folders import TenantFolders
+from infinistore.disk_settings import DiskPlace
+from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.server.disk.service import DiskService
+from infinistore.server.environment import Environment
+from infinistore.server.maintenance.incremental import purge_incrementally
+from infinistore.server.pools.planning import check_disks, disk_parts
+from infinistore.server.pools.tenancy import Tenancy
+from infinistore.statistics import DiskTierStatistics
+from infinistore.summed_statistics import summed_disks
+from infinistore.tenant_limits import TenantLimits
+
+__all__ = ["TenantDisks", "open_tenant_disks"]
+
+_log = logging.getLogger("infinistore.server")
+_DISKS_END_S: Final = 5.0
+"""How long jobs of disks that were begun are waited for at the end."""
+
+
+@attrs.frozen(eq=False)
+class _Open:
+    """The disks of one tenant."""
+
+    service: DiskService
+    group: str
+
+
+async def open_tenant_disks(
+    config: ServerConfig,
+    limits: Iterable[TenantLimits],
+    tenancy: Tenancy,
+    environment: Environment,
+    resources: ExitStack,
+) -> "TenantDisks":
+    """Open the disks of these tenants, which `tenancy` has from now on, and remove the
+    blocks of all others. `resources` closes them.
+
+    Raises:
+        ConfigError: a disk cannot be used, or not by these tenants.
+    """
+    limits = list(limits)
+    folders = await environment.run_in_thread(TenantFolders, [disk.folder for disk in config.disks])
+    resources.callback(folders.close)
+    check_disks(config, limits)
+    kept = {one.tenant for one in limits if one.disk_max_bytes is not None}
+    if not kept:
+        raise ConfigError(
+            f"--disk: no tenant in {config.tenants} has a disk_max_bytes, so none may use it; add that, or leave out"
+            " --disk"
+        )
+    gone = await environment.run_in_thread(folders.wipe_all_but, kept)
+    if gone:
+        _log.info("the blocks of tenants that are gone were removed", extra={"tenants": gone})
+    disks = TenantDisks(config, folders, tenancy, environment, resources)
+    await disks.open_for(limits)
+    tenancy.have(disks)
+    return disks
+
+
+class TenantDisks:
+    """The disks of all tenants that have some."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        folders: TenantFolders,
+        tenancy: Tenancy,
+        environment: Environment,
+        resources: ExitStack,
+    ) -> None:
+        self._config = config
+        self._folders = folders
+        self._tenancy = tenancy
+        self._environment = environment
+        self._resources = resources
+        self._open: dict[str, _Open] = {}
+        self._known: set[str] = set()
+        self._to_start: list[DiskService] = []
+        self._to_end: list[tuple[str, DiskService]] = []
+        self._changed = trio.Event()
+        self.on_end: Callable[[], object] = _nothing
+        """Called when nothing uses the store of a tenant any more that has gone."""
+
+    def service(self, tenant: str) -> DiskService | None:
+        """Return the disks of a tenant; None if it has none."""
+        found = self._open.get(tenant)
+        return None if found is None else found.service
+
+    async def open_for(self, limits: Iterable[TenantLimits]) -> None:
+        """Open the disks of those tenants that this server has not had yet.
+
+        Raises:
+            ConfigError: a disk cannot be used.
+        """
+        limits = list(limits)
+        check_disks(self._config, limits)
+        for one in limits:
+            if one.disk_max_bytes is not None and one.tenant not in self._known:
+                await self._open_for(one, one.disk_max_bytes)
+            self._known.add(one.tenant)
+
+    async def _open_for(self, limits: TenantLimits, size_bytes: int) -> None:
+        earlier = self._tenancy.groups()[limits.group].tenants.all_stores().get(limits.tenant)
+        if earlier is not None and earlier.journal is None:
+            raise ConfigError(
+                f"clients of tenant {limits.tenant!r} from before the last restart still use its memory; give it disks"
+                " when they have ended"
+            )
+        parts = disk_parts(self._config, size_bytes)
+        folders = self._folders.of(limits.tenant)
+        places = [DiskPlace(folder, part) for folder, part in zip(folders, parts, strict=True)]
+        environment = self._environment
+        try:
+            disks = await environment.run_in_thread(environment.open_disks, places, environment.random)
+        except StoreUnavailable as error:
+            raise ConfigError(f"the disks of tenant {limits.tenant!r} cannot be opened: {error}") from None
+        self._resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)
+        journal = Journal(reads=self._config.disk_admission == "second-use")
+        tenants = self._tenancy.groups()[limits.group].tenants
+        # What was taken over from an earlier process has a journal already.
+        store = tenants.add_store(limits, journal) or tenants.all_stores()[limits.tenant]
+        assert store.journal is not None, "nobody has used the store of a tenant that this server has not had"
+        settings = TierSettings(
+            admission=cast("Admission", self._config.disk_admission), wait_s=self._config.disk_wait_s
+        )
+        service = DiskService(disks, store, clock=environment.clock, random=environment.random, settings=settings)
+        self._open[limits.tenant] = _Open(service, limits.group)
+        self._to_start.append(service)
+        self._changed.set()
+
+    def keep(self, limits: Iterable[TenantLimits]) -> None:
+        """Let `run` end the disks of all but these tenants, and remove their blocks."""
+        now = {one.tenant: one for one in limits}
+        for tenant, found in list(self._open.items()):
+            one = now.get(tenant)
+            if one is None or one.group != found.group:
+                del self._open[tenant]
+                self._to_end.append((tenant, found.service))
+        self._changed.set()
+
+    # As one, see `DiskService`
+
+    async def run(self) -> None:
+        """Run the disks of all, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed = self._changed = trio.Event()
+                while self._to_start:
+                    nursery.start_soon(self._to_start.pop().run)
+                while self._to_end:
+                    nursery.start_soon(self._end, *self._to_end.pop())
+                await changed.wait()
+
+    async def finish(self, within_s: float) -> bool:
+        """Write what is queued and the marks of a clean end; whether that was done
+        within the time."""
+        done: list[bool] = []
+
+        async def finish(service: DiskService) -> None:
+            done.append(await service.finish(within_s))
+
+        async with trio.open_nursery() as nursery:
+            for found in self._open.values():
+                nursery.start_soon(finish, found.service)
+        return all(done)
+
+    async def close(self) -> None:
+        """End `run`, and close the disks."""
+        for found in list(self._open.values()):
+            await found.service.close()
+        self._folders.close()
+
+    async def purge(self) -> int:
+        """Delete everything of all tenants, and wait until no crash can bring it back;
+        return how many keys there were in memory.
+
+        Raises:
+            DiskFailed: a disk could not be purged. The others are.
+        """
+        counts: list[int] = []
+
+        async def purge(service: DiskService) -> None:
+            counts.append(await service.purge())
+
+        async with trio.open_nursery() as nursery:
+            for found in list(self._open.values()):
+                nursery.start_soon(purge, found.service)
+        return sum(counts) + await purge_incrementally(self._tenancy.whole)
+
+    def statistics(self) -> DiskTierStatistics | None:
+        """Return the figures of all together; None if no tenant has a disk."""
+        found = [one.service.statistics() for one in self._open.values()]
+        return summed_disks(found) if found else None
+
+    async def _end(self, tenant: str, service: DiskService) -> None:
+        """End the disks of a tenant that is gone, and remove its blocks."""
+        idle = await service.abandon()
+        self.on_end()
+        problem = "a disk does not answer"
+        if idle:
+            try:
+                await self._environment.run_in_thread(self._folders.wipe, tenant)
+            except ConfigError as error:
+                problem = str(error)
+            else:
+                _log.info("the blocks of tenants that are gone were removed", extra={"tenants": [tenant]})
+                return
+        _log.warning(
+            "the blocks of a tenant that is gone are on disk until the next start",
+            extra={"tenant": tenant, "problem": problem},
+        )
+
+
+def _nothing() -> None:
+    """Tell nobody."""

@@ -1,0 +1,161 @@
+"""The audit log of a running server."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDenied
+from infinistore.protocol.messages import Exists, Keys, Purge
+from infinistore.server.composition import run_server
+from infinistore.server.security.audit_log import AUDIT_LOGGER, AuditLog
+from tests.server.running import Peer, RunningServer, make_config, running_server
+from tests.server.test_tenants import TOKENS, everybody, manage, peer_of, put, reload, write
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.yaml"
+    write(path, everybody())
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def refuse(server: RunningServer, token: str) -> None:
+    stranger = Peer(await server.connect())
+    with pytest.raises(AuthenticationFailed):
+        await stranger.hello(token)
+    stranger.close()
+
+
+async def test_it_says_who_came_who_was_refused_and_what_was_administered_and_no_key_or_secret(
+    file: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "audit"
+    async with running_server(make_config(tenants=file, audit_log=str(log))) as server:
+        alice = await peer_of(server, "alice")
+        await put(alice, "a-prompt-of-alice")
+        with pytest.raises(PermissionDenied):
+            await alice.ask(Purge())
+        await refuse(server, "bob.not-the-secret-of-bob")
+        ops = await peer_of(server, "ops")
+        await put(ops, "a-prompt-of-ops")
+        await ops.ask(Purge())
+        await manage(server, "GET", "/stats", "bob")
+        await manage(server, "POST", "/purge", "ops")
+        write(file, everybody(bob=""))
+        await reload(server)
+        for peer in (alice, ops):
+            peer.close()
+        await server.quiet()
+    noted = lines(log)
+    assert all(one.pop("time") for one in noted)
+    origin = noted[0].pop("origin")
+    assert origin.startswith("127.0.0.1:")
+    assert noted[0] == {"event": "login", "tenant": "alice", "proof": "token", "says": "peer", "transport": "tcp"}
+    assert [one["event"] for one in noted] == [
+        *("login", "denied", "refused", "login", "purge", "denied", "administration", "administration", "reload")
+    ]
+    assert noted[2]["reason"].startswith("AuthenticationFailed: the token given is none of this server's")
+    assert (noted[4]["tenant"], noted[4]["count"]) == ("ops", 1)
+    assert noted[6]["request"] == "POST /purge"
+    assert noted[6]["origin"].startswith("127.0.0.1:")
+    assert (noted[8]["removed"], noted[8]["ok"]) == (["bob"], True)
+    text = log.read_text()
+    assert "a-prompt" not in text
+    assert not any(token.partition(".")[2] in text for token in (*TOKENS.values(), "bob.not-the-secret-of-bob"))
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+async def test_one_tenant_cannot_hide_what_is_denied_to_another(file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "audit"
+    async with running_server(make_config(tenants=file, audit_log=str(log))) as server:
+        alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
+        for _ in range(500):
+            with pytest.raises(PermissionDenied):
+                await alice.ask(Purge())
+        with pytest.raises(PermissionDenied):
+            await put(bob, "k")
+        for peer in (alice, bob):
+            peer.close()
+        await server.quiet()
+    denied = [one for one in lines(log) if one["event"] == "denied"]
+    assert len(denied) < 200
+    assert [one["request"] for one in denied if one["tenant"] == "bob"] == ["Put"]
+    assert sum(one.get("left_out", 0) for one in denied if one["tenant"] == "alice") > 300
+
+
+async def test_a_full_disk_loses_no_request_and_is_said_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_server(make_config(tenants=file, audit_log="/dev/full")) as server:
+        for _ in range(5):
+            alice = await peer_of(server, "alice")
+            await alice.ask(Exists(Keys(["k"])))
+            alice.close()
+        await server.quiet()
+        with trio.fail_after(20):
+            while "cannot be written" not in caplog.text:
+                await trio.lowlevel.checkpoint()
+    assert caplog.text.count("the audit log cannot be written") == 1
+
+
+async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path) -> None:
+    place = tmp_path / "audit"
+    place.symlink_to("/dev/full")
+    audit = AuditLog(str(place))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(audit.run)
+        for _ in range(3):
+            audit.note("login")
+            await trio.testing.wait_all_tasks_blocked(0.05)
+        place.unlink()
+        assert await audit.reopen() == ""
+        audit.note("login")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        nursery.cancel_scope.cancel()
+    noted = lines(place)
+    assert [one["event"] for one in noted] == ["lost", "login"]
+    assert noted[0]["count"] == 3
+
+
+async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "audit"
+    audit = AuditLog(str(log))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(audit.run)
+        for _ in range(10_000):
+            audit.note("refused")
+        nursery.cancel_scope.cancel()
+    noted = lines(log)
+    assert len(noted) < 1_000
+    assert sum(one.get("left_out", 1) for one in noted) == 10_000
+
+
+async def test_a_log_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--audit-log .*: No such file or directory; give a file"):
+        await run_server(make_config(audit_log=str(tmp_path / "no" / "audit")), on_listening=lambda server: None)
+
+
+async def test_an_application_hears_of_events_by_its_own_handler(file: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.__dict__["audit"])
+
+    handler = Handler()
+    AUDIT_LOGGER.addHandler(handler)
+    try:
+        async with running_server(make_config(tenants=file)) as server:
+            (await peer_of(server, "alice")).close()
+            await server.quiet()
+    finally:
+        AUDIT_LOGGER.removeHandler(handler)
+    assert [one["event"] for one in heard] == ["login"]

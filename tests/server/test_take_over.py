@@ -1,0 +1,448 @@
+"""A process takes the place of a server: what the other process gets, and what becomes
+of the server if it goes away in the middle.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from infinistore import open_store
+from infinistore.config import ServerConfig
+from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
+from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.messages import Get, Keys, Put, PutReply, TakeOver
+from infinistore.protocol.take_over_messages import TakeOverStep
+from infinistore.server import Server
+from infinistore.server import server as server_module
+from infinistore.server.composition import run_server
+from infinistore.server.connection.conversation import Conversation
+from infinistore.server.session.session import Session
+from infinistore.server.take_over import giving
+from infinistore.server.take_over import taking as taking_module
+from infinistore.server.take_over.exporting import OneStore
+from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.taking import Taking, begin_taking
+from infinistore.transports.base import drive
+from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from tests.server.running import Peer, make_config
+
+BLOCK = b"b" * 5000
+
+
+@asynccontextmanager
+async def running(config: ServerConfig) -> AsyncGenerator[tuple[Server, trio.Event]]:
+    """A server until the block is left, and what is set when it has ended."""
+    ended = trio.Event()
+
+    async def run(task_status: trio.TaskStatus[Server]) -> None:
+        await run_server(config, on_listening=task_status.started)
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(20):
+            server: Server = await nursery.start(run)
+        yield server, ended
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    return make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=5.0)
+
+
+def taking_over(config: ServerConfig, **settings: Any) -> ServerConfig:
+    plain: dict[str, Any] = {"unix_socket": config.unix_socket, "take_over": True, "drain_timeout_s": 5.0}
+    return make_config(**{**plain, **settings})
+
+
+def ask(address: Sequence[tuple[str, int]], method: str, path: str) -> int:
+    """Ask the management API; return the status."""
+    connection = HTTPConnection(*address[0], timeout=20)
+    try:
+        connection.request(method, path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+async def taker_of(config: ServerConfig, steps: int) -> Peer:
+    """A process that takes over, after so many steps."""
+    peer = await peer_of(config)
+    for step in range(steps):
+        descriptors: list[int] = []
+        with trio.fail_after(20):
+            await drive(peer.connection.request(TakeOver(step), descriptors=descriptors), peer.stream)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return peer
+
+
+async def until_over(server: Server) -> None:
+    """Wait until nobody takes over any more."""
+    found = server.context.giving
+    assert found is not None
+    with trio.fail_after(20):
+        while found.taker is not None or found.wanted.is_set():
+            await trio.lowlevel.checkpoint()
+
+
+async def begun(config: ServerConfig, resources: ExitStack) -> Taking:
+    taking = await begin_taking(config, "", resources)
+    assert taking is not None
+    return taking
+
+
+async def peer_of(config: ServerConfig) -> Peer:
+    peer = Peer(await connect_unix(config.unix_socket))
+    await peer.hello()
+    return peer
+
+
+async def test_the_successor_serves_what_the_server_had(config: ServerConfig) -> None:
+    async with running(config) as (old, old_ended):
+        async with open_store(f"unix://{config.unix_socket}") as store:
+            await store.put("key", BLOCK)
+            old_addresses = old.addresses
+            async with running(taking_over(config)) as (new, _):
+                with trio.fail_after(20):
+                    await old_ended.wait()
+                assert new.addresses == old_addresses
+                assert await store.get("key") == BLOCK
+                assert stat.S_ISSOCK(os.stat(config.unix_socket).st_mode)
+        with pytest.raises(FileNotFoundError):
+            os.stat(config.unix_socket)
+
+
+async def test_a_successor_that_goes_away_costs_the_server_nothing(config: ServerConfig) -> None:
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        for steps in (1, 2, 2):
+            (await taker_of(config, steps)).stream.close()
+            await until_over(old)
+            assert await store.get("key") == BLOCK
+            await store.put("key", BLOCK)
+        assert not old_ended.is_set()
+
+
+async def test_only_one_process_at_a_time_may_take_over(config: ServerConfig) -> None:
+    async with running(config) as (old, _):
+        with ExitStack() as resources:
+            await begun(taking_over(config), resources)
+            with pytest.raises(ConfigError, match="another process takes over already"):
+                await begun(taking_over(config), resources)
+        with ExitStack() as resources:
+            await until_over(old)
+            await begun(taking_over(config), resources)
+
+
+async def test_a_step_out_of_turn_is_refused(config: ServerConfig) -> None:
+    async with running(config):
+        peer = await peer_of(config)
+        for step in (TakeOverStep.HAND_OVER, TakeOverStep.END):
+            with pytest.raises(InvalidRequest, match="does not take over"):
+                await peer.ask(TakeOver(step))
+        assert isinstance(await peer.ask(Put(Keys(["k"]), pack_u64([1]), checksums=False), b"1"), PutReply)
+        peer.stream.close()
+
+
+async def test_the_successor_serves_although_it_did_not_hear_that_the_server_is_over(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever does not hear the last answer cannot know whether the other one serves;
+    here it can, even while that one has not ended."""
+    may_end, send, decide = trio.Event(), Conversation.send, Giving.decide
+
+    async def lose_the_last(conversation: Conversation, work: Coroutine[Any, Any, Any], within_s: float) -> None:
+        if old.context.giving is not None and old.context.giving.given:
+            work.close()
+            raise StoreUnavailable("the answer is lost")
+        await send(conversation, work, within_s)
+
+    async def decide_slowly(found: Giving) -> bool:
+        decided = await decide(found)
+        await may_end.wait()
+        return decided
+
+    async with running(config) as (old, old_ended):
+        monkeypatch.setattr(Conversation, "send", lose_the_last)
+        monkeypatch.setattr(Giving, "decide", decide_slowly)
+        with ExitStack() as resources:
+            taking = await begun(taking_over(config), resources)
+            await taking.take(OneStore(old.core), resources)
+            with trio.fail_after(20):
+                await taking.end()
+            assert not old_ended.is_set()
+            may_end.set()
+            with trio.fail_after(20):
+                await old_ended.wait()
+
+
+async def test_a_successor_that_cannot_say_that_it_serves_does_not(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taking_module, "STEP_S", 0.0)
+    impatient = taking_over(config, drain_timeout_s=0.2)
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        with ExitStack() as resources:
+            taking = await begun(impatient, resources)
+            await taking.take(OneStore(old.core), resources)
+            assert old.context.giving is not None
+            assert old.context.giving.taker is not None
+            old.context.giving.taker.stream.close()
+            with pytest.raises(ConfigError, match="serves on"):
+                await taking.end()
+        await until_over(old)
+        assert await store.get("key") == BLOCK
+        assert not old_ended.is_set()
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 20, 1000])
+async def test_a_server_that_drains_waits_for_no_successor(config: ServerConfig, sent_bytes: int) -> None:
+    async with running(attrs.evolve(config, drain_timeout_s=600.0)) as (old, old_ended):
+        taker = await taker_of(config, 1)
+        head = taker.connection.encode(TakeOver(TakeOverStep.HAND_OVER)).head
+        with trio.fail_after(20):
+            await taker.stream.send_all([memoryview(head)[:sent_bytes]])
+            await trio.testing.wait_all_tasks_blocked(0.01)  # the server has read it
+            old.drain()
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            with suppress(StoreUnavailable):
+                await taker.stream.send_all([memoryview(head)[sent_bytes:]])
+            if sent_bytes > len(head):
+                taker.stream.close()  # it has begun to hand over
+            await old_ended.wait()
+        taker.stream.close()
+
+
+async def test_over_tcp_nobody_takes_over(config: ServerConfig) -> None:
+    async with running(config) as (old, _):
+        peer = Peer(await connect_tcp("127.0.0.1", old.addresses.port))
+        await peer.hello()
+        with pytest.raises(InvalidRequest, match="Unix socket"):
+            await peer.ask(TakeOver(TakeOverStep.BEGIN))
+        peer.stream.close()
+
+
+async def test_another_user_may_not_take_over(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giving, "peer_user", lambda sock: os.geteuid() + 1)
+    async with running(config):
+        with ExitStack() as resources, pytest.raises(ConfigError, match="only the user of the server"):
+            await begun(taking_over(config), resources)
+
+
+async def test_a_request_that_came_too_late_was_not_done_and_says_so(config: ServerConfig) -> None:
+    async with running(config):
+        peer = await peer_of(config)
+        taker = await taker_of(config, 2)
+        with pytest.raises(ServerReplaced, match="nothing of this was done"):
+            await peer.ask(Get(Keys(["k"]), pack_u64()))
+        peer.stream.close()
+        taker.stream.close()
+
+
+async def test_a_put_under_way_is_finished(config: ServerConfig) -> None:
+    async with running(config) as (old, old_ended):
+        peer = await peer_of(config)
+        async with trio.open_nursery() as nursery:
+            encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+            await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
+            while not old.core.statistics().reservations:
+                await trio.lowlevel.checkpoint()
+            found: list[Server] = []
+            scope = trio.CancelScope()
+
+            async def successor() -> None:
+                with scope:
+                    await run_server(taking_over(config), on_listening=found.append)
+
+            nursery.start_soon(successor)
+            assert old.context.giving is not None
+            with trio.fail_after(20):
+                await old.context.giving.wanted.wait()
+            await peer.stream.send_all([memoryview(BLOCK)[1000:]])
+            with trio.fail_after(20):
+                await old_ended.wait()
+            scope.cancel()
+        peer.stream.close()
+
+
+async def test_nothing_is_purged_that_the_successor_would_bring_back(config: ServerConfig) -> None:
+    async with running(config) as (old, _), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        purge = partial(ask, old.addresses.management, "POST", "/purge")
+        taker = await taker_of(config, 2)
+        assert await trio.to_thread.run_sync(purge) == 503
+        assert len(old.core) == 1
+        taker.stream.close()
+        await until_over(old)
+        assert await trio.to_thread.run_sync(purge) == 200
+        assert not await store.exists("key")
+
+
+async def test_without_a_server_the_cache_starts_empty(config: ServerConfig) -> None:
+    async with running(taking_over(config)) as (new, _):
+        assert len(new.core) == 0
+
+
+async def test_a_pool_that_does_not_fit_starts_empty(config: ServerConfig, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        async with running(taking_over(config, service_port=old.addresses.port, prealloc_bytes=1 << 20)) as (new, _):
+            with trio.fail_after(20):
+                await old_ended.wait()
+            assert len(new.core) == 0
+            assert [record for record in caplog.records if record.getMessage() == "the cache starts empty"]
+            await store.put("key", BLOCK)
+
+
+async def test_a_larger_pool_keeps_the_blocks(config: ServerConfig) -> None:
+    async with running(config), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        larger = taking_over(config, prealloc_bytes=config.prealloc_bytes + (1 << 20))
+        async with running(larger) as (new, _):
+            assert [arena.length for arena in new.core.pool.arenas] == [config.prealloc_bytes, 1 << 20]
+            assert await store.get("key") == BLOCK
+
+
+async def test_another_allocator_keeps_the_blocks(config: ServerConfig) -> None:
+    async with running(config), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        async with running(taking_over(config, allocator="slab")):
+            assert await store.get("key") == BLOCK
+
+
+async def test_views_of_a_lease_stay_until_their_client_is_gone(config: ServerConfig) -> None:
+    async with running(config) as (_, old_ended), open_store(f"shm://{config.unix_socket}") as store:
+        await store.put("leased", BLOCK)
+        async with store.lease(["leased"]) as views, running(taking_over(config)) as (new, _):
+            with trio.fail_after(20):
+                await old_ended.wait()
+            assert new.core.statistics().quarantined_bytes > 0
+            await store.delete(["leased"])
+            for number in range(2 * new.core.pool.capacity_bytes // len(BLOCK)):
+                await store.put(f"fill {number}", bytes(len(BLOCK)))
+            assert bytes(views[0] or b"") == BLOCK
+
+
+async def test_a_hold_goes_on_and_its_owner_may_end_it(config: ServerConfig) -> None:
+    async with running(config) as (_, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        match = await store.match_prefix(["key"], hold_s=60)
+        async with running(taking_over(config)) as (new, _):
+            with trio.fail_after(20):
+                await old_ended.wait()
+            assert new.core.statistics().held_bytes > 0
+            assert await store.release_hold(match.hold) is True
+            assert new.core.statistics().held_bytes == 0
+            assert await store.release_hold(match.hold) is False
+
+
+async def test_views_of_a_lease_outlive_any_number_of_servers(config: ServerConfig) -> None:
+    async with running(config) as (_, first_ended), open_store(f"shm://{config.unix_socket}") as store:
+        await store.put("leased", BLOCK)
+        lease = AsyncExitStack()
+        views = await lease.enter_async_context(store.lease(["leased"]))
+        async with running(taking_over(config)) as (_, second_ended), lease:
+            with trio.fail_after(20):
+                await first_ended.wait()
+            async with running(taking_over(config)) as (new, _):
+                with trio.fail_after(20):
+                    await second_ended.wait()
+                await trio.testing.wait_all_tasks_blocked()  # whatever is to be seen of its end
+                assert new.core.statistics().quarantined_bytes > 0
+                await store.delete(["leased"])
+                for number in range(2 * new.core.pool.capacity_bytes // len(BLOCK)):
+                    await store.put(f"fill {number}", bytes(len(BLOCK)))
+                assert bytes(views[0] or b"") == BLOCK
+                await lease.aclose()
+                with trio.fail_after(20):
+                    while new.core.statistics().quarantined_bytes:
+                        await store.put("next", BLOCK)
+
+
+async def test_room_of_a_client_that_nobody_sees_any_more_is_never_used_again(config: ServerConfig) -> None:
+    async with running(config) as (old, old_ended):
+        lost = old.core.open_client("lost by an internal error")
+        old.core.reserve(lost, [5000])
+        old.core.quarantine(lost)
+        async with running(taking_over(config)) as (new, _):
+            with trio.fail_after(20):
+                await old_ended.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            assert new.core.statistics().quarantined_bytes > 0
+
+
+async def test_a_server_without_descriptors_serves_on(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        with ExitStack() as resources, monkeypatch.context() as patch:
+            taking = await begun(taking_over(config), resources)
+            patch.setattr(os, "memfd_create", refuse)
+            with pytest.raises(ConfigError, match="Too many open files"):
+                await taking.take(OneStore(old.core), resources)
+        await until_over(old)
+        assert await store.get("key") == BLOCK
+        assert not old_ended.is_set()
+
+
+async def test_a_request_that_does_not_end_keeps_the_server(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient = attrs.evolve(config, drain_timeout_s=0.05)
+    monkeypatch.setattr(server_module, "LAST_WRITES_S", 0.05)
+    async with running(impatient) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        peer = await peer_of(config)
+        encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+        await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
+        with trio.fail_after(20):
+            while not old.core.statistics().reservations:
+                await trio.lowlevel.checkpoint()
+        with monkeypatch.context() as patch, ExitStack() as resources:
+            patch.setattr(Session, "cut", lambda session: None)  # as if it waited for a thread
+            taking = await begun(taking_over(config), resources)
+            with pytest.raises(ConfigError, match="does not end; try again"):
+                await taking.take(OneStore(old.core), resources)
+        await until_over(old)
+        assert await store.get("key") == BLOCK
+        assert not old_ended.is_set()
+        peer.stream.close()
+
+
+async def test_a_request_behind_one_that_does_not_end_is_ended_as_well(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient = attrs.evolve(config, drain_timeout_s=0.05)
+    monkeypatch.setattr(server_module, "LAST_WRITES_S", 0.05)
+    cut: list[Session] = []
+    async with running(impatient) as (old, _):
+        peers = [await peer_of(config) for _ in range(2)]
+        for peer in peers:
+            encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+            await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
+        with trio.fail_after(20):
+            while old.core.statistics().reservations < 2:
+                await trio.lowlevel.checkpoint()
+        with monkeypatch.context() as patch, ExitStack() as resources:
+            patch.setattr(Session, "cut", property(lambda session: partial(cut.append, session)))
+            taking = await begun(taking_over(config), resources)
+            with pytest.raises(ConfigError, match="does not end"):
+                await taking.take(OneStore(old.core), resources)
+        assert len(set(cut)) == 2
+        for peer in peers:
+            peer.stream.close()
