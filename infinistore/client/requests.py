@@ -33,6 +33,7 @@ __all__ = [
     "ListKeys",
     "MatchPrefix",
     "Matched",
+    "Pin",
     "Prefetch",
     "Prefetched",
     "Purge",
@@ -41,6 +42,7 @@ __all__ = [
     "ReleaseHold",
     "Request",
     "Reserve",
+    "TimesLeft",
     "check_all_there",
 ]
 
@@ -169,11 +171,13 @@ class KeyedRequest(Request[list[_T]]):
 class Put(Request[list[str]]):
     """Store a batch; the result is the keys that were skipped because they were there.
 
-    Parts can be stored in different places: the results of `at` are added up.
+    Parts can be stored in different places: the results of `at` are added up. If
+    `ttl_us` is not 0, the blocks end after that many microseconds.
     """
 
     batch: Batch
     replace: bool = True
+    ttl_us: int = 0
     idempotent = False
     moves_blocks = True
 
@@ -184,7 +188,7 @@ class Put(Request[list[str]]):
 
     def at(self, positions: Sequence[int]) -> "Put":
         """Return the same request for the keys at these positions only."""
-        return Put(self.batch.at(positions), self.replace)
+        return Put(self.batch.at(positions), self.replace, self.ttl_us)
 
 
 @attrs.define
@@ -228,6 +232,7 @@ class PutFromDevice(Request[list[str]]):
 
     batch: DeviceBatch
     replace: bool = True
+    ttl_us: int = 0
     idempotent = False
     moves_blocks = True
 
@@ -238,7 +243,7 @@ class PutFromDevice(Request[list[str]]):
 
     def at(self, positions: Sequence[int]) -> "PutFromDevice":
         """Return the same request for the keys at these positions only."""
-        return PutFromDevice(self.batch.at(positions), self.replace)
+        return PutFromDevice(self.batch.at(positions), self.replace, self.ttl_us)
 
 
 @attrs.define
@@ -285,10 +290,13 @@ class Reserve(Request[ReservedRoom]):
 
 @attrs.define
 class Commit(Request[None]):
-    """Store what was written to reserved room, visible at once."""
+    """Store what was written to reserved room, visible at once; `ttl_us` is as of
+    `Put`.
+    """
 
     room: ReservedRoom
     kept: Kept
+    ttl_us: int = 0
     idempotent = False
     moves_blocks = True
 
@@ -345,6 +353,34 @@ class Delete(Request[int]):
     def at(self, positions: Sequence[int]) -> "Delete":
         """Return the same request for the keys at these positions only."""
         return Delete([self.keys[i] for i in positions])
+
+
+@attrs.define
+class Pin(KeyedRequest[bool]):
+    """Protect keys from eviction, or no more; tell for each whether it is protected
+    now, or was.
+    """
+
+    keys: Sequence[str]
+    pinned: bool = True
+    idempotent = False
+
+    def at(self, positions: Sequence[int]) -> "Pin":
+        """Return the same request for the keys at these positions only."""
+        return Pin([self.keys[i] for i in positions], self.pinned)
+
+
+@attrs.define
+class TimesLeft(KeyedRequest[int | None]):
+    """Ask after how many microseconds keys end; 0 for those that do not, None for those
+    that are missing.
+    """
+
+    keys: Sequence[str]
+
+    def at(self, positions: Sequence[int]) -> "TimesLeft":
+        """Return the same request for the keys at these positions only."""
+        return TimesLeft([self.keys[i] for i in positions])
 
 
 @attrs.define

@@ -6,11 +6,30 @@ this package: programs of the original know one tree of errors.
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from infinistore.errors import InvalidRequest
 from infinistore.keys import check_keys
 
-__all__ = ["block_size_bytes", "checked_key", "key_list", "keys_and_offsets", "whole_number"]
+__all__ = [
+    "Desc",
+    "block_size_bytes",
+    "checked_descriptors",
+    "checked_key",
+    "key_list",
+    "keys_and_offsets",
+    "whole_number",
+]
+
+
+class Desc(NamedTuple):
+    """A block of its own size: its key, an address in registered memory, and its size
+    in bytes.
+    """
+
+    key: str
+    ptr: int
+    size: int
 
 
 def checked_key(key: str) -> str:
@@ -47,11 +66,27 @@ def keys_and_offsets(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list
     return keys, offsets
 
 
+def checked_descriptors(descriptors: Iterable[Desc | tuple[str, int, int]]) -> list[Desc]:
+    """Return the blocks if they are valid."""
+    try:
+        given = [Desc(*descriptor) for descriptor in descriptors]
+    except TypeError:
+        raise InvalidRequest("blocks must be a list of Desc(key, ptr, size)") from None
+    if not given:
+        raise InvalidRequest("there are no blocks; give at least one Desc(key, ptr, size)")
+    _check([descriptor.key for descriptor in given])
+    return [Desc(key, whole_number("ptr", ptr), _size_bytes("the size of a block", size)) for key, ptr, size in given]
+
+
 def block_size_bytes(block_size: int) -> int:
     """Return the size of a block."""
-    size = whole_number("block_size", block_size)
+    return _size_bytes("block_size", block_size)
+
+
+def _size_bytes(name: str, value: object) -> int:
+    size = whole_number(name, value)
     if size <= 0:
-        raise InvalidRequest(f"block_size must be at least 1 byte, not {size}")
+        raise InvalidRequest(f"{name} must be at least 1 byte, not {size}")
     return size
 
 

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from infinistore.client import Registration
 from infinistore.client.extension import DeviceMemory, make_asyncio_store, make_blocking_store, make_options
-from infinistore.dropin.arguments import block_size_bytes, checked_key, key_list, keys_and_offsets, whole_number
+from infinistore.dropin.arguments import (
+    Desc,
+    block_size_bytes,
+    checked_descriptors,
+    checked_key,
+    key_list,
+    keys_and_offsets,
+    whole_number,
+)
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig
 from infinistore.dropin.logger import Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
@@ -32,6 +40,8 @@ __all__ = ["InfinityConnection"]
 _log = logging.getLogger("infinistore.dropin")
 _DONE = 200
 """The original's return value for success, an HTTP status code."""
+_THERE, _MISSING = 0, -1
+"""The original's values for a block that was moved, and one that does not exist."""
 
 
 class _Stores:
@@ -223,6 +233,31 @@ class InfinityConnection:
         views = [region.block(base + offset, length, clip=True) for offset in offsets]
         await store.get_many_into(list(zip(keys, views, strict=True)), all_or_nothing=True)
         return _DONE
+
+    async def rdma_write_cache_async2(self, descs: Sequence[Desc]) -> list[int]:
+        """Write blocks of any sizes from any addresses. Returns 0 for each block.
+
+        As `rdma_write_cache_async` in all else.
+        """
+        store = self._connected_by_rdma().asynchronous
+        given = checked_descriptors(descs)
+        await store.put_many({key: self._regions.at(ptr).block(ptr, size) for key, ptr, size in given})
+        return [_THERE] * len(given)
+
+    async def rdma_read_cache_async2(self, descs: Sequence[Desc]) -> list[int]:
+        """Read blocks of any sizes to any addresses. Returns 0 for each block that was
+        read, and -1 for each whose key does not exist, whose memory stays as it is.
+
+        Raises:
+            BufferTooSmall: a stored value is longer than its size here. Nothing was
+                written.
+            ChecksumMismatch: the bytes are not those that were written.
+        """
+        store = self._connected_by_rdma().asynchronous
+        given = checked_descriptors(descs)
+        blocks = [(key, self._regions.at(ptr).block(ptr, size, clip=True)) for key, ptr, size in given]
+        lengths = await store.get_many_into(blocks)
+        return [_MISSING if length is None else _THERE for length in lengths]
 
     def tcp_write_cache(self, key: str, ptr: int, size: int, **kwargs: object) -> None:
         """Write `size` bytes at the address `ptr`, which need not be registered.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.dresses import DRESSES
 from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
 from tests.clients.stores import REMOTE, STORES, Loops, Opened
 from tests.server.running import KIB, MIB, make_config
@@ -23,6 +24,13 @@ def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
     """An open store of each kind, with 4 MiB of room."""
     with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as store:
         yield store
+
+
+@pytest.fixture(params=DRESSES)
+def dress(request: pytest.FixtureRequest) -> str:
+    """A kind of client, for `dresses.opened`."""
+    name: str = request.param
+    return name
 
 
 class Remotes:

@@ -125,7 +125,7 @@ def test_an_option_that_cannot_be_is_refused_by_name(given: dict[str, Any], says
     assert says in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["pool_bytes", "minimal_allocate_bytes", "allocator", "huge_pages"])
+@pytest.mark.parametrize("name", ["pool_bytes", "minimal_allocate_bytes", "allocator", "huge_pages", "numa_node"])
 def test_options_of_the_embedded_store_mean_nothing_to_a_server(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         make_options("tcp://host", {name: 1})  # type: ignore[misc]

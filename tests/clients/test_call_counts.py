@@ -55,7 +55,7 @@ def calls_of(operation: Callable[[], object]) -> int:
     [
         ("tcp", lambda store: store.put("a", OVER_THE_SOCKET), 45),
         ("tcp", lambda store: store.get("a"), 55),
-        ("infinistore", lambda store: store.put("b", IN_THE_POOL), 65),
+        ("infinistore", lambda store: store.put("b", IN_THE_POOL), 66),
         ("infinistore", lambda store: store.get("b"), 80),
     ],
     ids=["put by TCP", "get by TCP", "put by shared memory", "get of a known block"],

@@ -146,7 +146,7 @@ async def test_a_put_that_is_cancelled_stores_all_of_its_batch_or_nothing(kind: 
             assert values in (before, written)
             before = values
 
-        assert await cancel_at_each_await(put, look) >= 2
+        assert await cancel_at_each_await(put, look) >= 1
         assert before == written
         if kind == "shared memory" and it.server is not None:
             by_itself = any(one.kind == "prepare" for one in it.server.server.telemetry.operations())
@@ -183,7 +183,7 @@ async def test_a_get_that_is_cancelled_leaves_no_pin_and_no_half_read_connection
             assert await it.store.get("b") == stored["b"]
             assert await it.store.exists_many(["a", "missing"]) == [True, False]
 
-        assert await cancel_at_each_await(get, look) >= 2
+        assert await cancel_at_each_await(get, look) >= 1
 
 
 @kinds
@@ -205,7 +205,7 @@ async def test_a_get_into_buffers_that_is_cancelled_writes_to_them_no_more(kind:
 
         # What is known is read without waiting for anybody: there is nothing to be
         # given up.
-        assert await cancel_at_each_await(get, look) >= 2 * (kind != "shared memory")
+        assert await cancel_at_each_await(get, look) >= (kind != "shared memory")
 
 
 @kinds

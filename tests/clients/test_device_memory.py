@@ -222,8 +222,8 @@ async def test_a_refusal_that_comes_after_register_leaves_rdma_to_others(caplog:
             registration = await store.register(tensor)
             assert not registration.problem
 
-            def open_without_peer_memory(*args: Any) -> Any:
-                device = device_of(*args)
+            def open_without_peer_memory(*args: Any, **place: Any) -> Any:
+                device = device_of(*args, **place)
                 host_only = device.register
 
                 def register(address: int, length: int, **how: Any) -> Any:

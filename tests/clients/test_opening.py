@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
+from tests.bad_days.refused_threads import refused_threads
 from tests.bad_days.servers import running_server_process
 from tests.clients.conftest import Remotes
 from tests.clients.event_loops import as_blocking
@@ -84,6 +87,15 @@ def test_each_embedded_store_has_its_own_keys() -> None:
     with blocking.open_store(pool_bytes=MIB) as one, blocking.open_store(pool_bytes=MIB) as other:
         one.put("a", b"1")
         assert not other.exists("a")
+
+
+def test_puts_in_an_embedded_store_touch_no_page_for_the_first_time_and_opening_it_needs_no_thread() -> None:
+    value = os.urandom(4 * MIB)
+    with refused_threads(), blocking.open_store(pool_bytes=8 * MIB) as store:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        store.put("a", value)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert faults < len(value) / mmap.PAGESIZE / 4
 
 
 def test_an_embedded_store_larger_than_the_machine_is_out_of_memory() -> None:

@@ -31,6 +31,7 @@ from infinistore.errors import (
     TransferFailed,
 )
 from infinistore.server.movers.rdma import pool as server_rdma
+from infinistore.transports.rdma.devices import Place
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, serving_two, until_work_is_held
@@ -80,6 +81,21 @@ async def test_devices_are_chosen_near_the_addresses_that_the_other_side_knows()
         async with serving() as (fabric, server):
             await way(rdma_url(server))
             assert fabric.asked_near == [ip_address("127.0.0.1")] * 2, "where it listens; where the client comes from"
+
+
+async def test_a_device_is_chosen_for_the_gpu_and_the_server_unless_one_is_named() -> None:
+    place = Place(("pci0000:10", "0000:1a:00.0"), 1)
+    with (
+        mock.patch.object(rdma_source, "near_address", side_effect=ip_address),
+        mock.patch.object(client_rdma, "current_gpu", return_value=2),
+        mock.patch.object(client_rdma, "gpu_place", return_value=place) as asked,
+    ):
+        async with serving() as (fabric, server):
+            await way(rdma_url(server).replace("&device=fake1", ""))
+            assert fabric.asked_for == [(None, None), (ip_address("127.0.0.1"), place)]
+            assert [call.args[1] for call in asked.call_args_list] == [2]
+            await way(rdma_url(server))
+            assert fabric.asked_for[2] == (ip_address("127.0.0.1"), None)
 
 
 async def test_a_host_without_a_device_falls_back_and_says_why() -> None:

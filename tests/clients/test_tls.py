@@ -5,60 +5,26 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import infinistore
-from infinistore import aio, blocking
+from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.cli.options import Target, unix_url
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
-from tests.clients.event_loops import as_blocking
+from tests.clients.dresses import opened, serving, url_of
 from tests.clients.stores import Loops
-from tests.server.running import MIB, RunningServer, make_config, running_server
-from tests.transports.certificates import Files, issue
-
-DRESSES = ("threads", "trio", "asyncio")
-
-
-@contextmanager
-def opened(loops: Loops, dress: str, url: str, **options: Any) -> Iterator[BlockingStore]:
-    """A store of each dress, as a blocking one."""
-    if dress == "threads":
-        with blocking.open_store(url, **options) as store:
-            yield store
-    elif dress == "trio":
-        with loops.trio.entered(lambda: infinistore.open_store(url, **options)) as other:
-            yield as_blocking(other, loops.trio)
-    else:
-        with loops.asyncio.entered(lambda: aio.open_store(url, **options)) as other:
-            yield as_blocking(other, loops.asyncio)
-
-
-@contextmanager
-def serving(loops: Loops, files: Files | None, **settings: Any) -> Iterator[RunningServer]:
-    if files is not None:
-        settings |= {"tls_cert": files.cert, "tls_key": files.key}
-    with loops.trio.entered(lambda: running_server(make_config(prealloc_bytes=16 * MIB, **settings))) as server:
-        yield server
-
-
-def url_of(server: RunningServer, options: str = "", *, host: str = "127.0.0.1", scheme: str = "infinistores") -> str:
-    return f"{scheme}://{host}:{server.server.addresses.port}{options}"
+from tests.server.running import MIB
+from tests.transports.certificates import issue
 
 
 def read(store: BlockingStore, keys: Iterable[str]) -> dict[str, bytes]:
     return {key: bytes(value) for key, value in zip(keys, store.get_many(list(keys)), strict=True) if value is not None}
-
-
-@pytest.fixture(params=DRESSES)
-def dress(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 def refusal(loops: Loops, dress: str, url: str, **options: Any) -> str:

@@ -13,6 +13,7 @@ import trio.testing
 import infinistore
 from infinistore import aio
 from infinistore.aio import AsyncStore
+from infinistore.errors import StoreUnavailable
 from tests.clients.shared_serving import LONG, Shared
 
 KNOWN: list[Callable[[AsyncStore], Any]] = [
@@ -40,6 +41,30 @@ def test_every_call_of_a_trio_store_is_a_checkpoint(
             for _ in range(3):
                 with trio.testing.assert_checkpoints():
                     await call(store)
+
+    trio.run(main)
+
+
+def test_a_call_of_a_trio_store_that_fails_at_once_is_a_checkpoint() -> None:
+    async def main() -> None:
+        async with infinistore.open_store("unix:///nowhere/socket", lazy=True) as store:
+            with pytest.raises(StoreUnavailable):
+                await store.get("a")  # tries until the circuit is open
+            for _ in range(3):
+                with trio.testing.assert_checkpoints(), pytest.raises(StoreUnavailable, match="not tried again"):
+                    await store.get("a")
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_call_of_a_trio_store_that_is_cancelled_before_it_begins_asks_nothing(one_kind: Shared) -> None:
+    async def main() -> None:
+        async with infinistore.open_store(one_kind.url) as store:
+            await store.put("a", b"1")
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await store.put("a", b"2")
+            assert await store.get("a") == b"1"
 
     trio.run(main)
 

@@ -4,6 +4,7 @@ while.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from infinistore import blocking
 from infinistore.cli.failures import run
 from infinistore.cluster.drains import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
+from infinistore.sizes import MIB
 from tests.cluster_client.clusters import Cluster, Member, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd
 
@@ -143,10 +145,9 @@ def test_two_nodes_that_drain_at_once_pass_everything_to_the_third(
                 assert nodes.drain(one, "--timeout", "0")[0] == 0
             for one in leaving:
                 code, _, errors = nodes.drain(one)
-                assert (code, errors) == (
-                    0,
-                    f"infinistore: {one.address} was asked to drain before; this waits for it\n",
-                )
+                first, *steps = errors.splitlines()
+                assert (code, first) == (0, f"infinistore: {one.address} was asked to drain before; this waits for it")
+                assert all(line.startswith(f"infinistore: {one.address} drains: ") for line in steps)
         assert wrong == []
         assert last.keys() == set(BLOCKS)
         code, _, errors = nodes.drain(last)
@@ -177,6 +178,24 @@ def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(
         store.put("key", b"x")
         assert store.get("key") == b"x"
         assert nodes.add(leaving)[0] == 0
+
+
+def test_without_a_terminal_there_is_a_line_for_each_step_and_status_says_how_far_it_is(
+    etcd: Etcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nodes_of(etcd, capsys, count=2, node_drain_bytes_per_s=20_000) as nodes:
+        leaving, _ = nodes.cluster.members
+        with blocking.open_store(nodes.url, **PATIENT) as store:
+            store.put_many({f"{{{number}}}": bytes(10_000) for number in range(12)})
+        had = len(leaving.keys())
+        assert nodes.drain(leaving, "--timeout", "0")[0] == 0
+        told = re.compile(rf"{leaving.address} drains: \d+ of {had} groups moved \(.*\); .* of .* done")
+        nodes.until(lambda: bool(told.search(nodes.command("status", nodes.url)[1])))
+        code, shown, errors = nodes.drain(leaving)
+        assert (code, shown.count("\n")) == (0, 1)
+        assert all(told.search(line) for line in errors.splitlines()[1:])
+        assert 2 <= errors.count("\n") <= 12
+        assert f"{leaving.address} has drained" in nodes.command("status", nodes.url)[1]
 
 
 def test_a_drain_that_is_taken_back_stops(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,8 +312,9 @@ def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_only_the_waiting(etcd: E
             os.close(end)
             while b"0 of 0 groups" not in shown:
                 shown += os.read(terminal, 4096)
-            etcd.control("put", LAYOUT.drain("a"), write_drain(Drain(groups=9, moved_groups=4)).decode())
-            while b"a drains: 4 of 9 groups moved" not in shown:
+            half = Drain(groups=9, moved_groups=4, size_bytes=2 * MIB, done_bytes=MIB, elapsed_s=5)
+            etcd.control("put", LAYOUT.drain("a"), write_drain(half).decode())
+            while b"[##########          ]  50% a drains: 4 of 9 groups moved" not in shown:
                 shown += os.read(terminal, 4096)
             process.send_signal(signal.SIGINT)
             while b"ends that" not in shown:

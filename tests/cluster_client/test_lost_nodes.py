@@ -1,13 +1,20 @@
 """A lost node: what it has is missing, and nothing else is; puts say what they did."""
 
 from collections.abc import Iterator
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from infinistore.client.cluster.calls import CallInView, ClusterCalls
+from infinistore.client.cluster.nodes import PING, Nodes
+from infinistore.client.connection.calls import Calls
+from infinistore.client.options.options import Options
+from infinistore.cluster.view import Node
 from infinistore.errors import AuthenticationFailed, PartialPut, StoreUnavailable
 from tests.bad_days.clients import KINDS, run_with_store
-from tests.cluster_client.clusters import Cluster, Member
+from tests.cluster_client.clusters import Cluster, Given, Member
 
 NAMES = [f"key {number}" for number in range(60)]
 BLOCKS = {name: name.encode() for name in NAMES}
@@ -103,6 +110,26 @@ def test_with_two_copies_nothing_is_missing(kind: str, three: Cluster, lose: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_is_on_one_node_only_is_on_both_after_a_put_that_replaces_nothing(
+    kind: str, three: Cluster
+) -> None:
+    async def body(store: Any) -> None:
+        await store.put_many(BLOCKS)
+        for member in three.members:
+            had = sorted(member.keys())
+            member.look(member.core.purge)
+            await store.put_many(BLOCKS, replace=False)
+            assert sorted(member.keys()) == had
+        for member in three.members[:2]:
+            member.look(member.core.purge)
+        await store.put_many(BLOCKS, replace=False)
+        assert sum(len(member.keys()) for member in three.members) == 2 * len(NAMES)
+        assert await store.get_many(NAMES) == list(BLOCKS.values())
+
+    run_with_store(kind, three.url("copies=2"), body, **PATIENT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_node_that_is_there_again_is_found(kind: str, three: Cluster) -> None:
     async def body(store: Any) -> None:
         await store.put_many(BLOCKS)
@@ -151,3 +178,32 @@ def test_a_token_that_one_node_refuses_is_one_clear_error(kind: str, three: Clus
         run_with_store(kind, cluster.url(), body, lazy=True)
     finally:
         stranger.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_node_among_others_does_not_keep_a_store_from_being_opened(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        assert await store.get_many(NAMES) == [None] * len(NAMES)
+
+    three.members[0].silence()
+    try:
+        run_with_store(kind, three.url(), body, **PATIENT)
+    finally:
+        three.members[0].wake()
+
+
+def test_whoever_opens_a_store_has_more_patience_than_a_lookup() -> None:
+    """The time to connect to a busy node, or to send a first packet again."""
+    given = Given([Node("a", "tcp://127.0.0.1:1")])
+    nodes: Any = Nodes(
+        given, lambda address, instance: SimpleNamespace(calls=Calls(address, Options(), float, Random()))
+    )
+    calls = ClusterCalls(nodes, {}, Options(), float)
+    opening = calls.check()
+    asked: Any = opening.send(None)
+    assert [(part.request, part.within_s) for part in asked.parts] == [(PING, None)]
+    opening.close()
+    lookup = CallInView(calls, nodes.begin()).ask([(0, PING)])
+    asked = lookup.send(None)
+    assert [part.within_s for part in asked.parts] == [Options().lookup_deadline_s]
+    lookup.close()

@@ -1,15 +1,18 @@
 """A cluster of three is a store, for every client: the same answers as a dictionary."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinistore.errors import LimitExceeded
+from infinistore import blocking
+from infinistore.core import StoreCore
+from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.bad_days.clients import KINDS, run_with_store
-from tests.cluster_client.clusters import Cluster
+from tests.cluster_client.clusters import Cluster, Member
 
 CALM = {"lookup_deadline_s": 60.0}
 """However busy the machine is, no node counts as lost."""
@@ -152,3 +155,46 @@ def test_statistics_are_added_up_and_given_for_each_node(kind: str, three: Clust
 
     counts = run_with_store(kind, three.url(), body, **CALM)
     assert counts == {f"infinistore://{member.address}": len(member.keys()) for member in three.members}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_times_and_pins_reach_all_copies(kind: str, copies: int, three: Cluster) -> None:
+    async def check(store: Any) -> None:
+        await store.put_many(dict.fromkeys(KEYS, b"x" * 100), ttl_s=500.0)
+        assert await store.pin([*KEYS, "missing"]) == len(KEYS)
+        stats = (await store.stats()).store
+        assert (stats.protected_keys, stats.keys) == (copies * len(KEYS), copies * len(KEYS))
+        assert await store.evict(0.0, 0.0) == 0
+        async with store.reserve({"{one}1": 5, "{one}2": 5}, ttl_s=500.0) as views:
+            for view in views:
+                view[:] = b"later"
+        assert await store.unpin(KEYS) == len(KEYS)
+        assert await store.unpin(KEYS) == 0
+
+    run_with_store(kind, three.url(f"copies={copies}"), check, **CALM)
+    for member in three.members:
+        assert None not in member.look(partial(times_left, member.core))
+        let_pass(member, 500.0)
+        assert member.keys() == set()
+        let_pass(member, -500.0)
+
+
+def times_left(core: StoreCore) -> list[float | None]:
+    return core.retention.times_left(list(core.index))
+
+
+def let_pass(member: Member, seconds: float) -> None:
+    retention = member.core.retention
+    clock = retention.clock
+    member.look(lambda: setattr(retention, "clock", lambda: clock() + seconds))
+
+
+def test_a_pin_that_misses_a_node_says_so_and_holds_elsewhere(three: Cluster) -> None:
+    with blocking.open_store(three.url(), lookup_deadline_s=60.0) as store:
+        store.put_many(dict.fromkeys(KEYS, b"x" * 100))
+        lost = three.members[0].keys()
+        three.members[0].stop()
+        with pytest.raises(StoreUnavailable, match="not everything was pinned"):
+            store.pin(KEYS)
+        assert store.stats().store.protected_keys == len(KEYS) - len(lost) > 0

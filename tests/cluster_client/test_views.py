@@ -107,6 +107,38 @@ def test_while_a_node_joins_its_keys_come_from_the_former_owner_and_are_copied(t
         assert store.stats().cluster.moved_slots > 0
 
 
+def test_a_client_that_verifies_nothing_copies_nothing_to_a_node_that_joins(three: Cluster) -> None:
+    given, trusting, others = Given(three.nodes()[:2]), NAMES[:40], NAMES[40:]
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+    given = Given(states(three, SERVING, SERVING, JOINING))
+    with opened(given, verify="never") as store:
+        for _ in range(20):
+            assert store.get_many(trusting) == [BLOCKS[name] for name in trusting]
+        assert store.stats().cluster.warmed_blocks == 0
+    with opened(Given(states(three, SERVING, SERVING, JOINING))) as store:
+        while store.stats().cluster.warmed_blocks == 0:
+            assert store.get_many(others) == [BLOCKS[name] for name in others]
+    assert three.members[2].keys() <= set(others)
+
+
+def test_what_is_copied_to_a_node_that_joins_ends_when_the_original_does(three: Cluster) -> None:
+    given = Given(three.nodes()[:2])
+    names = NAMES[::2]
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        store.put_many({name: BLOCKS[name] for name in names}, ttl_s=500.0)
+        given.give(states(three, SERVING, SERVING, JOINING))
+        while store.stats().cluster.warmed_blocks == 0:
+            assert store.get_many(NAMES) == list(BLOCKS.values())
+        joined = three.members[2]
+        ends = joined.look(lambda: dict(zip(NAMES, joined.core.retention.times_left(NAMES), strict=True)))
+        there = {name: end for name, end in ends.items() if end != 0}
+        assert set(there) & set(names)
+        assert {name for name, end in there.items() if end is not None} == set(there) & set(names)
+        assert all(0 < end <= 500.0 for end in there.values() if end is not None)
+
+
 def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
     given = Given(three.nodes())
     with opened(given) as store:

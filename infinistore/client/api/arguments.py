@@ -24,9 +24,11 @@ __all__ = [
     "check_ratios",
     "key_list",
     "sizes_to_reserve",
+    "ttl_in_us",
 ]
 
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
+_LONGEST_TTL_S = 1e9  # 31 years
 _READONLY = attrgetter("readonly")
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
@@ -102,6 +104,24 @@ def check_hold_token(hold: str) -> None:
     """Raise `TypeError` unless this can be the `hold` of a prefix match."""
     if not isinstance(hold, str):
         raise TypeError(f"give the hold of a match, a text, not {type(hold).__name__}")
+
+
+def ttl_in_us(ttl_s: float | None) -> int:
+    """Return a time to live in whole microseconds, 0 for None.
+
+    Raises:
+        ValueError: it is not positive, or not finite.
+    """
+    if ttl_s is None:
+        return 0
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float):
+        raise TypeError(f"ttl_s is a number of seconds, or None, not {type(ttl_s).__name__}")
+    if not 0 < ttl_s <= _LONGEST_TTL_S:
+        raise ValueError(
+            f"ttl_s is how many seconds the block lives from now on, more than 0 and at most {_LONGEST_TTL_S:.0f}, not"
+            f" {ttl_s!r}; None if it does not end"
+        )
+    return math.ceil(ttl_s * 1e6)
 
 
 def check_page(prefix: str, limit: int, after: str) -> None:

@@ -38,10 +38,11 @@ class BlockingLease:
 class BlockingReservation:
     """Entering it returns writable views; a normal exit commits them as one batch."""
 
-    def __init__(self, call: Callable[..., Any], keys: list[str], sizes: list[int]) -> None:
+    def __init__(self, call: Callable[..., Any], keys: list[str], sizes: list[int], ttl_us: int) -> None:
         self._call = call
         self._keys = keys
         self._sizes = sizes
+        self._ttl_us = ttl_us
         self._reserved: ReservedRoom | None = None
         self._kept = Kept()
 
@@ -65,7 +66,7 @@ class BlockingReservation:
         try:
             if kind is None:
                 reserved.take_back()
-                self._call(Commit(reserved, self._kept))
+                self._call(Commit(reserved, self._kept, self._ttl_us))
                 committed = True
         finally:  # what was not committed goes back when none of its memory is in use any more
             try:

@@ -19,6 +19,7 @@ from infinistore.client.api.arguments import (
     check_ratios,
     key_list,
     sizes_to_reserve,
+    ttl_in_us,
 )
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.prefix_match import PrefixMatch
@@ -44,6 +45,7 @@ from infinistore.client.requests import (
     GetToDevice,
     ListKeys,
     MatchPrefix,
+    Pin,
     Prefetch,
     Prefetched,
     Purge,
@@ -88,8 +90,11 @@ class BlockingStore(ABC):
     def _call(self, request: Request[_T]) -> _T:
         """Carry out a request, and return its result."""
 
-    def put(self, key: str, data: BufferLike) -> None:
+    def put(self, key: str, data: BufferLike, *, ttl_s: float | None = None) -> None:
         """Store one block. It replaces what the key had before.
+
+        With `ttl_s`, the key is gone after that many seconds, as if deleted. Such a
+        block is in memory only, never on disk.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -97,16 +102,19 @@ class BlockingStore(ABC):
         """
         checked = block_to_put(key, data)
         if isinstance(checked, DeviceBatch):
-            self.put_batch(checked)
-        else:
+            self.put_batch(checked, ttl_s=ttl_s)
+        elif ttl_s is None:
             self._call(Put(checked))
+        else:
+            self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
 
-    def put_many(self, items: Pairs, replace: bool = True) -> list[str]:
+    def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.
 
         `items` is a mapping, or pairs of key and data. With `replace=False`, keys that
         exist are skipped and their bytes are not moved. A batch over the server's
-        limits is stored in parts, each of which becomes visible at once.
+        limits is stored in parts, each of which becomes visible at once. `ttl_s` is as
+        of `put`, for the keys that are not skipped.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -115,8 +123,8 @@ class BlockingStore(ABC):
         """
         checked = batch_to_put(items)
         if isinstance(checked, DeviceBatch):
-            return self.put_batch(checked, replace)
-        return self._call(Put(checked, replace))
+            return self.put_batch(checked, replace, ttl_s=ttl_s)
+        return self._call(Put(checked, replace, ttl_in_us(ttl_s)))
 
     def get(self, key: str) -> bytearray:
         """Read one block.
@@ -206,7 +214,7 @@ class BlockingStore(ABC):
         """
         return BlockingLease(self._call, key_list(keys), verify)
 
-    def reserve(self, sizes: Mapping[str, int]) -> BlockingReservation:
+    def reserve(self, sizes: Mapping[str, int], *, ttl_s: float | None = None) -> BlockingReservation:
         """Write blocks in place: `with store.reserve(sizes) as views`.
 
         `sizes` is a mapping of keys to sizes in bytes. `views` is a list of writable
@@ -217,7 +225,8 @@ class BlockingStore(ABC):
         stored. Over TCP, or where clients may not write to the pool, the views are of
         private memory, and the blocks are put at the end. Do not write to arrays or
         tensors made from the views afterwards: readers would find a wrong checksum. If
-        one is still alive, the warning `LeaseStillInUse` says so.
+        one is still alive, the warning `LeaseStillInUse` says so. `ttl_s` is as of
+        `put`, from the end of the `with` block on.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -225,7 +234,7 @@ class BlockingStore(ABC):
             LimitExceeded: more than can be stored at once, or than the server reserves
                 for this client.
         """
-        return BlockingReservation(self._call, *sizes_to_reserve(sizes))
+        return BlockingReservation(self._call, *sizes_to_reserve(sizes), ttl_in_us(ttl_s))
 
     def exists(self, key: str) -> bool:
         """Tell whether the key exists. Does not count as a use of the block."""
@@ -284,6 +293,25 @@ class BlockingStore(ABC):
         """End a hold early. False if it has ended before, or is another server's."""
         check_hold_token(hold)
         return bool(hold) and self._call(ReleaseHold(hold))
+
+    def pin(self, keys: Iterable[str]) -> int:
+        """Keep keys from being evicted, until `unpin`. Returns how many are pinned now.
+
+        Keys that do not exist, or are on disk only, are not pinned. A pinned key can
+        still be deleted, and ends with its time to live. If it is put again, its new
+        block is pinned. A server that restarts without a take-over forgets all pins.
+
+        Raises:
+            LimitExceeded: all pinned keys together would take more of the pool than the
+                server's `--max-protected-ratio`. None was pinned on that server.
+        """
+        checked = key_list(keys)
+        return sum(self._call(Pin(checked)))
+
+    def unpin(self, keys: Iterable[str]) -> int:
+        """Let keys be evicted again. Returns how many of them were pinned."""
+        checked = key_list(keys)
+        return sum(self._call(Pin(checked, pinned=False)))
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete keys. Returns how many of them existed."""
@@ -346,7 +374,7 @@ class BlockingStore(ABC):
         """What is registered for RDMA, if this store may ever use that."""
         return None
 
-    def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True) -> list[str]:
+    def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch that was checked before. Returns the skipped keys.
 
         For packages that extend the client: as `put_many`, but keys and memory are not
@@ -358,10 +386,10 @@ class BlockingStore(ABC):
                 RDMA. Nothing was stored.
         """
         if not isinstance(batch, DeviceBatch):
-            return self._call(Put(batch, replace))
+            return self._call(Put(batch, replace, ttl_in_us(ttl_s)))
         check_registered(self._rdma(), batch)
         wait_for_gpus(batch)
-        return self._call(PutFromDevice(batch, replace))
+        return self._call(PutFromDevice(batch, replace, ttl_in_us(ttl_s)))
 
     def get_batch_into(self, batch: Batch | DeviceBatch, all_or_nothing: bool = False) -> list[int | None]:
         """Read into a batch that was checked before. Returns stored lengths in bytes.

@@ -18,6 +18,7 @@ from infinistore.client.api.arguments import (
     check_ratios,
     key_list,
     sizes_to_reserve,
+    ttl_in_us,
 )
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.prefix_match import PrefixMatch
@@ -43,6 +44,7 @@ from infinistore.client.requests import (
     GetToDevice,
     ListKeys,
     MatchPrefix,
+    Pin,
     Prefetch,
     Prefetched,
     Purge,
@@ -89,8 +91,11 @@ class AsyncStore(ABC):
     async def _call(self, request: Request[_T]) -> _T:
         """Carry out a request, and return its result."""
 
-    async def put(self, key: str, data: BufferLike) -> None:
+    async def put(self, key: str, data: BufferLike, *, ttl_s: float | None = None) -> None:
         """Store one block. It replaces what the key had before.
+
+        With `ttl_s`, the key is gone after that many seconds, as if deleted. Such a
+        block is in memory only, never on disk.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -98,16 +103,19 @@ class AsyncStore(ABC):
         """
         checked = block_to_put(key, data)
         if isinstance(checked, DeviceBatch):
-            await self.put_batch(checked)
-        else:
+            await self.put_batch(checked, ttl_s=ttl_s)
+        elif ttl_s is None:
             await self._call(Put(checked))
+        else:
+            await self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
 
-    async def put_many(self, items: Pairs, replace: bool = True) -> list[str]:
+    async def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.
 
         `items` is a mapping, or pairs of key and data. With `replace=False`, keys that
         exist are skipped and their bytes are not moved. A batch over the server's
-        limits is stored in parts, each of which becomes visible at once.
+        limits is stored in parts, each of which becomes visible at once. `ttl_s` is as
+        of `put`, for the keys that are not skipped.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -116,8 +124,8 @@ class AsyncStore(ABC):
         """
         checked = batch_to_put(items)
         if isinstance(checked, DeviceBatch):
-            return await self.put_batch(checked, replace)
-        return await self._call(Put(checked, replace))
+            return await self.put_batch(checked, replace, ttl_s=ttl_s)
+        return await self._call(Put(checked, replace, ttl_in_us(ttl_s)))
 
     async def get(self, key: str) -> bytearray:
         """Read one block.
@@ -207,7 +215,7 @@ class AsyncStore(ABC):
         """
         return AsyncLease(self._call, key_list(keys), verify)
 
-    def reserve(self, sizes: Mapping[str, int]) -> AsyncReservation:
+    def reserve(self, sizes: Mapping[str, int], *, ttl_s: float | None = None) -> AsyncReservation:
         """Write blocks in place: `async with store.reserve(sizes) as views`.
 
         `sizes` is a mapping of keys to sizes in bytes. `views` is a list of writable
@@ -218,7 +226,8 @@ class AsyncStore(ABC):
         stored. Over TCP, or where clients may not write to the pool, the views are of
         private memory, and the blocks are put at the end. Do not write to arrays or
         tensors made from the views afterwards: readers would find a wrong checksum. If
-        one is still alive, the warning `LeaseStillInUse` says so.
+        one is still alive, the warning `LeaseStillInUse` says so. `ttl_s` is as of
+        `put`, from the end of the `with` block on.
 
         Raises:
             OutOfMemory: no space, even after eviction.
@@ -226,7 +235,7 @@ class AsyncStore(ABC):
             LimitExceeded: more than can be stored at once, or than the server reserves
                 for this client.
         """
-        return AsyncReservation(self._call, *sizes_to_reserve(sizes))
+        return AsyncReservation(self._call, *sizes_to_reserve(sizes), ttl_in_us(ttl_s))
 
     async def exists(self, key: str) -> bool:
         """Tell whether the key exists. Does not count as a use of the block."""
@@ -285,6 +294,25 @@ class AsyncStore(ABC):
         """End a hold early. False if it has ended before, or is another server's."""
         check_hold_token(hold)
         return bool(hold) and await self._call(ReleaseHold(hold))
+
+    async def pin(self, keys: Iterable[str]) -> int:
+        """Keep keys from being evicted, until `unpin`. Returns how many are pinned now.
+
+        Keys that do not exist, or are on disk only, are not pinned. A pinned key can
+        still be deleted, and ends with its time to live. If it is put again, its new
+        block is pinned. A server that restarts without a take-over forgets all pins.
+
+        Raises:
+            LimitExceeded: all pinned keys together would take more of the pool than the
+                server's `--max-protected-ratio`. None was pinned on that server.
+        """
+        checked = key_list(keys)
+        return sum(await self._call(Pin(checked)))
+
+    async def unpin(self, keys: Iterable[str]) -> int:
+        """Let keys be evicted again. Returns how many of them were pinned."""
+        checked = key_list(keys)
+        return sum(await self._call(Pin(checked, pinned=False)))
 
     async def delete(self, keys: Iterable[str]) -> int:
         """Delete keys. Returns how many of them existed."""
@@ -347,7 +375,9 @@ class AsyncStore(ABC):
         """What is registered for RDMA, if this store may ever use that."""
         return None
 
-    async def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True) -> list[str]:
+    async def put_batch(
+        self, batch: Batch | DeviceBatch, replace: bool = True, *, ttl_s: float | None = None
+    ) -> list[str]:
         """Store a batch that was checked before. Returns the skipped keys.
 
         For packages that extend the client: as `put_many`, but keys and memory are not
@@ -359,10 +389,10 @@ class AsyncStore(ABC):
                 RDMA. Nothing was stored.
         """
         if not isinstance(batch, DeviceBatch):
-            return await self._call(Put(batch, replace))
+            return await self._call(Put(batch, replace, ttl_in_us(ttl_s)))
         check_registered(self._rdma(), batch)
         await wait_for_gpus_aside(batch)
-        return await self._call(PutFromDevice(batch, replace))
+        return await self._call(PutFromDevice(batch, replace, ttl_in_us(ttl_s)))
 
     async def get_batch_into(self, batch: Batch | DeviceBatch, all_or_nothing: bool = False) -> list[int | None]:
         """Read into a batch that was checked before. Returns stored lengths in bytes.

@@ -7,12 +7,22 @@ has is missing. Nothing here moves a key to another node: only a membership does
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import attrs
 
+from infinistore.client.cluster.hedging.budget import Budget
 from infinistore.client.cluster.nodes import PING, Nodes, NodeStore, ViewInUse
-from infinistore.client.connection.effects import Background, ClusterCall, InThread, Outcome, Part, Sleep, Together
+from infinistore.client.connection.effects import (
+    Background,
+    ClusterCall,
+    InThread,
+    LatePart,
+    Outcome,
+    Part,
+    Sleep,
+    Together,
+)
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.rdma.device import StoreRdma, register
 from infinistore.client.options.options import Options
@@ -21,7 +31,7 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda.memory import DeviceMemory
 
-__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "error_of", "is_lost"]
+__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "NodeHedge", "error_of", "is_lost"]
 
 _T = TypeVar("_T")
 LOST: Final = (StoreUnavailable, DeadlineExceeded)
@@ -37,6 +47,14 @@ def is_lost(outcome: Outcome) -> bool:
     return isinstance(outcome, KeptError) and issubclass(outcome.kind, LOST)
 
 
+class NodeHedge(LatePart, Protocol):
+    """The hedge of what a node is asked."""
+
+    node: NodeStore[Any]
+    won: bool
+    """Whether other nodes answered for it."""
+
+
 @attrs.define
 class Counters:
     """What a store has seen of its cluster since it was opened."""
@@ -45,6 +63,10 @@ class Counters:
     """Keys that count as missing because their node was lost."""
     lost_copies: int = 0
     """Keys that a put stored on fewer nodes than it should."""
+    hedges: int = 0
+    """Parts of reads that were late, so that other copies were asked."""
+    hedges_won: int = 0
+    """How often these answered first."""
     warmed: int = 0
     """Blocks copied to a node that had joined."""
     warming_bytes: int = 0
@@ -66,20 +88,29 @@ class CallInView:
         self.view = view
         self.counters = calls.counters
 
-    async def ask(self, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
+    async def ask(self, parts: Sequence[tuple[int, Request[Any]]], *, patiently: bool = False) -> list[Outcome]:
         """Send requests to nodes, named by their index, at the same time.
 
         An outcome is a result, or a `KeptError` for which `is_lost` is true. Any other
-        error is raised, when all parts are over.
+        error is raised, when all parts are over. `patiently`, a lookup may take as long
+        as any call, unless the node says nothing at all.
         """
-        outcomes = await self.ask_all(parts)
+        outcomes = await self.ask_all(parts, patiently=patiently)
         for (index, _), outcome in zip(parts, outcomes, strict=True):
             if isinstance(outcome, KeptError) and not is_lost(outcome):
                 raise self.error(index, outcome)
         return outcomes
 
-    async def ask_all(self, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
-        """Do the same, and leave all errors to the caller."""
+    async def ask_all(
+        self,
+        parts: Sequence[tuple[int, Request[Any]]],
+        hedges: Sequence[NodeHedge | None] = (),
+        *,
+        patiently: bool = False,
+    ) -> list[Outcome]:
+        """Do the same, and leave all errors to the caller. Each part may have a
+        hedge.
+        """
         calls = self.calls
         nodes = self.view.nodes
         outcomes: list[Outcome] = [None] * len(parts)
@@ -90,12 +121,16 @@ class CallInView:
             if node.lost and not calls.may_ask(node):
                 outcomes[place] = KeptError(StoreUnavailable(node.problem or f"{node} does not answer"))
             else:
-                sent.append(Part(node.store, request, calls.lookup_s if type(request) in _LOOKUPS else None))
+                within_s = calls.lookup_s if type(request) in _LOOKUPS and not patiently else None
+                sent.append(Part(node.store, request, within_s, hedges[place] if hedges else None))
                 places.append(place)
         for place, outcome in zip(places, await Together(sent), strict=True):
             outcomes[place] = outcome
             if isinstance(outcome, KeptError):
                 await calls.watch(nodes[parts[place][0]])
+        for hedge in hedges:
+            if hedge is not None and hedge.won:
+                await calls.watch(hedge.node, is_late=True)
         return outcomes
 
     def error(self, index: int, outcome: KeptError) -> BaseException:
@@ -117,6 +152,11 @@ class ClusterCalls:
         self.clock = clock
         self.counters = Counters()
         self._handlers = handlers
+        self.hedges = options.hedged_reads
+        """Whether reads are hedged where there are copies."""
+        self.budget = Budget()
+        self.verifies = options.verify == "always"
+        """Whether what was read is what was put, as far as its checksum says."""
 
     async def call(self, request: Request[_T]) -> _T:
         """Carry out a request."""
@@ -130,7 +170,8 @@ class ClusterCalls:
             self.nodes.end(view)
 
     async def check(self) -> None:
-        """Ask all nodes whether they are there.
+        """Ask all nodes whether they are there, with more patience than a lookup has: a
+        machine that has just started much else is busy, and a first packet may be lost.
 
         Raises:
             StoreUnavailable: none of them answers.
@@ -140,7 +181,7 @@ class ClusterCalls:
             view = await self._know(view)
         try:
             call = CallInView(self, view)
-            outcomes = await call.ask([(index, PING) for index in range(len(view.nodes))])
+            outcomes = await call.ask([(index, PING) for index in range(len(view.nodes))], patiently=True)
             if not outcomes:
                 raise StoreUnavailable("the cluster has no nodes; start one")
             if all(map(is_lost, outcomes)):
@@ -166,18 +207,22 @@ class ClusterCalls:
         self.nodes.check_open()
         return register(rdma, memory)
 
-    async def watch(self, node: NodeStore[Any]) -> None:
-        """If a node was lost just now, have it asked in the background."""
-        if node.lost and not node.probing:
+    async def watch(self, node: NodeStore[Any], *, is_late: bool = False) -> None:
+        """If a node was lost just now, have it asked in the background. One that is
+        late may be lost: whoever asked it did not wait until that was known.
+        """
+        if (node.lost or is_late) and not node.probing:
             node.probing = True
             if not await Background(self._ask_until_there(node)):
                 node.probing = False
 
     async def _ask_until_there(self, node: NodeStore[Any]) -> None:
         try:
-            while node.lost and not node.closed and not self.nodes.closed:
+            while not node.closed and not self.nodes.closed:
                 await Sleep(max(0.0, node.ask_again_at - self.clock()))
                 await Together([Part(node.store, PING, self.lookup_s)])
+                if not node.silent:
+                    return
         finally:
             node.probing = False
 

@@ -8,7 +8,7 @@ from infinistore.client import requests
 from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
 from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_hold
 from infinistore.client.cluster.reads import exists, lease, read
-from infinistore.client.cluster.writes import check_done, commit, delete, flush, put, reserve
+from infinistore.client.cluster.writes import check_done, commit, delete, flush, pin, put, reserve
 from infinistore.client.connection.effects import Outcome
 from infinistore.client.requests import Evict, GetStatistics, ListKeys, Purge, Request
 from infinistore.errors import StoreUnavailable
@@ -79,6 +79,8 @@ async def statistics(call: CallInView, request: GetStatistics) -> Stats:
             copies=view.copies,
             lost_reads=counters.lost_reads,
             lost_copies=counters.lost_copies,
+            hedges=counters.hedges,
+            hedges_won=counters.hedges_won,
             warmed_blocks=counters.warmed,
             moved_slots=call.view.placement.moved_slots,
             nodes=nodes,
@@ -99,6 +101,7 @@ HANDLERS: Final[Handlers] = {
     requests.MatchPrefix: match_prefix,
     requests.ReleaseHold: release_hold,
     requests.Delete: delete,
+    requests.Pin: pin,
     requests.Flush: flush,
     requests.Prefetch: prefetch,
     requests.ListKeys: list_keys,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from infinistore.client.cluster.hedging.answer_times import AnswerTimes
 from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.client.requests import Exists
 from infinistore.cluster.membership import Membership
@@ -54,11 +55,17 @@ class NodeStore(Generic[_Store]):
         self.probing = False
         """Whether somebody asks it again and again until it answers."""
         self.closed = False
+        self.answers = AnswerTimes()
 
     @property
     def lost(self) -> bool:
         """Whether it did not answer lately, so that nothing is sent to it."""
         return self.store is None or self.store.calls.breaker.open_until is not None
+
+    @property
+    def silent(self) -> bool:
+        """Whether it did not answer the last time, or is lost."""
+        return self.store is None or self.store.calls.breaker.failures > 0
 
     @property
     def ask_again_at(self) -> float:

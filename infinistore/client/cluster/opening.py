@@ -26,6 +26,7 @@ from infinistore.cluster.locate import ClusterUrl, StaticPlace
 from infinistore.cluster.view import Node
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import StoreUnavailable
+from infinistore.forks import let_go_in_child
 from infinistore.protocol.shards import Shard
 from infinistore.transports.cuda.memory import DeviceMemory
 
@@ -75,6 +76,8 @@ class ClusterStore:
         self.verifies = options.verify == "always"
         self._owns_rdma = rdma is None
         self.rdma = shared = rdma or StoreRdma(options, clock, forced=options.transport == "rdma")
+        if self._owns_rdma:
+            let_go_in_child(self.rdma)
 
         def make_node(address: StoreUrl, instance: str) -> Any:
             terms = Terms(_FAILURES_TO_OPEN, instance, shared, shard_ports)

@@ -12,12 +12,24 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from infinistore.client.cluster.calls import CallInView, is_lost
+from infinistore.client.cluster.hedging.hedge import hedges_for
 from infinistore.client.cluster.nodes import part_of
 from infinistore.client.connection.effects import Background, Part, Together
 from infinistore.client.memory.views import Leased
-from infinistore.client.requests import Batch, Exists, Found, Get, GetInto, GetToDevice, KeyedRequest, Lease, Put
+from infinistore.client.requests import (
+    Batch,
+    Exists,
+    Found,
+    Get,
+    GetInto,
+    GetToDevice,
+    KeyedRequest,
+    Lease,
+    Put,
+    TimesLeft,
+)
 from infinistore.cluster.view import NodeState
-from infinistore.errors import InfiniStoreException
+from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
 __all__ = ["exists", "lease", "places_of", "present_anywhere", "read"]
@@ -98,30 +110,53 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     places = places_of(call, keys)
     found: list[Any] = [absent] * len(keys)
     lost: set[int] = set()
+    damaged: dict[int, tuple[int, KeptError]] = {}
     on_disk = 0
-    warm: dict[int, list[int]] = {}
+    warm: dict[tuple[int, int], list[int]] = {}
     left: Sequence[int] = [position for position, place in enumerate(places) if place]
     asked = 0
     while left:
         parts = _by_place(places, left, asked)
-        outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
-        for (_, positions), outcome in zip(parts, outcomes, strict=True):
-            if is_lost(outcome):
-                lost.update(positions)
+        hedges = [] if asked else hedges_for(call, request, parts, places)
+        outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
+        for (index, positions), outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, KeptError):
+                _note_failed(call, (index, positions), outcome, lost, damaged)
                 continue
             on_disk += outcome.on_disk if isinstance(outcome, Found) else 0
             for position, value in zip(positions, outcome, strict=True):
                 found[position] = value
                 if asked and value is not absent:
-                    _note_cold(call, places[position], position, warm)
+                    _note_cold(call, places[position], index, position, warm)
         asked += 1
         left = [position for position in left if found[position] is absent and len(places[position]) > asked]
+    for position, problem in damaged.items():
+        if found[position] is absent:
+            raise call.error(*problem)
     call.counters.lost_reads += sum(found[position] is absent for position in lost)
-    if warm and isinstance(request, Get | GetInto):
+    # What nobody has verified would get a place, and perhaps a checksum, of its own.
+    if warm and call.calls.verifies and isinstance(request, Get | GetInto):
         await _warm(call, request, found, warm)
     if isinstance(request, Exists):
         found = Found.partly_on_disk(found, on_disk)
     return found
+
+
+def _note_failed(
+    call: CallInView,
+    part: tuple[int, Sequence[int]],
+    outcome: KeptError,
+    lost: set[int],
+    damaged: dict[int, tuple[int, KeptError]],
+) -> None:
+    """Note why a part has nothing; raise what another copy is no remedy for."""
+    index, positions = part
+    if is_lost(outcome):
+        lost.update(positions)
+    elif issubclass(outcome.kind, ChecksumMismatch):
+        damaged.update(dict.fromkeys(positions, (index, outcome)))
+    else:
+        raise call.error(index, outcome)
 
 
 def _by_place(places: Sequence[Sequence[int]], left: Sequence[int], rank: int) -> list[tuple[int, Sequence[int]]]:
@@ -132,17 +167,19 @@ def _by_place(places: Sequence[Sequence[int]], left: Sequence[int], rank: int) -
     return list(parts.items())
 
 
-def _note_cold(call: CallInView, places: Sequence[int], position: int, warm: dict[int, list[int]]) -> None:
+def _note_cold(
+    call: CallInView, places: Sequence[int], source: int, position: int, warm: dict[tuple[int, int], list[int]]
+) -> None:
     if call.view.view.nodes[places[0]].state is NodeState.JOINING:
-        warm.setdefault(places[0], []).append(position)
+        warm.setdefault((places[0], source), []).append(position)
 
 
-async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict[int, list[int]]) -> None:
+async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict[tuple[int, int], list[int]]) -> None:
     """Copy what was found elsewhere to the nodes that have joined and own it now."""
     counters = call.counters
-    parts: list[Part] = []
+    copying: list[tuple[Any, Any, Batch]] = []
     size_bytes = blocks = 0
-    for index, positions in warm.items():
+    for (index, source), positions in warm.items():
         node = call.view.nodes[index]
         if node.lost:
             continue
@@ -157,13 +194,20 @@ async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict
             copies.append(memoryview(bytes(value)))  # the caller's memory is the caller's when the call is over
         if keys:
             blocks += len(keys)
-            parts.append(Part(node.store, Put(Batch(keys, copies), replace=False)))
-    if not parts:
+            copying.append((call.view.nodes[source].store, node.store, Batch(keys, copies)))
+    if not copying:
         return
     counters.warming_bytes += size_bytes
 
     async def copy() -> None:
         try:
+            asked = await Together([Part(source, TimesLeft(batch.keys)) for source, _, batch in copying])
+            parts = [
+                Part(target, put)
+                for (_, target, batch), times in zip(copying, asked, strict=True)
+                if not isinstance(times, KeptError)
+                for put in _puts_that_end(batch, times)
+            ]
             outcomes = await Together(parts)
             counters.warmed += 0 if any(isinstance(one, KeptError) for one in outcomes) else blocks
         finally:
@@ -171,6 +215,14 @@ async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict
 
     if not await Background(copy()):
         counters.warming_bytes -= size_bytes
+
+
+def _puts_that_end(batch: Batch, times_us: Sequence[int | None]) -> list[Put]:
+    """Return what copies blocks that end at different times; None: it is gone."""
+    return [
+        Put(batch.where([time == ttl_us for time in times_us]), replace=False, ttl_us=ttl_us)
+        for ttl_us in dict.fromkeys(time for time in times_us if time is not None)
+    ]
 
 
 async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
@@ -213,7 +265,8 @@ async def lease(call: CallInView, request: Lease) -> Leased:
     asked = 0
     try:
         while parts:
-            outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts])
+            hedges = [] if asked else hedges_for(call, request, parts, places)
+            outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
             for (_, positions), outcome in zip(parts, outcomes, strict=True):
                 if isinstance(outcome, Leased):
                     leased.append((positions, outcome))

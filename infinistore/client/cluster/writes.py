@@ -9,11 +9,11 @@ from infinistore.client.cluster.reads import places_of, present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
 from infinistore.client.connection.effects import Outcome, Part, Together
 from infinistore.client.memory.views import ReservedRoom
-from infinistore.client.requests import Batch, Commit, Delete, Flush, Put, PutFromDevice, Reserve
+from infinistore.client.requests import Batch, Commit, Delete, Flush, Pin, Put, PutFromDevice, Reserve
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
-__all__ = ["check_done", "commit", "delete", "flush", "put", "reserve"]
+__all__ = ["check_done", "commit", "delete", "flush", "pin", "put", "reserve"]
 
 _WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/layer 3', so that one node has them all"
 
@@ -135,6 +135,26 @@ async def flush(call: CallInView, request: Flush) -> int:
     return sum(outcome for outcome in outcomes[: len(copies[0])] if not is_lost(outcome))
 
 
+async def pin(call: CallInView, request: Pin) -> list[bool]:
+    """Pin or unpin keys wherever they are; tell for each whether any node has done so.
+
+    Raises:
+        StoreUnavailable: a node could not be reached. The others have done their part.
+    """
+    by_node: dict[int, list[int]] = {}
+    for position, places in enumerate(places_of(call, request.keys)):
+        for index in places:
+            by_node.setdefault(index, []).append(position)
+    parts = [*by_node.items()]
+    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    check_done(call, [index for index, _ in parts], outcomes, "pinned" if request.pinned else "unpinned")
+    done = [False] * len(request.keys)
+    for (_, positions), outcome in zip(parts, outcomes, strict=True):
+        for position, pinned in zip(positions, outcome, strict=True):
+            done[position] |= pinned
+    return done
+
+
 async def reserve(call: CallInView, request: Reserve) -> ReservedRoom:
     """Take room on the one node that owns all keys.
 
@@ -163,7 +183,7 @@ async def commit(call: CallInView, request: Commit) -> None:
     copies = _written_to(call, room.keys)
     # First the others: as long as the room is not committed, nobody else writes there.
     parts = [
-        Part(call.view.nodes[index].store, Put(Batch(room.keys, room.memory).at(positions)))
+        Part(call.view.nodes[index].store, Put(Batch(room.keys, room.memory).at(positions), ttl_us=request.ttl_us))
         for copy in copies
         for index, positions in copy
         if call.view.nodes[index] is not node and not call.view.nodes[index].lost

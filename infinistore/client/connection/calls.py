@@ -35,6 +35,7 @@ from infinistore.errors import (
     ConfigError,
     DeadlineExceeded,
     InfiniStoreException,
+    ServerReplaced,
     StoreUnavailable,
     TransferFailed,
 )
@@ -183,6 +184,7 @@ class Calls(Generic[_Stream]):
         What is not is tried again only if nothing of it was sent.
         """
         pool, breaker, kept = self.pool, self.breaker, request.kept
+        bound = kept is not None and kept.link is not None  # to what is open on one connection
         while True:
             attempt.probe = 0 if breaker.open_until is None else breaker.check()
             attempt.stage = _Stage.CONNECTING
@@ -195,8 +197,9 @@ class Calls(Generic[_Stream]):
                 result: _T = await RemoteOperations.handlers[type(request)](operations, request)
             except StoreUnavailable as error:
                 delay_s = self._failed(error, attempt)
-                if connection is not None and not attempt.idempotent:
-                    if isinstance(error, TransferFailed):  # nothing was stored, and the error says so
+                replaced = isinstance(error, ServerReplaced)  # nothing was done
+                if connection is not None and not attempt.idempotent and (bound or not replaced):
+                    if replaced or isinstance(error, TransferFailed):  # nothing was stored, and the error says so
                         raise
                     raise unknown_outcome(StoreUnavailable(f"{error}; {_OUTCOME_UNKNOWN}")) from error
                 if delay_s is None or self.clock() + delay_s >= attempt.deadline:
@@ -281,9 +284,15 @@ class Calls(Generic[_Stream]):
         return error
 
     def _failed(self, error: Exception, attempt: Attempt) -> float | None:
+        if attempt.deadline == routing.ENDED:  # another thread has ended the call, which says nothing about the server
+            self.breaker.dropped(attempt.probe)
+            return None
         # The other connections are to the same server: each that is as dead would cost
         # another call its deadline.
         self.pool.close_idle()
+        if isinstance(error, ServerReplaced):  # another process listens where it did
+            self.breaker.dropped(attempt.probe)
+            return 0.0
         return self.breaker.failed(error, attempt.probe)
 
     @property

@@ -19,6 +19,7 @@ __all__ = [
     "ClusterEffect",
     "Connect",
     "InThread",
+    "LatePart",
     "Outcome",
     "Part",
     "Sleep",
@@ -67,15 +68,38 @@ Call: TypeAlias = Coroutine[CallEffect, Any, _T]
 """A coroutine whose awaits end in these effects."""
 
 
+class LatePart(Protocol):
+    """What to do about a part that is late."""
+
+    after_s: float
+    """After how many seconds it is."""
+
+    def begin(self) -> "Sequence[Part]":
+        """Return what to ask in its place; nothing if there is nothing to ask."""
+
+    def is_full(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether what was asked has answered for the whole part, which is ended
+        then.
+        """
+
+    def settle(self, first: Outcome | None, others: Sequence[Outcome] | None) -> Outcome:
+        """Return the outcome of the part. All that could write to the caller's memory
+        has ended. `first` is None if the part was ended; `others` are None if what was
+        asked was ended, or nothing was.
+        """
+
+
 class Part(NamedTuple):
     """A request, the store of a node that carries it out, and how long that may take.
 
-    Without `within_s`, it may take as long as any call of the store.
+    Without `within_s`, it may take as long as any call of the store. A part with a
+    `hedge` that is late races with what that asks.
     """
 
     store: Any
     request: Request[Any]
     within_s: float | None = None
+    hedge: LatePart | None = None
 
 
 class Together(NamedTuple):

@@ -3,6 +3,8 @@
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from socket import SHUT_RDWR
 from typing import Generic, TypeVar
 
 from infinistore.client.connection.connection import Connection
@@ -145,6 +147,16 @@ class ConnectionPool(Generic[_Stream]):
             if connection not in at_hand:
                 self.kept.discard(connection)
                 self.close_connection(connection)
+
+    def shut_down(self, turn: Turn | None) -> None:
+        """Break the connection that the call with this turn uses, so that it waits no
+        longer. Any thread may. One that nobody uses any more is found to be broken.
+        """
+        with self._lock:  # nobody takes one meanwhile
+            for connection in list(self.connections):
+                if connection.turn is turn:
+                    with suppress(OSError):  # it is closed already
+                        connection.stream.socket.shutdown(SHUT_RDWR)
 
     def close_lost(self) -> None:
         """Close the unused connections to a server that has ended, and their mappings.

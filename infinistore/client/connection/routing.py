@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import attrs
 
@@ -17,7 +17,7 @@ from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.protocol.shards import Shard, shards_from_texts
 from infinistore.transports.sockets.raw_sockets import peer_user
 
-__all__ = ["Route", "Router", "ShardsFound"]
+__all__ = ["ENDED", "Route", "Router", "ShardsFound"]
 
 _Stream = TypeVar("_Stream", bound=ClientStream)
 
@@ -37,6 +37,12 @@ class Route(NamedTuple):
 
     source: MoverSource
     forced: bool = False
+
+
+ENDED: Final = -1e9
+"""The deadline of a call that another thread has ended: long over by any clock, and a
+number like any other, because the call may be calculating with it.
+"""
 
 
 @attrs.define

@@ -27,6 +27,13 @@ class Turn(Protocol):
         """Whether it is."""
 
 
+class Limit(Protocol):
+    """Until when a call may take."""
+
+    deadline: float
+    """On `time.monotonic`. Another thread may move it up, and wake the call."""
+
+
 class Turns:
     """Limits the calls that run at a time; the others wait. Any thread may use it."""
 
@@ -37,13 +44,13 @@ class Turns:
         self.waiting: dict[Turn, None] = {}
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def begin(self, turn: Turn, deadline: float) -> bool:
+    def begin(self, turn: Turn, limit: Limit) -> bool:
         """Wait until another call may begin. `turn` is its own, which it has locked.
 
         Returns whether an earlier call was found to have been interrupted.
 
         Raises:
-            TimeoutError: the deadline has passed, on `time.monotonic`.
+            TimeoutError: the deadline has passed.
         """
         interrupted = False
         with self._lock:
@@ -52,7 +59,7 @@ class Turns:
             if len(self.under_way) < self._most:
                 self.under_way[turn] = None
                 return interrupted
-        return self._wait(turn, deadline) or interrupted
+        return self._wait(turn, limit) or interrupted
 
     def end(self, turn: Turn) -> None:
         """Say that a call is over, and was not interrupted."""
@@ -67,7 +74,12 @@ class Turns:
             self._forget_interrupted()
             return self._most - len(self.under_way)
 
-    def _wait(self, turn: Turn, deadline: float) -> bool:
+    def wake(self) -> None:
+        """Have all that wait look at their limits."""
+        for _ in list(self.waiting):
+            self._ended.put(None)
+
+    def _wait(self, turn: Turn, limit: Limit) -> bool:
         self.waiting[turn] = None
         interrupted = False
         try:
@@ -77,7 +89,7 @@ class Turns:
                     if len(self.under_way) < self._most:
                         self.under_way[turn] = None
                         return interrupted
-                left_s = deadline - time.monotonic()
+                left_s = limit.deadline - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError
                 try:

@@ -102,7 +102,7 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
 
 
 async def _connect(options: Options, store: Callable[[], Any], url: StoreUrl) -> AsyncioSocketStream:
-    spinner = Spinner(options.spin_us * 1e-6)
+    spinner = Spinner(options.spin_us)
     patience_s = options.lookup_deadline_s
     try:
         async with asyncio.timeout(patience_s):

@@ -91,8 +91,9 @@ async def open_store(
             another package brings. Without it, the URL decides. With a server only.
             Default: the best one.
         spin_us: How long to spin for the reply of a fast server before sleeping, in
-            microseconds; 0 disables spinning. The Trio client never spins, so that
-            other tasks can run. With a server only. Default: 400.
+            microseconds; 0 or off disables spinning. Adaptive: up to 400, while that
+            pays and takes the processor from nobody. The Trio client never spins, so
+            that other tasks can run. With a server only. Default: adaptive.
         name: What the server's statistics call this client. With a server only.
             Default: HOST:PID.
         lazy: Connect with the first call instead of at once. While the server is down,
@@ -118,6 +119,9 @@ async def open_store(
             its keys count as missing, and the second time in a row the node counts as
             lost. A node that sends nothing of a block for so long is asked whether it
             is there. With a cluster, or a server with shards only. Default: 0.4.
+        hedged_reads: Whether a read asks the other copies when a node is late, where a
+            cluster has copies. At most one key in twenty is asked for twice. With a
+            cluster, or a server with shards only. Default: True.
         pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
             (256 MiB).
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
@@ -125,6 +129,8 @@ async def open_store(
         allocator: The name of the allocator. Embedded only. Default: bitmap.
         huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
             Default: False.
+        numa_node: The NUMA node that the pool is on, as far as it has memory; -1 for
+            any. Embedded only. Default: -1.
         disk: A folder for blocks that memory has no room for, and how much it may take,
             as PATH:SIZE; a list for several disks. Embedded only. Default: none.
         disk_admission: When a block is written to disk: lazy once a quarter of the pool
@@ -358,7 +364,7 @@ class RemoteAsyncioStore(AsyncStore):
             call.close()
 
     async def _connect_sockets(self, address: StoreUrl) -> AsyncioSocketStream:
-        spinner = Spinner(self.calls.options.spin_us * 1e-6)
+        spinner = Spinner(self.calls.options.spin_us)
         if address.path:
             return await connect_unix(address.path, spinner)
         return await connect_tcp(address.host, address.port, spinner)

@@ -8,12 +8,16 @@ cancelled or interrupted leaves no part behind.
 import asyncio
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import trio
 
 from infinistore.client.connection.effects import Outcome, Part
+from infinistore.client.drivers.races.asyncio_race import asyncio_race
+from infinistore.client.drivers.races.blocking_races import BlockingRaces
+from infinistore.client.drivers.races.trio_race import trio_race
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.new_threads import start_thread
@@ -32,16 +36,24 @@ async def _outcome(part: Part) -> Outcome:
         return KeptError(error)
 
 
+async def _trio_outcome(part: Part) -> Outcome:
+    return await (_outcome(part) if part.hedge is None else trio_race(part, _outcome, trio_at_once))
+
+
+async def _asyncio_outcome(part: Part) -> Outcome:
+    return await (_outcome(part) if part.hedge is None else asyncio_race(part, _outcome, asyncio_at_once))
+
+
 async def trio_at_once(parts: Sequence[Part]) -> list[Outcome]:
     """Carry out parts at the same time, under Trio; return their outcomes in order."""
     if len(parts) == 1:
-        return [await _outcome(parts[0])]
+        return [await _trio_outcome(parts[0])]
     if not parts:
         await trio.lowlevel.checkpoint()
     outcomes: list[Outcome] = [None] * len(parts)
 
     async def carry_out(place: int, part: Part) -> None:
-        outcomes[place] = await _outcome(part)
+        outcomes[place] = await _trio_outcome(part)
 
     async with trio.open_nursery() as nursery:
         for place, part in enumerate(parts):
@@ -54,23 +66,23 @@ async def asyncio_at_once(parts: Sequence[Part]) -> list[Outcome]:
     order.
     """
     if len(parts) == 1:
-        return [await _outcome(parts[0])]
+        return [await _asyncio_outcome(parts[0])]
     if not parts:
         await asyncio.sleep(0)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_outcome(part)) for part in parts]
+        tasks = [group.create_task(_asyncio_outcome(part)) for part in parts]
     return [task.result() for task in tasks]
 
 
 class _Job:
-    """A part that whoever takes it first carries out: a thread of the pool, or the
+    """Something that whoever takes it first carries out: a thread of the pool, or the
     caller.
     """
 
-    __slots__ = ("_done", "_taken", "error", "outcome", "part")
+    __slots__ = ("_done", "_taken", "_work", "error", "outcome")
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
+    def __init__(self, work: Callable[[], Outcome]) -> None:
+        self._work = work
         self.outcome: Outcome = None
         self.error: KeptError | None = None
         """What is no error of this package."""
@@ -84,11 +96,8 @@ class _Job:
 
     def carry_out(self) -> None:
         """Carry it out, having taken it."""
-        store, request, within_s = self.part
         try:
-            self.outcome = store._call(request, within_s)
-        except InfiniStoreException as error:
-            self.outcome = KeptError(error)
+            self.outcome = self._work()
         except BaseException as error:
             self.error = KeptError(error)
             if threading.current_thread() is threading.main_thread():  # Ctrl-C
@@ -116,16 +125,13 @@ class PartThreads:
         self._threads: set[threading.Thread] = set()
         self._wanted = 0  # how many threads the calls under way could use
         self._closed = False
+        self._races = BlockingRaces(self._begin, self.carry_out)
 
     def carry_out(self, parts: Sequence[Part]) -> list[Outcome]:
         """Carry out parts; return their outcomes in order."""
         if len(parts) == 1:
-            store, request, within_s = parts[0]
-            try:
-                return [store._call(request, within_s)]
-            except InfiniStoreException as error:
-                return [KeptError(error)]
-        jobs = [_Job(part) for part in parts]
+            return [self._outcome(parts[0])]
+        jobs = [_Job(partial(self._outcome, part)) for part in parts]
         try:
             self._offer(jobs[1:])
             for job in jobs:
@@ -141,6 +147,32 @@ class PartThreads:
             if job.error is not None:
                 raise job.error.again()
         return [job.outcome for job in jobs]
+
+    def _outcome(self, part: Part) -> Outcome:
+        store, request, within_s, hedge = part
+        if hedge is not None:
+            return self._races.run(part)
+        try:
+            return store._call(request, within_s)
+        except InfiniStoreException as error:
+            return KeptError(error)
+
+    def _begin(self, work: Callable[[], None]) -> bool:
+        """Have a thread do this, and do not wait for it; False if there is none."""
+
+        def count_and_work() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._wanted -= 1
+
+        self._offer([_Job(count_and_work)])
+        if self._threads:
+            return True
+        with self._lock:
+            self._wanted -= 1
+        return False
 
     def _offer(self, jobs: Sequence[_Job]) -> None:
         """Let threads take jobs, and start those that are missing."""
@@ -180,6 +212,7 @@ class PartThreads:
 
     def close(self) -> None:
         """End the threads, when they have carried out what they began."""
+        self._races.close()
         with self._lock:
             self._closed = True
             for _ in self._threads:

@@ -22,7 +22,9 @@ from infinistore.client.options.url import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
+from infinistore.forks import FORKED
 from infinistore.new_threads import start_thread
+from infinistore.settings import Spin
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
 __all__ = ["ClusterBlockingStore"]
@@ -63,6 +65,8 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
         end. Any number of times.
         """
         self._close_nodes()
+        if self.calls.nodes.closed == FORKED:  # threads that are not here may have the locks
+            return
         self._background.close()
         self._threads.close()
 
@@ -178,7 +182,7 @@ def _connect(options: Options, store: Callable[[], Any], url: StoreUrl, deadline
         found = connect_unix(url.path, soon) if url.path else connect_tcp(url.host, url.port, soon)
     except TimeoutError:
         raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
-    return _PatientStream(found.socket, options.spin_us * 1e-6, store, patience_s)
+    return _PatientStream(found.socket, options.spin_us, store, patience_s)
 
 
 class _PatientStream(BlockingSocketStream):
@@ -186,8 +190,8 @@ class _PatientStream(BlockingSocketStream):
     waits for it.
     """
 
-    def __init__(self, sock: socket.socket, spin_s: float, store: Callable[[], Any], patience_s: float) -> None:
-        super().__init__(sock, spin_s)
+    def __init__(self, sock: socket.socket, spin_us: Spin, store: Callable[[], Any], patience_s: float) -> None:
+        super().__init__(sock, spin_us)
         self._store = store
         self._ping_s = patience_s
         self._patience_s = SILENT_AFTER * patience_s

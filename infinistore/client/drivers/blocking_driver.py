@@ -30,6 +30,7 @@ from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 
 if TYPE_CHECKING:
     from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
+    from infinistore.client.drivers.races.ending import Ending
 
 __all__ = ["RemoteBlockingStore", "open_store"]
 
@@ -83,8 +84,9 @@ def open_store(
             another package brings. Without it, the URL decides. With a server only.
             Default: the best one.
         spin_us: How long to spin for the reply of a fast server before sleeping, in
-            microseconds; 0 disables spinning. The Trio client never spins, so that
-            other tasks can run. With a server only. Default: 400.
+            microseconds; 0 or off disables spinning. Adaptive: up to 400, while that
+            pays and takes the processor from nobody. The Trio client never spins, so
+            that other tasks can run. With a server only. Default: adaptive.
         name: What the server's statistics call this client. With a server only.
             Default: HOST:PID.
         lazy: Connect with the first call instead of at once. While the server is down,
@@ -110,6 +112,9 @@ def open_store(
             its keys count as missing, and the second time in a row the node counts as
             lost. A node that sends nothing of a block for so long is asked whether it
             is there. With a cluster, or a server with shards only. Default: 0.4.
+        hedged_reads: Whether a read asks the other copies when a node is late, where a
+            cluster has copies. At most one key in twenty is asked for twice. With a
+            cluster, or a server with shards only. Default: True.
         pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
             (256 MiB).
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
@@ -117,6 +122,8 @@ def open_store(
         allocator: The name of the allocator. Embedded only. Default: bitmap.
         huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
             Default: False.
+        numa_node: The NUMA node that the pool is on, as far as it has memory; -1 for
+            any. Embedded only. Default: -1.
         disk: A folder for blocks that memory has no room for, and how much it may take,
             as PATH:SIZE; a list for several disks. Embedded only. Default: none.
         disk_admission: When a block is written to disk: lazy once a quarter of the pool
@@ -254,7 +261,7 @@ class RemoteBlockingStore(BlockingStore):
     def _rdma(self) -> StoreRdma:
         return self.calls.rdma
 
-    def _call(self, request: Request[_T], within_s: float | None = None) -> _T:
+    def _call(self, request: Request[_T], within_s: float | None = None, ending: "Ending | None" = None) -> _T:
         if self._sharded is not None:
             return self._call_shards(request)
         calls = self.calls
@@ -265,6 +272,8 @@ class RemoteBlockingStore(BlockingStore):
         limit_s = calls.options.deadline_s if within_s is None else within_s
         attempt = Attempt(calls.clock() + limit_s, turn, None, request.idempotent, within_s)
         turns = self.payload_turns if request.moves_blocks else self.lookup_turns
+        if ending is not None:
+            ending.begun(attempt, turns, pool)
         with turn:
             turns.under_way[turn] = None
             if len(turns.under_way) > 1 or pool.kept:  # else it is alone, and need not queue
@@ -309,7 +318,7 @@ class RemoteBlockingStore(BlockingStore):
     def _queue(self, turns: Turns, turn: Turn, attempt: Attempt) -> None:
         """Wait until a call may begin, and close what interrupted ones have left."""
         try:
-            if turns.begin(turn, attempt.deadline) or self.calls.pool.kept:
+            if turns.begin(turn, attempt) or self.calls.pool.kept:
                 self.calls.pool.close_interrupted()
         except TimeoutError:
             raise self.calls.deadline_exceeded(attempt) from None
@@ -350,7 +359,7 @@ class RemoteBlockingStore(BlockingStore):
             call.close()
 
     def _connect_sockets(self, address: StoreUrl, deadline: float) -> BlockingSocketStream:
-        spin_s = self.calls.options.spin_us * 1e-6
+        spin_us = self.calls.options.spin_us
         if address.path:
-            return connect_unix(address.path, deadline, spin_s=spin_s)
-        return connect_tcp(address.host, address.port, deadline, spin_s=spin_s)
+            return connect_unix(address.path, deadline, spin_us=spin_us)
+        return connect_tcp(address.host, address.port, deadline, spin_us=spin_us)

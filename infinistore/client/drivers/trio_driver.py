@@ -86,8 +86,9 @@ async def open_store(
             another package brings. Without it, the URL decides. With a server only.
             Default: the best one.
         spin_us: How long to spin for the reply of a fast server before sleeping, in
-            microseconds; 0 disables spinning. The Trio client never spins, so that
-            other tasks can run. With a server only. Default: 400.
+            microseconds; 0 or off disables spinning. Adaptive: up to 400, while that
+            pays and takes the processor from nobody. The Trio client never spins, so
+            that other tasks can run. With a server only. Default: adaptive.
         name: What the server's statistics call this client. With a server only.
             Default: HOST:PID.
         lazy: Connect with the first call instead of at once. While the server is down,
@@ -113,6 +114,9 @@ async def open_store(
             its keys count as missing, and the second time in a row the node counts as
             lost. A node that sends nothing of a block for so long is asked whether it
             is there. With a cluster, or a server with shards only. Default: 0.4.
+        hedged_reads: Whether a read asks the other copies when a node is late, where a
+            cluster has copies. At most one key in twenty is asked for twice. With a
+            cluster, or a server with shards only. Default: True.
         pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
             (256 MiB).
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
@@ -120,6 +124,8 @@ async def open_store(
         allocator: The name of the allocator. Embedded only. Default: bitmap.
         huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
             Default: False.
+        numa_node: The NUMA node that the pool is on, as far as it has memory; -1 for
+            any. Embedded only. Default: -1.
         disk: A folder for blocks that memory has no room for, and how much it may take,
             as PATH:SIZE; a list for several disks. Embedded only. Default: none.
         disk_admission: When a block is written to disk: lazy once a quarter of the pool
@@ -286,10 +292,18 @@ class RemoteTrioStore(AsyncStore):
         calls = self.calls
         calls.pool.check_open()
         attempt = calls.attempt(idempotent=request.idempotent, within_s=within_s)
+        slots = self.payload_slots if request.moves_blocks else self.lookup_slots
         try:
             with trio.CancelScope(deadline=attempt.deadline):
-                async with self.payload_slots if request.moves_blocks else self.lookup_slots:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                try:
+                    slots.acquire_nowait()  # the turn of the others comes with the wait for the answer
+                except trio.WouldBlock:
+                    await slots.acquire()
+                try:
                     return await self._drive(calls.call(request, attempt), attempt)
+                finally:
+                    slots.release()
         except ShardsFound as found:
             if calls.is_node:
                 raise
@@ -317,9 +331,13 @@ class RemoteTrioStore(AsyncStore):
                 former.close()
         return self._sharded
 
-    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:
-        """Run a call. A broken stream is raised inside it, so that it can try again."""
+    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: PLR0912  # one dispatch
+        """Run a call. A broken stream is raised inside it, so that it can try again.
+
+        Other tasks get their turn: what was just asked is not answered yet.
+        """
         result: Any = None
+        asked = waited = False
         try:
             effect: CallEffect = call.send(None)
             while True:
@@ -327,8 +345,10 @@ class RemoteTrioStore(AsyncStore):
                 try:
                     if isinstance(effect, Receive):
                         result = await stream.receive_into(effect.views)
+                        waited = waited or asked
                     elif isinstance(effect, Send):
                         result = await stream.send_all(effect.views)
+                        asked = True
                     elif isinstance(effect, ReceiveDescriptors):
                         result = await stream.receive_descriptors(effect.views, effect.descriptors)
                     elif isinstance(effect, Connect):
@@ -347,6 +367,8 @@ class RemoteTrioStore(AsyncStore):
             return cast("_T", stop.value)
         finally:
             call.close()
+            if not waited:
+                await trio.lowlevel.cancel_shielded_checkpoint()
 
 
 async def _connect(address: StoreUrl) -> SocketStream:

@@ -57,6 +57,8 @@ class PutPart(NamedTuple):
     replace: bool
     on_device: bool = False
     """Whether the views are memory of GPUs, which this process cannot read or write."""
+    ttl_us: int = 0
+    """After how many microseconds the blocks end; 0: they do not."""
 
 
 class GetPart(NamedTuple):

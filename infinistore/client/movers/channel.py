@@ -25,7 +25,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.sizes import in_units
 
-__all__ = ["BlocksReply", "Channel", "expect", "present_in"]
+__all__ = ["BlocksReply", "Channel", "expect", "in_order", "placed", "present_in"]
 
 _R = TypeVar("_R", bound=Reply)
 BlocksReply: TypeAlias = GetReply | LeaseReply | RdmaGetReply
@@ -140,3 +140,18 @@ def expect(kind: type[_R], reply: Reply) -> _R:
     """
     assert isinstance(reply, kind)
     return reply
+
+
+def placed(reply: LeaseReply) -> tuple[list[int], list[int]]:
+    """Return places and sizes of the present blocks of a reply that was checked."""
+    sizes = reply.sizes.tolist()
+    if MISSING not in sizes:  # the usual case
+        return reply.places.tolist(), sizes
+    there = present_in(reply)
+    return [reply.places[i] for i in there], [sizes[i] for i in there]
+
+
+def in_order(sizes: Sequence[int], found: Iterable[memoryview]) -> list[memoryview | None]:
+    """Return what was found with None for what is missing."""
+    present = iter(found)
+    return [None if size == MISSING else next(present) for size in sizes]

@@ -41,7 +41,7 @@ class InlineMover(Mover):
 
     async def put(self, part: PutPart) -> list[str]:
         """Send a part; return the keys that were skipped."""
-        keys, views, sizes, payload_bytes, replace, _ = part
+        keys, views, sizes, payload_bytes, replace, _, ttl_us = part
         channel = self._channel
         payload: Iterable[list[memoryview]] = [views]
         verify = channel.verify
@@ -51,7 +51,7 @@ class InlineMover(Mover):
                 payload = _hashed_groups(views)
             else:
                 payload = [[*views, memoryview(array("Q", map(xxh3_64_intdigest, views))).cast("B")]]
-        put = Put(Keys(keys), Numbers(array("Q", sizes)), verify, replace)
+        put = Put(Keys(keys), Numbers(array("Q", sizes)), verify, replace, ttl_us)
         reply: Any = await channel.ask(put, payload, payload_bytes)
         return skipped_keys(keys, reply) if reply.skipped else []
 

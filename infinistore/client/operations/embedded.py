@@ -8,6 +8,7 @@ copy keeps nobody from looking up a key.
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import compress
+from math import ceil
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -65,7 +66,9 @@ class EmbeddedStore:
 
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
         self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
-        self.pool.add_arena(create_arena(0, options.pool_bytes, huge_pages=options.huge_pages))
+        node = options.numa_node if options.numa_node >= 0 else None
+        arena = create_arena(0, options.pool_bytes, huge_pages=options.huge_pages, prefault_threads=1, numa_node=node)
+        self.pool.add_arena(arena)
         journal = Journal(reads=options.disk_admission == "second-use") if options.disk else None
         limits = CoreLimits(max_batch_keys=_MAX_BATCH_KEYS)
         self.core = StoreCore(self.pool, clock=clock, limits=limits, journal=journal)
@@ -165,20 +168,20 @@ class EmbeddedOperations:
 
     async def put(self, request: requests.Put) -> list[str]:
         """Put the batch; return the keys that were skipped because they were there."""
-        batch, replace = request.batch, request.replace
+        batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         if replace:
-            return await self._put(batch, replace)
+            return await self._put(batch, replace, ttl_us)
         present = await self.exists(requests.Exists(batch.keys))
         with self._lock:
             self._core.touch(list(compress(batch.keys, present)))
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
-        skipped += await self._put(missing, replace)
+        skipped += await self._put(missing, replace, ttl_us)
         with self._lock:  # what was there already must not end colder than what follows it
             self._core.touch(batch.keys)
         return skipped
 
-    async def _put(self, batch: Batch, replace: bool) -> list[str]:
+    async def _put(self, batch: Batch, replace: bool, ttl_us: int) -> list[str]:
         if not batch.keys:  # an empty reservation would go on with an eviction that is under way
             return []
         keys = batch.keys
@@ -188,7 +191,8 @@ class EmbeddedOperations:
         try:
             checksums = await copy_blocks(batch.views, room, hash_targets=self._verify)
             with self._lock:
-                again = self._core.commit(reservation, keys, checksums if self._verify else None, replace=replace)
+                hashes = checksums if self._verify else None
+                again = self._core.commit(reservation, keys, hashes, replace=replace, ttl_s=ttl_us / 1e6)
         finally:
             with self._lock:
                 self._store.core.abort(reservation)  # does nothing after a commit
@@ -313,7 +317,7 @@ class EmbeddedOperations:
         room = request.room
         checksums = (await hash_blocks(room.memory)) if self._verify else None
         with self._lock:
-            self._core.commit(room.reservation, room.keys, checksums)
+            self._core.commit(room.reservation, room.keys, checksums, ttl_s=request.ttl_us / 1e6)
 
     async def exists(self, request: requests.Exists) -> Found:
         """Ask which keys are there."""
@@ -359,6 +363,18 @@ class EmbeddedOperations:
         with self._lock:
             return self._core.delete(request.keys)
 
+    async def pin(self, request: requests.Pin) -> list[bool]:
+        """Pin keys, or unpin them."""
+        with self._lock:
+            kept = self._core.retention
+            return list(map(bool, (kept.protect if request.pinned else kept.unprotect)(request.keys)))
+
+    async def times_left(self, request: requests.TimesLeft) -> list[int | None]:
+        """Tell when keys end."""
+        with self._lock:
+            left = self._core.retention.times_left(request.keys)
+        return [0 if time_s is None else ceil(time_s * 1e6) if time_s else None for time_s in left]
+
     async def list_keys(self, request: requests.ListKeys) -> list[str]:
         """One page of keys, in code point order."""
         with self._lock:
@@ -390,6 +406,8 @@ class EmbeddedOperations:
         requests.MatchPrefix: match_prefix,
         requests.ReleaseHold: release_hold,
         requests.Delete: delete,
+        requests.Pin: pin,
+        requests.TimesLeft: times_left,
         requests.Flush: flush,
         requests.Prefetch: prefetch,
         requests.ListKeys: list_keys,

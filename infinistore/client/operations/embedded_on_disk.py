@@ -16,6 +16,7 @@ from infinistore.client.operations.embedded import EmbeddedOperations, hold_toke
 from infinistore.client.operations.embedded_disks import EmbeddedDisks
 from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
 from infinistore.disk.fetching import Fetch
+from infinistore.disk.purging import Purging
 from infinistore.statistics import Stats
 
 __all__ = ["OperationsOnDisk"]
@@ -122,12 +123,20 @@ class OperationsOnDisk(EmbeddedOperations):
         """Delete everything; return how many keys there were in memory."""
         with self._lock:
             disks = self._disks
-            wait = disks.tier.purge(self._deadline)
-            done = disks.waiting(wait)
+            purging = Purging(disks.tier, self._deadline)
+            done = disks.waiting(purging.disks)
         await AwaitDisk(done)
-        deleted = await super().purge(request)
-        wait.check(in_time=True)
-        return deleted
+        has_more = True
+        while has_more:
+            with self._lock:
+                self._store.check_usable()
+                has_more = purging.delete_some()
+        for wait in purging.waits:
+            with self._lock:
+                done = disks.waiting(wait)
+            await AwaitDisk(done)
+        purging.check()
+        return purging.deleted
 
     async def statistics(self, request: requests.GetStatistics) -> Stats:
         """The statistics of the store and of its disks."""

@@ -3,6 +3,7 @@ movers.
 """
 
 import math
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import compress
 from operator import not_
@@ -12,6 +13,8 @@ from infinistore.client import requests
 from infinistore.client.memory.views import Leased, PrivateBlocks, ReservedRoom, private_room
 from infinistore.client.movers.base import Destination, GetPart, Handler, Mover, PutPart
 from infinistore.client.movers.channel import Channel, expect
+from infinistore.client.movers.new_blocks import NewBlocks
+from infinistore.client.operations.parts import check_ttl, cuts, not_all_over, pin, times_left
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded, ProtocolError, ValueTooLarge
 from infinistore.protocol.codec import pack_u64
@@ -46,6 +49,7 @@ __all__ = ["RemoteOperations"]
 
 _Routes: TypeAlias = Sequence[tuple[Callable[[Any], str], Handler]]
 _NO_CAPACITIES = pack_u64()
+_HOLD_ID = re.compile("[0-9a-f]{1,16}")
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 
 
@@ -57,6 +61,7 @@ class RemoteOperations:
 
     def __init__(self, channel: Channel, movers: Sequence[Mover]) -> None:
         self._channel = channel
+        self._new_blocks = NewBlocks()
         self.movers = movers
         kinds = {kind for mover in movers for kind in mover.handlers}
         self._routes: dict[type[Any], _Routes] = {kind: _routes(movers, kind) for kind in kinds}
@@ -76,9 +81,7 @@ class RemoteOperations:
         return None
 
     def why_not(self, request: Any) -> dict[str, str]:
-        """Say for each mover why it cannot carry a request or a part; empty if
-        it can.
-        """
+        """Say why each mover cannot carry a request or a part; empty if it can."""
         return {
             mover.name: mover.why_not(request) if type(request) in mover.handlers else "it has no part in this"
             for mover in self.movers
@@ -88,44 +91,50 @@ class RemoteOperations:
 
     async def put(self, request: requests.Put, *, on_device: bool = False) -> list[str]:
         """Store a batch; return the keys that were skipped because they were there."""
-        batch, replace = request.batch, request.replace
+        batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         keys, views = batch
         sizes = list(map(len, views))
         total = sum(sizes)
         hello = self._channel.hello
         if max(sizes, default=0) > hello.max_value_bytes:
             self._refuse_sizes(keys, sizes)
+        if ttl_us:
+            check_ttl(self._channel, ttl_us)
         if not replace:
-            return await self._put_missing(batch, on_device=on_device)
+            return await self._put_missing(batch, on_device=on_device, ttl_us=ttl_us)
         if len(keys) > hello.max_batch_keys or total > hello.max_batch_bytes or not keys:
-            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device)
-        part = _new(PutPart, (keys, views, sizes, total, True, on_device))
+            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device, ttl_us=ttl_us)
+        part = _new(PutPart, (keys, views, sizes, total, True, on_device, ttl_us))
         return await self._carry(self._put_routes, part)  # type: ignore[no-any-return]
 
     async def put_from_device(self, request: requests.PutFromDevice) -> list[str]:
         """Store a batch that lies in memory of GPUs."""
         views: Any = request.batch.blocks
-        return await self.put(requests.Put(Batch(request.batch.keys, views), request.replace), on_device=True)
+        put = requests.Put(Batch(request.batch.keys, views), request.replace, request.ttl_us)
+        return await self.put(put, on_device=True)
 
-    async def _put_missing(self, batch: Batch, *, on_device: bool) -> list[str]:
+    async def _put_missing(self, batch: Batch, *, on_device: bool, ttl_us: int) -> list[str]:
         """Store what is not there yet, without moving the bytes of what is."""
         present = await self._ask_which_exist(batch.keys, touch=True)
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
         if missing.keys:
             sizes = list(map(len, missing.views))
-            skipped += await self._put_in_parts(missing, sizes, replace=False, on_device=on_device)
+            skipped += await self._put_in_parts(missing, sizes, replace=False, on_device=on_device, ttl_us=ttl_us)
             if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
                 await self._ask_which_exist(batch.keys, touch=True)
         return skipped
 
-    async def _put_in_parts(self, batch: Batch, sizes: list[int], *, replace: bool, on_device: bool) -> list[str]:
+    async def _put_in_parts(
+        self, batch: Batch, sizes: list[int], *, replace: bool, on_device: bool, ttl_us: int
+    ) -> list[str]:
         skipped: list[str] = []
         hello = self._channel.hello
-        for first, end in _cuts(sizes, hello.max_batch_keys, hello.max_batch_bytes):
+        for first, end in cuts(sizes, hello.max_batch_keys, hello.max_batch_bytes):
             some = sizes[first:end]
-            part = PutPart(batch.keys[first:end], batch.views[first:end], some, sum(some), replace, on_device)
-            skipped += await self._carry(self._put_routes, part)
+            part = PutPart(batch.keys[first:end], batch.views[first:end], some, sum(some), replace, on_device, ttl_us)
+            with not_all_over(first):
+                skipped += await self._carry(self._put_routes, part)
         return skipped
 
     def _refuse_sizes(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
@@ -142,10 +151,7 @@ class RemoteOperations:
         values: list[bytearray | None] = []
 
         def destination(sizes: Sequence[int], first: int) -> list[memoryview]:
-            if MISSING in sizes:
-                values[first:] = [None if size == MISSING else bytearray(size) for size in sizes]
-            else:
-                values[first:] = map(bytearray, sizes)
+            values[first:] = self._new_blocks.of(sizes)
             return [memoryview(value) for value in values[first:] if value is not None]
 
         await self._get(request.keys, destination)
@@ -253,8 +259,9 @@ class RemoteOperations:
 
     async def commit(self, request: requests.Commit) -> None:
         """Store what was written to reserved room."""
+        check_ttl(self._channel, request.ttl_us)
         if await self._carry(self._routes.get(requests.Commit, ()), request) is None:
-            await self.put(requests.Put(Batch(request.room.keys, request.room.memory)))
+            await self.put(requests.Put(Batch(request.room.keys, request.room.memory), ttl_us=request.ttl_us))
 
     # Without blocks
 
@@ -350,20 +357,22 @@ class RemoteOperations:
         return Capability.DISK in self._channel.connection.peer.capabilities
 
     async def release_hold(self, request: requests.ReleaseHold) -> bool:
-        """End a hold; False if it has ended, or if it was another server's."""
-        instance, _, ids = request.hold.partition(":")
-        if instance != self._channel.hello.instance:
+        """End a hold; False if it has ended, or if it is another server's."""
+        ids = request.hold.rpartition(":")[2].split(",")
+        if not all(map(_HOLD_ID.fullmatch, ids)):
             return False
+        # Another run of the server may have them since: one that took its place.
         released = 0
-        for hold_id in ids.split(","):
+        for hold_id in ids:
             released += await self._count(ReleaseHold(int(hold_id, 16)))
         return released > 0
 
     async def delete(self, request: requests.Delete) -> int:
         """Delete keys; return how many were there."""
         deleted = 0
-        for part in self._key_parts(request.keys):
-            deleted += await self._count(Delete(part))
+        for number, part in enumerate(self._key_parts(request.keys)):
+            with not_all_over(number):
+                deleted += await self._count(Delete(part))
         return deleted
 
     async def list_keys(self, request: requests.ListKeys) -> list[str]:
@@ -389,9 +398,10 @@ class RemoteOperations:
 
     async def statistics(self, request: requests.GetStatistics) -> Stats:
         """Ask the server for its statistics."""
+        await self._carry(self._routes.get(requests.GetStatistics, ()), request)
         reply = expect(StatisticsReply, await self._channel.ask(Statistics(request.details)))
         tree = statistics_from_tree(reply.statistics)
-        return Stats(*self._channel.path, store=tree.store, server=tree.server, details=tree.details, disk=tree.disk)
+        return Stats(*self._channel.path, **tree._asdict())
 
     async def _count(self, request: Request) -> int:
         return expect(CountReply, await self._channel.ask(request)).count
@@ -413,6 +423,8 @@ class RemoteOperations:
         requests.MatchPrefix: match_prefix,
         requests.ReleaseHold: release_hold,
         requests.Delete: delete,
+        requests.Pin: lambda self, request: pin(self._channel, request),
+        requests.TimesLeft: lambda self, request: times_left(self._channel, request),
         requests.Flush: flush,
         requests.Prefetch: prefetch,
         requests.ListKeys: list_keys,
@@ -426,20 +438,3 @@ class RemoteOperations:
 def _routes(movers: Sequence[Mover], kind: type[Any]) -> _Routes:
     """Return the movers that have a handler for a kind of request, in order."""
     return [(mover.why_not, mover.handlers[kind]) for mover in movers if kind in mover.handlers]
-
-
-def _cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into parts within the limits; a single block may be longer than
-    `most_bytes`.
-    """
-    cuts: list[tuple[int, int]] = []
-    first = 0
-    part_bytes = 0
-    for index, size in enumerate(sizes):
-        if index > first and (index - first == most_keys or part_bytes + size > most_bytes):
-            cuts.append((first, index))
-            first, part_bytes = index, 0
-        part_bytes += size
-    if sizes:
-        cuts.append((first, len(sizes)))
-    return cuts

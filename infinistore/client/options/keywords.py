@@ -24,7 +24,7 @@ class StoreOptions(TypedDict, total=False):
     unencrypted_rdma: bool
     max_connections: int
     transport: str
-    spin_us: int
+    spin_us: int | Literal["adaptive", "off"]
     name: str
     lazy: bool
     inline_bytes: int
@@ -35,10 +35,12 @@ class StoreOptions(TypedDict, total=False):
     gid_index: int
     staging_bytes: int
     lookup_deadline_s: float
+    hedged_reads: bool
     pool_bytes: int
     minimal_allocate_bytes: int
     allocator: str
     huge_pages: bool
+    numa_node: int
     disk: str | Sequence[str]
     disk_admission: Literal["lazy", "eager", "second-use"]
     disk_wait_s: float

@@ -20,7 +20,20 @@ from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.errors import ConfigError
-from infinistore.settings import Kind, Setting, choice, declare, integer, near, number, path, settings_of, switch
+from infinistore.settings import (
+    ADAPTIVE,
+    Kind,
+    Setting,
+    choice,
+    declare,
+    integer,
+    near,
+    number,
+    path,
+    settings_of,
+    spinning,
+    switch,
+)
 from infinistore.token_file import MAX_TOKEN_BYTES, read_token
 
 if TYPE_CHECKING:
@@ -149,12 +162,13 @@ class Options:
         group=SERVER,
         default_text="the best one",
     )
-    spin_us: int = declare(
+    spin_us: int | Literal["adaptive", "off"] = declare(
         "spin_us",
-        integer(0, None, "MICROSECONDS"),
-        "400",
-        "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 disables spinning. The "
-        "Trio client never spins, so that other tasks can run",
+        spinning(None),
+        ADAPTIVE,
+        "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 or off disables spinning. "
+        "Adaptive: up to 400, while that pays and takes the processor from nobody. The Trio client never spins, so "
+        "that other tasks can run",
         group=SERVER,
     )
     name: str = declare(
@@ -231,6 +245,15 @@ class Options:
         "there",
         group=CLUSTER,
     )
+    hedged_reads: bool = declare(
+        "hedged_reads",
+        _switch(),
+        "true",
+        "Whether a read asks the other copies when a node is late, where a cluster has copies. At most one key in "
+        "twenty is asked for twice",
+        group=CLUSTER,
+        default_text="True",
+    )
     pool_bytes: int = declare(
         "pool_bytes",
         integer(1, None, "BYTES"),
@@ -255,6 +278,13 @@ class Options:
         "Use huge pages, which the machine must have reserved",
         group=EMBEDDED,
         default_text="False",
+    )
+    numa_node: int = declare(
+        "numa_node",
+        integer(-1, None, "NODE"),
+        "-1",
+        "The NUMA node that the pool is on, as far as it has memory; -1 for any",
+        group=EMBEDDED,
     )
     disk: str | Sequence[str] = declare(
         "disk",

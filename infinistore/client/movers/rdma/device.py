@@ -17,9 +17,10 @@ from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
 from infinistore.protocol.messages import HelloReply
 from infinistore.transports.cuda import driver as cuda_driver
 from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda.place import current_gpu, gpu_place
 from infinistore.transports.cuda.registration import DeviceSpan, RegisteredDeviceMemory
 from infinistore.transports.rdma import opening
-from infinistore.transports.rdma.devices import Address, there_is_rdma
+from infinistore.transports.rdma.devices import Address, Place, there_is_rdma
 from infinistore.transports.rdma.memory import RegisteredMemory, RegisteredSpan, Staging
 from infinistore.transports.rdma.verbs import Device, NoRdma
 
@@ -55,9 +56,10 @@ class StoreRdma:
         """Whether both sides have a device, for who has not asked for one."""
         return bool(hello.rdma) and there_is_rdma()
 
-    def take_device(self, near: Address | None = None) -> Device:
+    def take_device(self, near: Address | None = None, peer: Address | None = None) -> Device:
         """Return the device, until `release`; if it is opened now, preferably one near
-        an address of ours by which a server was reached.
+        an address of ours by which a server was reached, whose
+        address is `peer`.
 
         Raises:
             NoRdma: there is none here, or it is not the time to try.
@@ -66,7 +68,7 @@ class StoreRdma:
             if not self.forced:
                 self.pause.check()
             try:
-                device = self._opened(near)
+                device = self._opened(near, peer)
             except NoRdma as error:
                 self.pause.begin(str(error))
                 raise
@@ -161,12 +163,14 @@ class StoreRdma:
         if device is not None:
             device.abandon()
 
-    def _opened(self, near: Address | None = None) -> Device:
+    def _opened(self, near: Address | None = None, peer: Address | None = None) -> Device:
         if self._closed:
             raise NoRdma("the store was closed")
         if self.device is None:
             options = self._options
-            device = opening.open_device(options.device or None, options.ib_port, None, options.gid_index, near)
+            name = options.device or None
+            place = self._place() if name is None else None
+            device = opening.open_device(name, options.ib_port, None, options.gid_index, near, peer=peer, place=place)
             try:
                 for registration in self._registrations:
                     self._make_known_later(registration, device)
@@ -175,6 +179,14 @@ class StoreRdma:
                 raise
             self.device = device
         return self.device
+
+    def _place(self) -> Place | None:
+        """Where the GPU is whose memory is registered, or which this process uses."""
+        registered = (one.device_memory.ordinal for one in self._registrations if one.device_memory is not None)
+        ordinal = next(registered, None)
+        if ordinal is None:
+            ordinal = current_gpu()
+        return None if ordinal is None else gpu_place(cuda_driver.load_cuda(), ordinal)
 
     def _make_known(self, registration: Registration, device: Device) -> None:
         span: RegisteredSpan | DeviceSpan

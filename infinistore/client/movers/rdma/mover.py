@@ -125,6 +125,7 @@ class RdmaMover(Mover):
             _one_if_same(placement.keys),
             pack_u64(checksums),
             part.replace,
+            part.ttl_us,
         )
         reply = expect(PutReply, await self._channel.ask(put))
         self._works()
@@ -146,7 +147,7 @@ class RdmaMover(Mover):
             fill = RdmaFill(reserved.reservation, first, count, staging.span.address, staging.span.key)
             expect(CountReply, (await self._channel.ask(fill)))
             first += count
-        commit = Commit(reserved.reservation, Keys(part.keys), pack_u64(checksums), part.replace)
+        commit = Commit(reserved.reservation, Keys(part.keys), pack_u64(checksums), part.replace, part.ttl_us)
         reply = expect(PutReply, (await self._channel.ask(commit)))
         self._channel.holding = False
         self._owed = None

@@ -54,7 +54,7 @@ class RdmaSource(MoverSource):
         rdma = self.rdma
         if not rdma.forced:
             self.pause.check()
-        device = rdma.take_device(_own_address(stream))
+        device = rdma.take_device(*_addresses(stream))
         queue = None
         rests = self.pause
         try:
@@ -93,11 +93,12 @@ class RdmaSource(MoverSource):
         return not self.rdma.pause.resting and not self.pause.resting
 
 
-def _own_address(stream: Any) -> Address | None:
+def _addresses(stream: Any) -> tuple[Address | None, Address | None]:
     """The address of this machine that the server knows, because this connection comes
-    from there.
+    from there, and that of the server.
     """
     with suppress(OSError, AttributeError):  # closed meanwhile: the next request tells; or simulated
-        name = stream.socket.getsockname()
-        return near_address(name[0]) if isinstance(name, tuple) else None
-    return None
+        names = stream.socket.getsockname(), stream.socket.getpeername()
+        own, peer = (near_address(name[0]) if isinstance(name, tuple) else None for name in names)
+        return own, peer
+    return None, None

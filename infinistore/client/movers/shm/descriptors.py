@@ -5,6 +5,7 @@ tables.
 import errno
 import os
 from collections.abc import Sequence
+from typing import Final
 
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.shm.known_reads import KnownReads
@@ -13,8 +14,9 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.messages import MapArenas, MapArenasReply, MapTables, MapTablesReply
 from infinistore.protocol.versions import Capability
 
-__all__ = ["ask_tables", "learn_arenas"]
+__all__ = ["MAPS_NOTHING", "ask_tables", "learn_arenas", "maps_something"]
 
+MAPS_NOTHING: Final = "the server lets this client map nothing"
 _NEEDED_FOR_TABLES = Capability.TABLES | Capability.COMMIT_WORD
 
 
@@ -28,6 +30,17 @@ async def learn_arenas(channel: Channel, pool: MappedPool, places: Sequence[int]
     while known < pool.arena_count and not pool.knows(places):
         known = pool.arena_count
         await ask_arenas(channel, pool)
+
+
+async def maps_something(channel: Channel, pool: MappedPool) -> bool:
+    """Ask for the arenas for the first time; return whether there are any for this
+    client. If not, statistics say so.
+    """
+    await learn_arenas(channel, pool)
+    if not pool.arena_count and not pool.closed:
+        channel.path = "unix", MAPS_NOTHING
+        return False
+    return True
 
 
 async def ask_arenas(channel: Channel, pool: MappedPool) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from infinistore.client.memory.pins import Pins
 from infinistore.client.movers.shm.known_blocks import KnownBlocks, Places
 from infinistore.core.arena import Mapping
-from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
+from infinistore.errors import OutOfMemory, ProtocolError, ServerReplaced, StoreUnavailable
 from infinistore.protocol.messages import MapTablesReply, Numbers
 from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
@@ -142,13 +142,18 @@ class KnownReads:
         """Make the blocks of a prepared reservation visible; `checksums` is empty if
         there are none.
 
-        Raises: StoreUnavailable: the server has ended this connection, and waits for us
-            to do so. Nothing is stored.
+        Raises:
+            ServerReplaced: the server has ended this connection, and waits for us to do
+                so. Nothing is stored.
+            StoreUnavailable: it ended it just now. It is not known whether this was
+                earlier.
         """
         assert self.commit_word is not None and self._pins.hazards is not None
         if self._pins.hazards.closed:
-            raise StoreUnavailable("the server has ended the connection before the batch was committed")
+            raise ServerReplaced("the server has ended the connection before the batch was committed")
         self.commit_word.commit(reservation, checksums)
+        if self._pins.hazards.closed:  # it may have looked before: nobody knows
+            raise StoreUnavailable("the server ended the connection while the batch was committed")
 
 
 def is_too_long(known: Places, capacities: Numbers, most_bytes: int) -> bool:

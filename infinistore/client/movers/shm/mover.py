@@ -16,7 +16,7 @@ it if no request follows, and it wakes the server for the request that does foll
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from infinistore.client import requests
@@ -24,16 +24,15 @@ from infinistore.client.memory.copying import hash_blocks
 from infinistore.client.memory.pins import Owed
 from infinistore.client.memory.views import Leased, ReservedRoom
 from infinistore.client.movers.base import GetPart, Mover, PutPart
-from infinistore.client.movers.channel import Channel, expect, present_in
+from infinistore.client.movers.channel import Channel, expect, in_order, placed, present_in
 from infinistore.client.movers.inline import read_payload, skipped_keys
-from infinistore.client.movers.shm.descriptors import ask_tables, learn_arenas
+from infinistore.client.movers.shm.descriptors import MAPS_NOTHING, ask_tables, learn_arenas, maps_something
 from infinistore.client.movers.shm.known_blocks import Places
 from infinistore.client.movers.shm.known_reads import PinnedBlocks, is_too_long
 from infinistore.client.movers.shm.mapped_pool import MappedPool
 from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
-    MISSING,
     NO_CHECKSUM,
     Abort,
     Commit,
@@ -72,6 +71,7 @@ class ShmMover(Mover):
         self._known_reads = pool.machine.known_reads(pool.known, channel.pins, pool.machine.map_memory)
         self._last_sizes = pack_u64()  # of the last put
         self._spare: ReserveReply | None = None  # room for a put like the last
+        self._maps_nothing = False  # the server has no memory for this client to map
         self.handlers = {
             PutPart: self.put,
             GetPart: self.get,
@@ -80,10 +80,13 @@ class ShmMover(Mover):
             requests.Commit: self.commit,
             requests.Exists: self.exists,
             requests.MatchPrefix: self.match_prefix,
+            requests.GetStatistics: self.find_out,
         }
 
     def why_not(self, request: object) -> str:
         """Say why it cannot carry a request; empty if it can."""
+        if self._maps_nothing and isinstance(request, PutPart | GetPart | requests.Lease | requests.Reserve):
+            return MAPS_NOTHING
         if isinstance(request, PutPart):
             if request.total_bytes <= self._inline_bytes:
                 return "a small batch is quicker inline"
@@ -97,8 +100,7 @@ class ShmMover(Mover):
             reply = expect(ReserveReply, await self._connection.late_reply())
         except (StoreUnavailable, ProtocolError):
             raise
-        # there is no room; the next put asks again, and gets the error
-        except InfiniStoreException:
+        except InfiniStoreException:  # there is no room; the next put asks again, and gets the error
             return
         self._spare = reply if reply.reservation else None
 
@@ -121,7 +123,7 @@ class ShmMover(Mover):
         if channel.late is not None:
             await channel.read_late_reply()
         if not self.pool.arena_count:
-            await learn_arenas(self._channel, self.pool)
+            await self._learn_first()
         if not self.pool.writable:
             return None
         replace = part.replace
@@ -134,10 +136,9 @@ class ShmMover(Mover):
         if self._spare is not None:
             room = await self._spare_room(alike)
             channel.holding = room is not None
-        # Puts often come in rows of equal sizes: this one requests the room of the
-        # next.
+        # Puts often come in rows of equal sizes: this one requests room for the next.
         then = Reserve(sizes, spare=True) if alike and part.total_bytes in self.pool.machine.spare_bytes else None
-        if replace and self._known_reads.can_commit(len(sizes)):
+        if replace and not part.ttl_us and self._known_reads.can_commit(len(sizes)):
             room, hashes, committed = await self._put_named(part, sizes, room, then)
             if committed:
                 return []
@@ -148,7 +149,7 @@ class ShmMover(Mover):
             channel.holding = True
             await self._open_room(room, len(sizes))
             hashes = await self._copy_in(part, room)
-        commit = Commit(room.reservation, Keys(part.keys), hashes, replace)
+        commit = Commit(room.reservation, Keys(part.keys), hashes, replace, part.ttl_us)
         request = self._connection.encode(commit, deadline_us=channel.remaining_us(), then=then)
         if then is not None:
             channel.late = self._read_spare
@@ -202,13 +203,24 @@ class ShmMover(Mover):
 
     async def _copy_in(self, part: PutPart, room: _Room) -> Numbers:
         """Copy blocks into the pool; return their hashes, if they are wanted."""
-        _, views, lengths, total, _, _ = part
+        _, views, lengths, total, _, _, _ = part
         targets = self.pool.blocks(room.places.tolist(), lengths, writable=True)
         copying = self.pool.copier.copy(views, targets, lengths, total, hash_targets=self._channel.verify)
         return Numbers(array("Q", await copying))
 
-    async def get(self, part: GetPart) -> int:
-        """Read a part; return how many of its keys were answered for."""
+    async def _learn_first(self) -> bool:
+        """Ask for the arenas for the first time; return whether there are any."""
+        self._maps_nothing = not await maps_something(self._channel, self.pool)
+        return not self._maps_nothing
+
+    async def find_out(self, request: requests.GetStatistics) -> None:
+        """Learn which way blocks take, before the server is asked for statistics."""
+        if not self.pool.arena_count and not self._maps_nothing:
+            await self._learn_first()
+
+    async def get(self, part: GetPart) -> int | None:
+        """Read a part; return how many of its keys were answered for, or None if
+        blocks are not to be mapped."""
         keys = part.keys
         if await self._read_known(part):
             return len(keys)
@@ -216,6 +228,10 @@ class ShmMover(Mover):
         reply = expect(LeaseReply, await self._channel.ask(lease))
         self._channel.holding = bool(reply.lease)
         self._take_note(lease, reply)
+        if reply.lease and not self.pool.arena_count and not await self._learn_first():
+            await self._connection.notify(Release(reply.lease))
+            self._channel.holding = False
+            return None
         targets = part.destination(reply.sizes, part.first)
         if reply.lease:
             await self._copy_out(part, reply, targets)
@@ -224,7 +240,7 @@ class ShmMover(Mover):
         return len(reply.sizes)
 
     async def _copy_out(self, part: GetPart, reply: LeaseReply, targets: list[memoryview]) -> None:
-        places, sizes = self._placed(reply)
+        places, sizes = placed(reply)
         if not self.pool.knows(places):
             await learn_arenas(self._channel, self.pool, places)
         sources = self.pool.blocks(places, sizes, writable=False)
@@ -311,11 +327,14 @@ class ShmMover(Mover):
         await self._note_use(encode_head(Touch(self._channel.key_part(keys, 0), read=False), request_id=0))
         return requests.Matched(len(keys))
 
-    async def lease(self, request: requests.Lease) -> Leased:
-        """Pin the batch in the server's pool and return views of it.
+    async def lease(self, request: requests.Lease) -> Leased | None:
+        """Pin the batch in the server's pool and return views of it; None if it is not
+        to be mapped.
 
         The server decides into how many parts it is cut.
         """
+        if not self.pool.arena_count and not await self._learn_first():
+            return None
         keys, verify = request.keys, request.verify
         with self._pins.lock:
             if self._spare is not None:
@@ -347,12 +366,12 @@ class ShmMover(Mover):
                     if reply.lease:
                         owed.messages.append(Release(reply.lease))
                     self._take_note(lease, reply)
-                    places, sizes = self._placed(reply)
+                    places, sizes = placed(reply)
                     self._count_leased(owed, sizes)
                     if not self.pool.knows(places):
                         await learn_arenas(self._channel, self.pool, places)
                     found = self.pool.views(places, sizes, writable=False, watch=watch)
-                    views += found if len(found) == len(reply.sizes) else _in_order(reply.sizes, found)
+                    views += found if len(found) == len(reply.sizes) else in_order(reply.sizes, found)
                     if verify:
                         checksums += reply.checksums
                 if verify:
@@ -378,17 +397,6 @@ class ShmMover(Mover):
             raise ProtocolError(f"{len(reply.places)} places for {len(reply.sizes)} blocks")
         self.pool.known.note(lease.keys, reply.places, reply.sizes, reply.checksums, reply.removals)
 
-    @staticmethod
-    def _placed(reply: LeaseReply) -> tuple[list[int], list[int]]:
-        """Return places and sizes of the present blocks as lists; see
-        `_check_reply`.
-        """
-        sizes = reply.sizes.tolist()
-        if MISSING not in sizes:  # the usual case
-            return reply.places.tolist(), sizes
-        there = present_in(reply)
-        return [reply.places[i] for i in there], [sizes[i] for i in there]
-
     async def _check_in_place(
         self, keys: Sequence[str], views: Sequence[memoryview | None], checksums: Sequence[int]
     ) -> None:
@@ -404,7 +412,7 @@ class ShmMover(Mover):
         Returns None if clients may not write to the pool.
         """
         if not self.pool.arena_count:
-            await learn_arenas(self._channel, self.pool)
+            await self._learn_first()
         if not self.pool.writable or not request.keys:
             return None
         with self._pins.lock:
@@ -431,7 +439,7 @@ class ShmMover(Mover):
             return None
         checksums = (await hash_blocks(room.memory)) if self._channel.verify else []
         with self._pins.lock:
-            commit = Commit(room.reservation, Keys(room.keys), pack_u64(checksums))
+            commit = Commit(room.reservation, Keys(room.keys), pack_u64(checksums), ttl_us=request.ttl_us)
             expect(PutReply, await self._channel.ask(commit))
             room.owed.messages.clear()
             self._pins.reserved = False
@@ -440,9 +448,3 @@ class ShmMover(Mover):
     def close(self) -> None:
         """Let go of the tables."""
         self._known_reads.close()
-
-
-def _in_order(sizes: Sequence[int], found: Iterable[memoryview]) -> list[memoryview | None]:
-    """Return what was found with None for what is missing."""
-    present = iter(found)
-    return [None if size == MISSING else next(present) for size in sizes]

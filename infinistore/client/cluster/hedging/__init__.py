@@ -1,0 +1,1 @@
+"""Reads that ask another copy when the first one is late."""

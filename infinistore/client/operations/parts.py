@@ -1,0 +1,83 @@
+"""Calls that are sent in several parts, and those about how long keys stay."""
+
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from infinistore.client import requests
+from infinistore.client.movers.channel import Channel, expect
+from infinistore.errors import ProtocolError, ServerReplaced, StoreUnavailable, VersionMismatch
+from infinistore.protocol.messages import MISSING, Keys, Numbers, Pin, PinReply, TimesLeft, TimesLeftReply
+from infinistore.protocol.versions import Capability
+
+__all__ = ["check_ttl", "cuts", "not_all_over", "pin", "times_left"]
+
+
+@contextmanager
+def not_all_over(done: int) -> Iterator[None]:
+    """Around one part: let nobody begin the call again if parts of it are `done`."""
+    try:
+        yield
+    except ServerReplaced as error:
+        if not done:
+            raise
+        raise StoreUnavailable(f"{error}; earlier parts of the batch are") from error
+
+
+def cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Cut a batch into parts within the limits; a single block may be longer than
+    `most_bytes`.
+    """
+    cuts: list[tuple[int, int]] = []
+    first = 0
+    part_bytes = 0
+    for index, size in enumerate(sizes):
+        if index > first and (index - first == most_keys or part_bytes + size > most_bytes):
+            cuts.append((first, index))
+            first, part_bytes = index, 0
+        part_bytes += size
+    if sizes:
+        cuts.append((first, len(sizes)))
+    return cuts
+
+
+def check_ttl(channel: Channel, ttl_us: int) -> None:
+    """Raise VersionMismatch if blocks shall end and the server cannot end them."""
+    if ttl_us and Capability.RETENTION not in channel.connection.peer.capabilities:
+        raise VersionMismatch(
+            "the server's release knows no time to live; put without ttl_s, or install this release there, too"
+        )
+
+
+async def pin(channel: Channel, request: requests.Pin) -> list[bool]:
+    """Pin keys, or unpin them."""
+
+    async def ask(part: Keys) -> bytes:
+        return expect(PinReply, await channel.ask(Pin(part, request.pinned))).pinned
+
+    return list(map(bool, await _of_each(channel, request.keys, ask)))
+
+
+async def times_left(channel: Channel, request: requests.TimesLeft) -> list[int | None]:
+    """Ask when keys end. A server without RETENTION ends none."""
+    if Capability.RETENTION not in channel.connection.peer.capabilities:
+        return [0] * len(request.keys)
+
+    async def ask(part: Keys) -> Numbers:
+        return expect(TimesLeftReply, await channel.ask(TimesLeft(part))).times
+
+    return [None if time == MISSING else time for time in await _of_each(channel, request.keys, ask)]
+
+
+async def _of_each(
+    channel: Channel, keys: Sequence[str], ask: Callable[[Keys], Coroutine[Any, Any, Sequence[int]]]
+) -> list[int]:
+    """Ask for as many keys at once as a request may name; return a number for each."""
+    found: list[int] = []
+    while len(found) < len(keys):
+        part = channel.key_part(keys, len(found))
+        numbers = await ask(part)
+        if len(numbers) != len(part):
+            raise ProtocolError(f"the server answered for {len(numbers)} of {len(part)} keys")
+        found += numbers
+    return found
