@@ -31,6 +31,26 @@ class Drain:
     """Groups that could not be moved as a whole."""
     moved_blocks: int = 0
     moved_bytes: int = 0
+    size_bytes: int = 0
+    """What the blocks to be moved have together."""
+    done_bytes: int = 0
+    """What of this was moved, was there, is gone, or could not be moved."""
+    elapsed_s: int = 0
+    """For how long it has been passing blocks on."""
+
+    @property
+    def ratio(self) -> float:
+        """Which part of the blocks is done: 0.0 to 1.0."""
+        return min(1.0, self.done_bytes / self.size_bytes) if self.size_bytes else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """About how many seconds the rest takes at the pace so far; None if that cannot
+        be said yet.
+        """
+        if not self.elapsed_s or not self.ratio:
+            return None
+        return self.elapsed_s * (1 - self.ratio) / self.ratio
 
     def __str__(self) -> str:
         told = f"{self.moved_groups + self.skipped_groups} of {self.groups} groups"

@@ -21,9 +21,8 @@ from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.view import NodeState
 from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.memberships import make_session
-from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import ConfigError, StoreUnavailable
 
 __all__ = ["Operator", "set_state_in_file"]
@@ -34,10 +33,12 @@ _T = TypeVar("_T")
 class Operator:
     """Changes a cluster in etcd from outside. All its methods raise ConfigError for
     what cannot be, and StoreUnavailable if etcd does not answer or refuses.
+    `ask_instance` asks a node who it is.
     """
 
-    def __init__(self, place: EtcdPlace) -> None:
+    def __init__(self, place: EtcdPlace, ask_instance: AskInstance) -> None:
         """Raises ConfigError if a file that `place` names cannot be used."""
+        self._ask_instance = ask_instance
         self._place = place
         self._layout = Layout(place.cluster)
         self._session = make_session(place, Random())
@@ -61,7 +62,7 @@ class Operator:
         await self._run(lambda session: follow_node(session, self._layout, node_id, until=until))
 
     async def _run(self, flow: Callable[[EtcdSession], Flow[_T]]) -> _T:
-        runner = FlowRunner(EtcdConnections(self._place), ask_instance=instance_asker(""))
+        runner = FlowRunner(EtcdConnections(self._place), ask_instance=self._ask_instance)
         try:
             return await runner.run(flow(self._session))
         except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:

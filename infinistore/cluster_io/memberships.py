@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
+from infinistore.addresses import with_port
 from infinistore.cluster.documents import read_file
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
@@ -25,12 +26,10 @@ from infinistore.cluster.view import View
 from infinistore.cluster_io.connections import Connect, EtcdConnections, connect
 from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.folder_watch import FolderWatch
-from infinistore.cluster_io.probing import instance_asker
+from infinistore.cluster_io.probing import ConnectNode, NodeTls, instance_asker
 from infinistore.errors import StoreUnavailable
 from infinistore.token_file import read_token
-
-if TYPE_CHECKING:
-    from ssl import SSLContext
+from infinistore.transports.sockets.trio_streams import connect_tcp
 
 __all__ = ["EtcdMembership", "FileMembership", "RunningMembership", "make_membership", "make_session"]
 
@@ -42,8 +41,9 @@ _RETRY_S: Final = 2.0
 class RunningMembership(abc.ABC):
     """What both kinds share. `clock` is that of the tasks that run it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], source: str) -> None:
         self._clock = clock
+        self._source = source
         self._view: View | None = None
         self._known = threading.Event()
         self._listeners: list[Listener] = []
@@ -77,7 +77,8 @@ class RunningMembership(abc.ABC):
             StoreUnavailable: there is none in time.
         """
         if not self._known.wait(timeout_s):
-            raise StoreUnavailable(f"no view of the cluster within {timeout_s:g} s: {self.problem or 'no answer'}")
+            problem = self.problem or f"no answer from {self._source}"
+            raise StoreUnavailable(f"no view of the cluster within {timeout_s:g} s: {problem}")
 
     def add_listener(self, listener: Listener) -> Callable[[], None]:
         """Have `listener` called with each new view; returns what ends that."""
@@ -103,7 +104,7 @@ class FileMembership(RunningMembership):
     """A file that lists the nodes, read again whenever it is replaced."""
 
     def __init__(self, place: FilePlace, *, clock: Callable[[], float] = trio.current_time) -> None:
-        super().__init__(clock)
+        super().__init__(clock, str(place.path))
         self._path = place.path
         self._text: bytes | None = None
         self._confirmed_at: float | None = None
@@ -169,7 +170,7 @@ class EtcdMembership(RunningMembership):
         ask_instance: AskInstance | None = None,
     ) -> None:
         """Raises ConfigError if a file that `place` names cannot be used."""
-        super().__init__(clock)
+        super().__init__(clock, f"etcd at {', '.join(with_port(*one) for one in place.endpoints)}")
         random = random or Random()
         self._runner = FlowRunner(EtcdConnections(place, connect), ask_instance=ask_instance or instance_asker(""))
         self._follower = Follower(
@@ -207,17 +208,22 @@ def make_session(place: EtcdPlace, random: Random) -> EtcdSession:
 
 def make_membership(
     place: FilePlace | EtcdPlace,
-    token: str,
-    tls: "SSLContext | None" = None,
+    token: str = "",
+    tls: "NodeTls" = None,
     *,
     clock: Callable[[], float] = trio.current_time,
+    random: Random | None = None,
+    connect_etcd: Connect = connect,
+    connect_node: ConnectNode = connect_tcp,
+    ask_instance: AskInstance | None = None,
 ) -> RunningMembership:
     """Return the membership for a place. `token` is that of the servers,
-    and `tls` is what they are asked with.
+    and `tls` is what they are asked with, unless `ask_instance` asks them.
 
     Raises:
         ConfigError: a file that `place` names cannot be used.
     """
     if isinstance(place, FilePlace):
         return FileMembership(place, clock=clock)
-    return EtcdMembership(place, clock=clock, ask_instance=instance_asker(token, tls))
+    ask_instance = ask_instance or instance_asker(token, tls, connect=connect_node)
+    return EtcdMembership(place, clock=clock, random=random, connect=connect_etcd, ask_instance=ask_instance)

@@ -1,7 +1,10 @@
 """Asks a server who it is."""
 
 import functools
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
@@ -11,18 +14,55 @@ from infinistore.cluster_io.flows import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
+from infinistore.token_file import read_token
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-__all__ = ["instance_asker"]
+__all__ = ["ConnectNode", "NodeTls", "Token", "credentials", "instance_asker"]
+
+ConnectNode: TypeAlias = Callable[[str, int], Awaitable[Stream]]
+"""Connects to host and port. Raises StoreUnavailable if nobody accepts."""
+NodeTls: TypeAlias = "SSLContext | Callable[[], SSLContext] | None"
+"""What nodes are asked with: a function returns what holds now."""
+Token: TypeAlias = str | Callable[[], str]
+"""What servers are asked with, or what returns that."""
 
 
-def instance_asker(token: str, tls: "SSLContext | None" = None) -> AskInstance:
+def _ignore(node: Node, error: InfiniStoreException | None) -> None:
+    """Tell nobody."""
+
+
+def credentials(options: Mapping[str, str], token: str | None = None) -> "tuple[str, SSLContext | None]":
+    """Return the token and the TLS that the options of a cluster's URL name. A token
+    that is given comes first, and the variable INFINISTORE_TOKEN last.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    if token is None:
+        file = options.get("token_file")
+        token = os.environ.get("INFINISTORE_TOKEN", "") if file is None else read_token(file)
+    files = {name: Path(options[name]) for name in ("ca", "cert", "key") if name in options}
+    if not files:
+        return token, None
+    from infinistore.transports.tls.contexts import client_context  # late: few need it
+
+    return token, client_context(**files)
+
+
+def instance_asker(
+    token: Token,
+    tls: "NodeTls" = None,
+    *,
+    connect: ConnectNode = connect_tcp,
+    on_answer: Callable[[Node, InfiniStoreException | None], object] = _ignore,
+) -> AskInstance:
     """Return a function that asks a node for its instance, over TCP: with TLS if `tls`
-    is given, or the node says that it speaks TLS.
+    is given, or the node says that it speaks TLS. A `tls` that changes is a function.
+    `on_answer` is told of a node that answers, and why it refused, if it did.
     """
 
     @functools.cache
@@ -35,18 +75,22 @@ def instance_asker(token: str, tls: "SSLContext | None" = None) -> AskInstance:
         scheme, _, written = node.address.partition("://")
         try:
             host, port = host_and_port(written, DEFAULT_SERVICE_PORT)
-            stream: Stream = await connect_tcp(host, port)
+            stream: Stream = await connect(host, port)
             if tls is not None or scheme == "infinistores":
-                stream = _over_tls(stream, host, tls or systems())
+                context = tls() if callable(tls) else tls
+                stream = _over_tls(stream, host, context or systems())
         except InfiniStoreException:
             await trio.lowlevel.checkpoint()
             return ""
         try:
-            reply = await drive(ClientConnection().request(Hello("cluster view", token)), stream)
-        except InfiniStoreException:
+            presented = token if isinstance(token, str) else token()
+            reply = await drive(ClientConnection().request(Hello("cluster view", presented)), stream)
+        except InfiniStoreException as error:
+            on_answer(node, error)
             return ""
         finally:
             stream.close()
+        on_answer(node, None)
         return reply.instance if isinstance(reply, HelloReply) else ""
 
     return ask

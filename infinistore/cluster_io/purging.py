@@ -10,24 +10,23 @@ from infinistore.cluster.etcd.messages import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.purging import Purged, purge_cluster
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.memberships import make_session
-from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import StoreUnavailable
 
 __all__ = ["purge_registered"]
 
 
-async def purge_registered(place: EtcdPlace, timeout_s: float) -> Purged:
+async def purge_registered(place: EtcdPlace, timeout_s: float, ask_instance: AskInstance) -> Purged:
     """Write to etcd that the cluster is purged, and wait until its nodes have done it,
-    but not longer than `timeout_s`.
+    but not longer than `timeout_s`. `ask_instance` asks a node who it is.
 
     Raises:
         ConfigError: etcd knows no such cluster, or a file that `place` names cannot be
             used.
         StoreUnavailable: etcd does not answer, or refuses.
     """
-    runner = FlowRunner(EtcdConnections(place), ask_instance=instance_asker(""))
+    runner = FlowRunner(EtcdConnections(place), ask_instance=ask_instance)
     session = make_session(place, Random())
     try:
         return await runner.run(purge_cluster(session, Layout(place.cluster), trio.current_time, timeout_s))

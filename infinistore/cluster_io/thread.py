@@ -25,7 +25,7 @@ from infinistore.new_threads import start_thread
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-__all__ = ["open_membership"]
+__all__ = ["Share", "open_membership"]
 
 _log = logging.getLogger("infinistore.cluster")
 
@@ -44,7 +44,7 @@ def open_membership(url: ClusterUrl, token: str = "", tls: "SSLContext | None" =
     return _all.open(url.place, token, tls)
 
 
-class _Share:
+class Share:
     """What one caller of `open_membership` has of a membership."""
 
     def __init__(self, membership: RunningMembership, release: Callable[[], None]) -> None:
@@ -55,21 +55,26 @@ class _Share:
 
     @property
     def view(self) -> View:
+        """The newest view."""
         return self._membership.view
 
     @property
     def age_s(self) -> float:
+        """For how long nothing has confirmed it."""
         return self._membership.age_s
 
     def wait_known(self, timeout_s: float) -> None:
+        """Wait until there is a view."""
         self._membership.wait_known(timeout_s)
 
     def add_listener(self, listener: Listener) -> Callable[[], None]:
+        """Have a listener called with each new view, until this is closed."""
         remove = self._membership.add_listener(listener)
         self._removers.append(remove)
         return remove
 
     def close(self) -> None:
+        """Hear nothing more."""
         if self._open.acquire(blocking=False):  # for good: the first call closes
             for remove in self._removers:
                 remove()
@@ -149,7 +154,7 @@ class _Memberships:
                 self._thread.start(shared.membership)
                 self._shared[key] = shared
             shared.users += 1
-        return _Share(shared.membership, lambda: self._release(key))
+        return Share(shared.membership, lambda: self._release(key))
 
     def _release(self, key: tuple[FilePlace | EtcdPlace, str]) -> None:
         if os.getpid() != self._process:

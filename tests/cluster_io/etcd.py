@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ class Etcd:
 
     @property
     def url(self) -> str:
-        return "infinistore+etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + "/test"
+        return self.url_of("test")
+
+    def url_of(self, cluster: str) -> str:
+        """The URL of one of the clusters in it."""
+        return "infinistore+etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + f"/{cluster}"
 
     def start(self, member: int = 0, *, wait: bool = True) -> None:
         assert ETCD is not None
@@ -98,3 +103,11 @@ class Etcd:
     def close(self) -> None:
         for member in range(len(self._processes)):
             self.kill(member)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """One for all tests of a module, which take clusters of their own."""
+    running = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield running
+    running.close()

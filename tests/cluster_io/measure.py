@@ -12,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from infinistore.cluster.locate import parse_cluster_url
@@ -57,6 +59,22 @@ def serve(url: str, name: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "infinistore", "--cluster", url, "--node-id", name, "--service-port", "0"]
     command += ["--manage-port", "off", "--prealloc-size", "64MB", "--node-warm-up", "1", "--log-level", "error"]
     return subprocess.Popen(command)
+
+
+@contextmanager
+def serving(etcd: Etcd, names: Sequence[str]) -> "Iterator[dict[str, subprocess.Popen[bytes]]]":
+    """Nodes of one cluster, by their names, until the block is left, and then `etcd`
+    ends, too."""
+    servers: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name in names:
+            servers[name] = serve(etcd.url, name)
+        yield servers
+    finally:
+        for process in servers.values():
+            process.kill()
+            process.wait()
+        etcd.close()
 
 
 def leader_of(etcd: Etcd) -> int:
@@ -120,16 +138,8 @@ def main() -> None:
     away_s = parser.parse_args().away
     with tempfile.TemporaryDirectory() as folder:
         etcd = Etcd(Path(folder), members=3)
-        servers: dict[str, subprocess.Popen[bytes]] = {}
-        try:
-            for name in ("a", "b", "c"):
-                servers[name] = serve(etcd.url, name)
+        with serving(etcd, ("a", "b", "c")) as servers:
             measure(etcd, servers, away_s)
-        finally:
-            for process in servers.values():
-                process.kill()
-                process.wait()
-            etcd.close()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +15,7 @@ from infinistore.cluster.locate import ClusterUrl, parse_cluster_url
 from infinistore.cluster.view import View
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import ConfigError, StoreUnavailable
+from tests.bad_days.full_backlog import full
 
 
 def write(path: Path, *names: str) -> ClusterUrl:
@@ -85,6 +88,22 @@ def test_waiting_for_a_view_that_does_not_come_says_why(tmp_path: Path) -> None:
     ):
         membership.wait_known(0.2)
     membership.close()
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_an_etcd_that_takes_no_connection_is_named_when_the_time_is_over(members: int) -> None:
+    """Whoever connects gets no answer at all: the first packets are lost."""
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(members):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stack.enter_context(full(listener, listener.getsockname()))
+            ports.append(f"127.0.0.1:{listener.getsockname()[1]}")
+        membership = open_membership(parse_cluster_url(f"infinistore+etcd://{','.join(ports)}/test"))
+        told = rf"no view of the cluster within 0\.2 s: no answer from etcd at {', '.join(ports)}$"
+        with pytest.raises(StoreUnavailable, match=told):
+            membership.wait_known(0.2)
+        membership.close()
 
 
 def test_a_file_that_a_url_names_is_looked_at_when_it_is_opened(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.cluster_io.etcd import etcd
+
+__all__ = ["etcd"]
+
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
 
@@ -26,9 +30,13 @@ class RunningShards:
     port: int
     management: str
 
+    token: str = ""
+    """What its management API is asked with, if it wants one."""
+
     def ask(self, path: str, method: str = "GET") -> tuple[int, bytes]:
         """The status and the body that the management API answers."""
-        request = urllib.request.Request(self.management + path, method=method)
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        request = urllib.request.Request(self.management + path, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read()

@@ -2,23 +2,25 @@
 
 import os
 import signal
+import ssl
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from infinistore import blocking
+from infinistore.cli.failures import run
+from infinistore.cluster.locate import parse_cluster_url
+from infinistore.cluster.view import NodeState
+from infinistore.cluster_io.thread import open_membership
+from tests.cluster_client.clusters import Member
 from tests.cluster_io.etcd import Etcd, needs_etcd
+from tests.transports.certificates import issue
 
 from .conftest import RunningShards, running_shards
 
 KEYS = [f"key {number}" for number in range(64)]
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    running = Etcd(tmp_path_factory.mktemp("etcd"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,48 @@ def test_a_shard_that_was_killed_is_the_same_node_again(two_nodes: RunningShards
         "machine/1",
         f"infinistore://127.0.0.1:{before['port']}",
     )
+
+
+@needs_etcd
+def test_a_shard_whose_id_another_server_has_ends_all_with_one_line(etcd: Etcd, environment: dict[str, str]) -> None:
+    url = etcd.url.replace("/test", "/taken")
+    other = Member(cluster=url, node_id="machine/1")
+    try:
+        flags = ("--cluster", url, "--node-id", "machine")
+        with running_shards(environment, *flags) as started:
+            _, errors = started.process.communicate(timeout=100)  # it waits for as long as a lease may last
+    finally:
+        other.stop()
+    assert started.process.returncode == 2
+    (line,) = (line for line in errors.splitlines() if line.startswith("infinistore: "))
+    assert "shard 1: another server, at " in line
+    assert "give each its own --node-id" in line
+
+
+@needs_etcd
+def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority(
+    etcd: Etcd, environment: dict[str, str], tmp_path: Path
+) -> None:
+    files = issue(tmp_path)
+    url = etcd.url.replace("/test", "/tls")
+    flags = ["--cluster", url, "--node-id", "secure", "--node-warm-up", "0", "--tls-cert", str(files.cert)]
+    flags += ["--tls-key", str(files.key), "--tls-peer-ca", str(files.ca)]
+    with running_shards(environment, *flags) as started, closing(open_membership(parse_cluster_url(url))) as membership:
+        while [node.state for node in membership.view.nodes] != [NodeState.SERVING] * 2:
+            pass  # the test's own timeout is the limit
+        ports = [int(node.address.rpartition(":")[2]) for node in membership.view.nodes]
+
+        def shown() -> list[str]:
+            return [ssl.get_server_certificate(("127.0.0.1", port), timeout=60) for port in ports]
+
+        before = shown()
+        assert before[0] == before[1]
+        issue(tmp_path, ca="two", into=files)
+        started.process.send_signal(signal.SIGHUP)
+        while set(before).intersection(shown()):
+            pass
+        with blocking.open_store(f"{url}?ca={files.ca}") as store:
+            store.put_many({key: key.encode() for key in KEYS})
+            # It passes its blocks on to the other, which has the new authority only.
+            assert run(["cluster", "drain", "secure/0", url]) == 0
+            assert store.get_many(KEYS) == [bytearray(key.encode()) for key in KEYS]

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from infinistore.access.policy import OneTenant
 from infinistore.server.management.http import Application, ConnectionSlots, HttpLimits, serve_connection, serve_http
 from infinistore.server.security.access import Access
 from infinistore.server.shards.management import ShardsManagement
@@ -69,7 +70,7 @@ async def merged(folder: Path, *shards: Application | None, token: str = "") -> 
                     nursery.start_soon(serve_http, application, [listener])
                     state.started(1)
                     state.serving(0.0)
-            yield Asked(ShardsManagement(Fleet(states), Access(token)).application(), nursery)
+            yield Asked(ShardsManagement(Fleet(states), Access(OneTenant(token))).application(), nursery)
             nursery.cancel_scope.cancel()
 
 

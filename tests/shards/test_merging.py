@@ -16,6 +16,7 @@ from infinistore.server.shards.merging import (
     merge_statistics,
 )
 from infinistore.statistics import DrainStatistics, MembershipStatistics
+from infinistore.tenant_limits import TenantStatistics
 from tests.monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
 
 
@@ -24,7 +25,14 @@ async def scrape(path: str, **store: Any) -> bytes:
     drain = DrainStatistics("none", 0, 0, 0, 0, 0, 0)
     cluster = MembershipStatistics("infinistore+static://a", "a", "listed", 0, "", 0.0, 0, 1, 0, [], [], drain)
     disks = make_disks(make_disk(path))
-    return await render(make_server(), make_store(**store), [operation], "serving", disks, cluster=cluster)
+    figures = dict.fromkeys(
+        ("connections", "keys", "used_bytes", "pinned_bytes", "reserved_bytes", "hits", "misses", "evicted", "refused"),
+        5,
+    )
+    tenants = [TenantStatistics(tenant="ann", group="team", max_bytes=None, pauses=1, **figures)]
+    return await render(
+        make_server(), make_store(**store), [operation], "serving", disks, cluster=cluster, tenants=tenants
+    )
 
 
 async def test_metrics_of_all_shards_are_there_once_described_and_with_their_shard() -> None:

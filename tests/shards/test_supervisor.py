@@ -100,6 +100,13 @@ def kill(server: RunningShards, index: int, number: signal.Signals) -> None:
     os.kill(server.shards()[index]["pid"], number)
 
 
+def test_a_shard_that_is_told_to_read_its_files_again_serves_on(two_shards: RunningShards) -> None:
+    before = two_shards.shards()
+    kill(two_shards, 1, signal.SIGHUP)
+    two_shards.told("/selftest")
+    assert two_shards.shards() == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_shard_that_ends_is_started_again_at_its_port(
     two_shards: RunningShards, number: signal.Signals

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 __all__ = [
+    "NOT_FOUND_CODE",
     "Answer",
     "Change",
     "EtcdMisbehaved",
@@ -43,6 +44,8 @@ __all__ = [
     "watch",
 ]
 
+NOT_FOUND_CODE = 5
+"""gRPC's code for a lease that there is no longer."""
 UNAVAILABLE_CODES = (4, 14)
 """gRPC's deadline exceeded and unavailable: no leader, or no quorum."""
 

@@ -26,6 +26,7 @@ from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Purge
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import (
+    NOT_FOUND_CODE,
     EtcdMisbehaved,
     EtcdRefused,
     Item,
@@ -52,7 +53,7 @@ __all__ = ["Registration", "RegistrationState"]
 _log = logging.getLogger("infinistore.cluster")
 
 _CALL_S: Final = 1.0
-_SHORTEST_PAUSE_S: Final = 0.25
+SHORTEST_PAUSE_S: Final = 0.25
 _RETRY_S: Final = 1.0
 _STEPS: Final = 5
 """In so many steps the weight of a newcomer grows. In the last it is whole, and the
@@ -92,7 +93,7 @@ class Registration:
         lease_s: int = LEASE_S,
     ) -> None:
         """`node` has its full weight. `config` is for a cluster that has none yet.
-        `has_old_blocks` says that the node has blocks of an earlier process, from disk.
+        `has_old_blocks` says that the node has blocks of an earlier process.
         `on_registered` is called each time that the node has been registered, or knows
         that it stays out. `on_drain` is called with True when somebody asks the node to
         drain, and with False when that is taken back.
@@ -176,7 +177,8 @@ class Registration:
             except (EtcdUnavailable, EtcdMisbehaved) as error:
                 self._tell(f"etcd: {error}")
             except EtcdRefused as error:
-                if not self.registrations:
+                # An etcd that comes back empty loses a lease that it has just granted.
+                if not self.registrations and error.code != NOT_FOUND_CODE:
                     raise ConfigError(f"etcd refuses the registration of {self._node.id}: {error}") from None
                 self._tell(f"etcd: {error}")
             except ConfigError as error:
@@ -264,7 +266,7 @@ class Registration:
         looked_at = self._clock()
         while self.state is RegistrationState.REGISTERED:
             left_s = left_until - self._clock()
-            pause_s = max(left_s / 2, _SHORTEST_PAUSE_S) if left_s > 0 else _RETRY_S
+            pause_s = max(left_s / 2, SHORTEST_PAUSE_S) if left_s > 0 else _RETRY_S
             await Pause(min(pause_s, self._until_next_step_s()))
             try:
                 ttl_s = read_ttl(await self._session.call(keep_alive(self._lease), _CALL_S))
@@ -388,7 +390,7 @@ class Registration:
         step = self._step()
         if step > _STEPS or self.draining:
             return math.inf
-        return max(_SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
+        return max(SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
 
     def _tell(self, problem: str) -> None:
         """Log that there is a problem once, until it is over: members of etcd may say

@@ -131,7 +131,7 @@ class FakeEtcd:
         handlers = {
             "/v3/kv/range": self._range,
             "/v3/kv/txn": self._txn,
-            "/v3/lease/grant": self._grant,
+            "/v3/lease/grant": self.grant,
             "/v3/lease/keepalive": self._keep_alive,
             "/v3/lease/revoke": self._revoke,
         }
@@ -171,7 +171,7 @@ class FakeEtcd:
                 self._delete_at(self.revision, decoded(one["request_delete_range"]["key"]))
         return self._ok({"succeeded": True, "responses": [{} for _ in body["success"]]})
 
-    def _grant(self, body: dict[str, Any]) -> Answer:
+    def grant(self, body: dict[str, Any]) -> Answer:
         lease, ttl = next(self._ids), int(body["TTL"])
         self.leases[lease] = [ttl, self._clock() + ttl]
         return self._ok({"ID": str(lease), "TTL": str(ttl)})
@@ -184,6 +184,8 @@ class FakeEtcd:
         return self._ok({"result": {"ID": str(lease), "TTL": str(int(self.leases[lease][0]))}})
 
     def _revoke(self, body: dict[str, Any]) -> Answer:
+        if int(body["ID"]) not in self.leases:
+            return self._error(404, 5, "etcdserver: requested lease not found")
         self.revoke(int(body["ID"]))
         return self._ok({})
 

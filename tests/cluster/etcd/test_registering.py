@@ -8,6 +8,7 @@ import pytest
 
 from infinistore.cluster.documents import ClusterConfig
 from infinistore.cluster.etcd.layout import Layout
+from infinistore.cluster.etcd.messages import Answer
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.view import Node, View
@@ -61,6 +62,24 @@ def test_a_node_registers_under_a_lease_of_ten_seconds() -> None:
     assert one.world.etcd.leases[kv.lease][0] == 10
     assert (one.written["instance"], one.written["state"], one.written["weight"]) == ("one", "serving", 100)
     assert json.loads(one.world.etcd.kvs[LAYOUT.config].value) == {"placement": 1, "copies": 2}
+    assert one.registration.state is RegistrationState.REGISTERED
+
+
+def test_a_lease_that_etcd_loses_before_anything_is_written_under_it_is_asked_for_again() -> None:
+    world = World()
+    grant_lease = world.etcd.grant
+
+    def grant_and_lose(body: dict[str, Any]) -> Answer:
+        answer = grant_lease(body)
+        world.etcd.leases.clear()  # as an etcd does that comes back empty
+        return answer
+
+    world.etcd.grant = grant_and_lose  # type: ignore[method-assign]
+    one = Registered(world)
+    assert one.flow.error is None
+    assert (one.written, one.registration.problem) == ({}, "etcd: etcdserver: requested lease not found")
+    world.etcd.grant = grant_lease  # type: ignore[method-assign]
+    world.run(2)
     assert one.registration.state is RegistrationState.REGISTERED
 
 

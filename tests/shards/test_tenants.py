@@ -1,0 +1,166 @@
+"""A server with shards and tenants: all shards read one file, and each has a part of
+what a tenant may take.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import attrs
+import pytest
+
+from infinistore import blocking
+from infinistore.access.tokens import digest_of, make_token
+from infinistore.blocking import BlockingStore
+from infinistore.errors import AuthenticationFailed, LimitExceeded
+from infinistore.sizes import KIB
+
+from .conftest import INFINISTORE, POOL, RunningShards, running_shards
+
+NAMES = ("ann", "ben", "ops")
+TOKENS = {name: make_token(name, os.urandom) for name in NAMES}
+GROUPS = "groups: {team: 2MiB}\n"
+OPS = "    roles: [read, write, monitor, admin]\n    operator: true\n    group: team\n"
+KEYS = [f"key {number}" for number in range(64)]
+MEMBER = "    group: team\n    roles: [read, write, admin]\n"
+LIMITED = MEMBER + "    max_bytes: 128KiB\n"
+
+
+def text_of(groups: str = GROUPS, **tenants: str) -> str:
+    entries = [f"  {name}:\n    tokens: [{digest_of(TOKENS[name])}]\n{more}" for name, more in tenants.items()]
+    return groups + "tenants:\n" + "".join(entries)
+
+
+@attrs.define
+class Tenanted:
+    """A server with two shards, and its tenants file."""
+
+    server: RunningShards
+    file: Path
+
+    def open(self, name: str) -> AbstractContextManager[BlockingStore]:
+        return blocking.open_store(f"infinistore://127.0.0.1:{self.server.port}", token=TOKENS[name])
+
+    def reload(self) -> tuple[int, str]:
+        status, body = self.server.ask("/reload", "POST")
+        return status, body.decode()
+
+
+@pytest.fixture(scope="module")
+def tenanted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenanted]:
+    file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    file.write_text(text_of(ann=LIMITED, ben=MEMBER, ops=OPS))
+    with running_shards(environment, "--tenants", str(file)) as server:
+        server.token = TOKENS["ops"]
+        yield Tenanted(server, file)
+
+
+def test_each_tenant_has_its_own_keys_in_all_shards(tenanted: Tenanted) -> None:
+    with tenanted.open("ann") as ann, tenanted.open("ben") as ben:
+        ann.put_many([(key, b"ann") for key in KEYS])
+        assert not any(ben.exists_many(KEYS))
+        ben.put_many([(key, b"ben") for key in KEYS[:32]])
+        assert ann.get_many(KEYS) == [bytearray(b"ann")] * 64
+        assert ben.purge() == 32
+        assert all(ann.exists_many(KEYS))
+        assert ann.purge() == 64
+
+
+def test_the_shards_together_are_within_a_tenants_limits(tenanted: Tenanted) -> None:
+    with tenanted.open("ann") as ann:
+        for key in KEYS * 3:
+            ann.put(key, bytes(4 * KIB))
+        kept = sum(ann.exists_many(KEYS))
+        assert 16 <= kept <= 32  # 128 KiB in all, a half in each shard
+        with pytest.raises(LimitExceeded, match="max_bytes=64 KiB"):
+            ann.put("large", bytes(65 * KIB))
+        ann.purge()
+
+
+def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
+    before = tenanted.file.read_text()
+    tenanted.file.write_text(text_of(ann=LIMITED, ops=OPS))
+    tenanted.server.process.send_signal(signal.SIGHUP)
+    for shard in tenanted.server.shards():
+        while True:  # the test's own timeout is the limit
+            try:
+                with blocking.open_store(f"infinistore://127.0.0.1:{shard['port']}", token=TOKENS["ben"]):
+                    pass
+            except AuthenticationFailed:
+                break
+    with tenanted.open("ann") as ann:
+        ann.put_many([(key, b"ann") for key in KEYS])
+    tenanted.file.write_text(before)
+    assert tenanted.reload()[0] == 200
+    with tenanted.open("ben") as ben:
+        ben.put_many([(key, b"ben") for key in KEYS])
+        assert ben.purge() == 64
+
+
+def test_a_file_that_no_shard_can_use_changes_nothing_in_any(tenanted: Tenanted) -> None:
+    before = tenanted.file.read_text()
+    tenanted.file.write_text(text_of(ann="    group: team\n    reserved_bytes: 3MiB\n", ops=OPS))
+    status, said = tenanted.reload()
+    assert status == 409
+    assert "group 'team': 3 MiB are reserved for tenants together, and the pool that they share has 2 MiB" in said
+    with tenanted.open("ben") as ben:
+        ben.put("still", b"there")
+        assert ben.purge() == 1
+    tenanted.file.write_text(before)
+    assert tenanted.reload()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            text_of("groups: {team: 100KiB}\n", ann="    group: team\n"),
+            "group 'team' has 100 KiB for 2 shards; give it",
+        ),
+        (text_of("groups: {team: 9MiB}\n", ann="    group: team\n"), "--prealloc-size is 8 MiB"),
+        (text_of(ann="    group: team\n    reserved_bytes: 3MiB\n"), "3 MiB are reserved for tenants together"),
+    ],
+)
+def test_what_does_not_fit_is_refused_once_in_the_sizes_of_the_whole(
+    environment: dict[str, str], tmp_path: Path, text: str, problem: str
+) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(text)
+    command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL]
+    done = subprocess.run(
+        [*command, "--tenants", str(file)], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode != 0
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "shard 0" not in done.stderr
+
+
+def test_each_shard_has_its_part_of_a_tenants_disk(environment: dict[str, str], tmp_path: Path) -> None:
+    file, disk = tmp_path / "tenants.yaml", tmp_path / "disk"
+    file.write_text(text_of("", ann="    roles: [read, write, monitor, admin]\n    disk_max_bytes: 128MiB\n"))
+    flags = ("--tenants", str(file), "--disk", f"{disk}:256MiB", "--disk-admission", "eager")
+    with running_shards(environment, *flags) as server:
+        tenanted = Tenanted(server, file)
+        with tenanted.open("ann") as ann:
+            ann.put_many([(key, key.encode()) for key in KEYS])
+            assert ann.flush(KEYS) == 64
+            assert ann.evict(0.0, 0.0) == 64
+            assert ann.get_many(KEYS) == [bytearray(key.encode()) for key in KEYS]
+            stats = ann.stats()
+    assert stats.disk is not None
+    assert sorted(Path(one.path).relative_to(disk).as_posix() for one in stats.disk.disks) == [
+        "shard-0-of-2/tenants/ann",
+        "shard-1-of-2/tenants/ann",
+    ]
+    file.write_text(text_of("", ann="    disk_max_bytes: 100MiB\n"))
+    command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL, *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert "give it a disk_max_bytes of 128 MiB or more, or none" in done.stderr
+    file.write_text(text_of("", ann="    disk_max_bytes: 128MiB\n"))
+    alone = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *POOL, *flags]
+    done = subprocess.run(alone, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert "is not empty (shard-0-of-2, shard-1-of-2) and not a disk of tenants" in done.stderr
