@@ -4,7 +4,7 @@ back, and purges all of them.
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from infinistore.cluster.drains import Drain
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster.view import Node, View
+    from infinistore.cluster_io.flows import AskInstance
     from infinistore.statistics import Stats
 
 __all__ = ["command"]
@@ -79,7 +80,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
     given = _given(token_file, deadline)
     view, age_s = _look(cluster, given)
     asked = _ask_all(cluster, view.nodes, given, lambda store: store.stats())
-    drains = _drains(cluster, view)
+    drains = _told_drains(asked) | _drains(cluster, view, draining.asker_of(cluster, given))
     if as_json:
         print_json(
             {
@@ -126,7 +127,7 @@ def purge(url: str, token_file: Path | None, deadline: float, as_json: bool, yes
     from infinistore.cluster.locate import EtcdPlace
 
     if isinstance(cluster.place, EtcdPlace):
-        done, failed = _purge_registered(cluster.place, deadline)
+        done, failed = _purge_registered(cluster.place, deadline, draining.asker_of(cluster, given))
     else:
         view, _ = _look(cluster, given)
         asked = _ask_all(cluster, view.nodes, given, lambda store: store.purge())
@@ -156,11 +157,12 @@ def _given(token_file: Path | None, deadline_s: float) -> dict[str, Any]:
 
 def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":
     """Return the view of a cluster, and its age in seconds."""
+    from infinistore.cluster_io.probing import credentials
     from infinistore.cluster_io.thread import open_membership
 
     # What a membership logs, the error says, too.
     logging.getLogger("infinistore.cluster").addHandler(logging.NullHandler())
-    membership = open_membership(cluster, given.get("token", ""))
+    membership = open_membership(cluster, *credentials(cluster.options, given.get("token")))
     try:
         membership.wait_known(given["deadline_s"])
         return membership.view, membership.age_s
@@ -168,8 +170,31 @@ def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":
         membership.close()
 
 
-def _drains(cluster: "ClusterUrl", view: "View") -> "Mapping[str, Drain]":
-    """Return the drains that somebody asked for, by the ids of their nodes."""
+def _told_drains(asked: "Sequence[_Asked[Stats]]") -> "dict[str, Drain]":
+    """Return how far nodes that drain are, as they say themselves: also where a file
+    has them drain.
+    """
+    from infinistore.cluster.drains import Drain
+
+    return {
+        one.node.id: Drain(
+            done=told.state == "drained",
+            groups=told.groups,
+            moved_groups=told.moved_groups,
+            skipped_groups=told.skipped_groups,
+            failed_groups=told.failed_groups,
+            moved_bytes=told.moved_bytes_total,
+            size_bytes=told.size_bytes,
+            done_bytes=told.done_bytes,
+            elapsed_s=told.elapsed_s,
+        )
+        for one in asked
+        if one.answer is not None and (told := one.answer.drain) is not None
+    }
+
+
+def _drains(cluster: "ClusterUrl", view: "View", ask_instance: "AskInstance") -> "dict[str, Drain]":
+    """Return the drains that somebody asked for in etcd, by the ids of their nodes."""
     from infinistore.cluster.locate import EtcdPlace
 
     if not view.drains or not isinstance(cluster.place, EtcdPlace):
@@ -178,7 +203,7 @@ def _drains(cluster: "ClusterUrl", view: "View") -> "Mapping[str, Drain]":
 
     from infinistore.cluster_io.draining import Operator
 
-    return trio.run(Operator(cluster.place).drains)
+    return dict(trio.run(Operator(cluster.place, ask_instance).drains))
 
 
 def _is_static(cluster: "ClusterUrl") -> bool:
@@ -187,12 +212,12 @@ def _is_static(cluster: "ClusterUrl") -> bool:
     return isinstance(cluster.place, StaticPlace)
 
 
-def _purge_registered(place: Any, timeout_s: float) -> tuple[list[str], dict[str, str]]:
+def _purge_registered(place: Any, timeout_s: float, ask_instance: "AskInstance") -> tuple[list[str], dict[str, str]]:
     import trio
 
     from infinistore.cluster_io.purging import purge_registered
 
-    purged = trio.run(purge_registered, place, timeout_s)
+    purged = trio.run(purge_registered, place, timeout_s, ask_instance)
     problem = f"it did not say so within {timeout_s:g} s; it purges as soon as it hears from etcd"
     return list(purged.done), dict.fromkeys(purged.waiting, problem)
 

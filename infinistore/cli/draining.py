@@ -2,16 +2,18 @@
 cluster, and lets it serve again.
 """
 
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
-from infinistore.cli.options import json_option, log_level_option
+from infinistore.cli.options import json_option, log_level_option, token_file_option
 from infinistore.cli.output import note, print_json, print_line
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable
 from infinistore.sizes import describe_size
@@ -19,13 +21,33 @@ from infinistore.sizes import describe_size
 if TYPE_CHECKING:
     from infinistore.cluster.drains import Drain
     from infinistore.cluster.etcd.draining import NodeStanding
-    from infinistore.cluster.locate import ClusterUrl, EtcdPlace
+    from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster_io.draining import Operator
+    from infinistore.cluster_io.flows import AskInstance
 
-__all__ = ["add", "describe_drain", "drain"]
+__all__ = ["add", "asker_of", "describe_drain", "drain"]
 
+_BAR: Final = 20
 _GONE_S: Final = 15.0
 """How long a node may not be registered while it drains: longer than its lease."""
+
+
+def asker_of(cluster: "ClusterUrl", given: Mapping[str, Any]) -> "AskInstance":
+    """Return what asks the nodes of a cluster who they are, with the token and the
+    certificates that the URL names, or `given`.
+
+    Raises:
+        ConfigError: a file that the URL names cannot be used.
+    """
+    from infinistore.cluster_io.probing import credentials, instance_asker
+
+    return instance_asker(*credentials(cluster.options, given.get("token")))
+
+
+def _given(token_file: Path | None) -> dict[str, Any]:
+    from infinistore.token_file import read_token
+
+    return {} if token_file is None else {"token": read_token(token_file)}
 
 
 def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -40,9 +62,10 @@ def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]],
 @click.argument("url", envvar="INFINISTORE_URL")
 @_timeout(600.0, "How long to wait until the node has drained; 0 only asks it to.")
 @click.option("--force", is_flag=True, panel="Options", help="Also if no other node takes blocks.")
+@token_file_option
 @log_level_option
 @json_option
-def drain(node: str, url: str, timeout: float, force: bool, as_json: bool) -> None:
+def drain(node: str, url: str, *, token_file: Path | None, timeout: float, force: bool, as_json: bool) -> None:
     """Take NODE out of the cluster at URL, and wait until it is out.
 
     From now on, clients write elsewhere, and read from NODE what only NODE has. NODE
@@ -60,10 +83,12 @@ def drain(node: str, url: str, timeout: float, force: bool, as_json: bool) -> No
     can be written; then nothing is waited for.
     """
     from infinistore.cluster.locate import EtcdPlace
+    from infinistore.cluster_io.draining import Operator
 
     cluster = _parse(url, node)
     if isinstance(cluster.place, EtcdPlace):
-        found = _drain_registered(cluster, cluster.place, node, timeout, force)
+        operator = Operator(cluster.place, asker_of(cluster, _given(token_file)))
+        found = _drain_registered(cluster, operator, node, timeout, force=force, quiet=as_json)
         if as_json:
             print_json({"url": str(cluster), "node": node, **attrs.asdict(found)})
         elif found.done:
@@ -78,9 +103,10 @@ def drain(node: str, url: str, timeout: float, force: bool, as_json: bool) -> No
 @click.argument("node")
 @click.argument("url", envvar="INFINISTORE_URL")
 @_timeout(15.0, "How long to wait until the node serves; 0 only lets it.")
+@token_file_option
 @log_level_option
 @json_option
-def add(node: str, url: str, timeout: float, as_json: bool) -> None:
+def add(node: str, url: str, *, token_file: Path | None, timeout: float, as_json: bool) -> None:
     """Let NODE serve again in the cluster at URL, after `infinistore cluster drain`.
 
     It joins as a newcomer does: its weight grows, and until then clients find with the
@@ -90,12 +116,13 @@ def add(node: str, url: str, timeout: float, as_json: bool) -> None:
     A new node needs no command: start a server with --cluster URL.
     """
     from infinistore.cluster.locate import EtcdPlace
+    from infinistore.cluster_io.draining import Operator
 
     cluster = _parse(url, node)
     if not isinstance(cluster.place, EtcdPlace):
         _set_in_file(cluster, node, draining=False, force=False, as_json=as_json)
         return
-    changed, standing = _add_registered(cluster.place, node, timeout)
+    changed, standing = _add_registered(Operator(cluster.place, asker_of(cluster, _given(token_file))), node, timeout)
     state = None if standing is None or standing.state is None else standing.state.value
     weight = 0 if standing is None else standing.weight
     serves = state in ("joining", "serving")
@@ -115,7 +142,15 @@ def describe_drain(drain: "Drain") -> str:
     moved = f"{drain.moved_groups} of {drain.groups} groups moved ({describe_size(drain.moved_bytes)})"
     there = f", {drain.skipped_groups} were there" if drain.skipped_groups else ""
     failed = f", {drain.failed_groups} could not be moved" if drain.failed_groups else ""
-    return moved + there + failed
+    if drain.done or not drain.size_bytes:
+        return moved + there + failed
+    done = f"; {describe_size(drain.done_bytes)} of {describe_size(drain.size_bytes)} done"
+    left = "" if drain.left_s is None else f", about {_duration(drain.left_s)} left"
+    return moved + there + failed + done + left
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
 
 
 def _parse(url: str, node: str) -> "ClusterUrl":
@@ -129,12 +164,12 @@ def _parse(url: str, node: str) -> "ClusterUrl":
     return cluster
 
 
-def _drain_registered(cluster: "ClusterUrl", place: "EtcdPlace", node: str, timeout_s: float, force: bool) -> "Drain":
+def _drain_registered(
+    cluster: "ClusterUrl", operator: "Operator", node: str, timeout_s: float, *, force: bool, quiet: bool
+) -> "Drain":
     """Ask a node to drain, and wait until it has; return how far it is."""
     from infinistore.cluster.drains import Drain
-    from infinistore.cluster_io.draining import Operator
 
-    operator = Operator(place)
     found = Drain()
 
     async def ask_and_wait() -> None:
@@ -142,14 +177,16 @@ def _drain_registered(cluster: "ClusterUrl", place: "EtcdPlace", node: str, time
         if not await operator.begin_drain(node, force=force) and timeout_s:
             note(f"{node} was asked to drain before; this waits for it")
         if timeout_s:
-            with _line_of_progress() as show:
+            with _progress(node, quiet=quiet) as show:
                 found = await _until_out(operator, node, timeout_s, show)
 
     _run(ask_and_wait, f"{node} goes on; `infinistore cluster add {node} {cluster}` ends that")
     return found
 
 
-async def _until_out(operator: "Operator", node: str, timeout_s: float, show: Callable[[str], None]) -> "Drain":
+async def _until_out(
+    operator: "Operator", node: str, timeout_s: float, show: Callable[["Drain | None"], None]
+) -> "Drain":
     """Wait until a node has drained; return what it has moved.
 
     Raises:
@@ -165,12 +202,12 @@ async def _until_out(operator: "Operator", node: str, timeout_s: float, show: Ca
     def look(standing: "NodeStanding") -> bool:
         nonlocal last
         last = standing
-        if standing.drain is None:
+        if standing.drain is None or standing.drain.done:
             return True
         there = standing.state is not None
         scope.deadline = ends_at if there else min(ends_at, trio.current_time() + _GONE_S)
-        show(f"{node} drains: {describe_drain(standing.drain)}" if there else f"{node} is not registered now")
-        return standing.drain.done
+        show(standing.drain if there else None)
+        return False
 
     with trio.CancelScope(deadline=ends_at) as scope:
         await operator.follow(node, look)
@@ -188,16 +225,14 @@ async def _until_out(operator: "Operator", node: str, timeout_s: float, show: Ca
     raise DeadlineExceeded(f"{node} has not drained within {timeout_s:g} s, and goes on: {describe_drain(last.drain)}")
 
 
-def _add_registered(place: "EtcdPlace", node: str, timeout_s: float) -> "tuple[bool, NodeStanding | None]":
+def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple[bool, NodeStanding | None]":
     """Let a node serve, and wait until it does; return whether it was to drain, and
     what etcd says of it.
     """
     import trio
 
     from infinistore.cluster.view import NodeState
-    from infinistore.cluster_io.draining import Operator
 
-    operator = Operator(place)
     changed = False
     last: NodeStanding | None = None
 
@@ -247,18 +282,31 @@ def _run(work: Callable[[], Awaitable[None]], after_interrupt: str) -> None:
 
 
 @contextmanager
-def _line_of_progress() -> Iterator[Callable[[str], None]]:
-    """Show one line on standard error, which changes, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
+def _progress(node: str, *, quiet: bool) -> Iterator[Callable[["Drain | None"], None]]:
+    """Show on standard error how far a drain is, None being that of a node that is not
+    registered: a bar on a terminal, else a line for each tenth unless it is to be
+    `quiet`.
+    """
+    on_terminal = sys.stderr.isatty()
+    shown: tuple[bool, int] | None = None
 
-    def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[Kinfinistore: {text}")
-        sys.stderr.flush()
+    def show(drain: "Drain | None") -> None:
+        nonlocal shown
+        told = f"{node} is not registered now" if drain is None else f"{node} drains: {describe_drain(drain)}"
+        if on_terminal:
+            bar = "" if drain is None else f"[{'#' * int(_BAR * drain.ratio):<{_BAR}}] {drain.ratio:4.0%} "
+            line = f"infinistore: {bar}{told}"[: shutil.get_terminal_size().columns - 1]
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+            return
+        step = drain is None, 0 if drain is None else int(10 * drain.ratio)
+        if not quiet and step != shown and (drain is None or drain.groups):
+            shown = step
+            note(told)
 
     try:
         yield show
     finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        if on_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -56,6 +56,7 @@ _CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (BadManifest, DAMAGED),
     (errors.StoreUnavailable, UNAVAILABLE),
     (errors.AuthenticationFailed, UNAVAILABLE),
+    (errors.PermissionDenied, UNAVAILABLE),
     (errors.ProtocolError, UNAVAILABLE),
     (errors.InfiniStoreException, INTERNAL),
     (OSError, USAGE),

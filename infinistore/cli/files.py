@@ -24,7 +24,7 @@ from infinistore.sizes import MIB, format_size
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["DEFAULT_BLOCK_BYTES", "StoredFile", "delete_files", "open_file", "put_file"]
+__all__ = ["DEFAULT_BLOCK_BYTES", "StoredFile", "delete_files", "open_file", "put_file", "with_blocks"]
 
 DEFAULT_BLOCK_BYTES: Final = 4 * MIB
 _BATCH_BYTES: Final = 64 * MIB
@@ -43,9 +43,17 @@ class StoredFile:
     """False if the key existed and was kept."""
 
 
-def put_file(store: "BlockingStore", key: str, source: BinaryIO, block_bytes: int, *, replace: bool) -> StoredFile:
+def put_file(
+    store: "BlockingStore",
+    key: str,
+    source: BinaryIO,
+    block_bytes: int,
+    *,
+    replace: bool,
+    ttl_s: float | None = None,
+) -> StoredFile:
     """Store the contents of `source` under `key`; without `replace`, keep a stored
-    file.
+    file. With `ttl_s`, it ends after so many seconds.
 
     Raises the store's errors: OutOfMemory, ValueTooLarge, StoreUnavailable and so on.
     Blocks that were stored before are then deleted, if the store still answers.
@@ -56,11 +64,13 @@ def put_file(store: "BlockingStore", key: str, source: BinaryIO, block_bytes: in
     first = _read_block(source, block_bytes)
     second = _read_block(source, block_bytes) if len(first) == block_bytes else b""
     if first and not second and not first.startswith(MAGIC):
-        skipped = store.put_many([(key, first)], replace=replace)
+        skipped = store.put_many([(key, first)], replace=replace, ttl_s=ttl_s)
         stored = StoredFile(key, len(first), 0, stored=not skipped)
     else:
-        manifest = _put_blocks(store, key, [block for block in (first, second) if block], source, block_bytes)
-        skipped = store.put_many([(key, manifest.encode())], replace=replace)
+        manifest = _put_blocks(
+            store, key, [block for block in (first, second) if block], source, block_bytes, ttl_s=ttl_s
+        )
+        skipped = store.put_many([(key, manifest.encode())], replace=replace, ttl_s=ttl_s)
         stored = StoredFile(key, manifest.size_bytes, manifest.blocks, stored=not skipped)
     if before is not None and stored.stored:
         for start, keys in before.block_keys(key):
@@ -69,7 +79,9 @@ def put_file(store: "BlockingStore", key: str, source: BinaryIO, block_bytes: in
     return stored
 
 
-def _put_blocks(store: "BlockingStore", key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Manifest:
+def _put_blocks(
+    store: "BlockingStore", key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int, *, ttl_s: float | None
+) -> Manifest:
     """Store the blocks `ahead` and the rest of `source`. Returns the unstored
     manifest.
     """
@@ -93,10 +105,10 @@ def _put_blocks(store: "BlockingStore", key: str, ahead: list[bytes], source: Bi
             batch.append((name, block))
             count += 1
             if len(batch) == batch_blocks:
-                store.put_many(batch)
+                store.put_many(batch, ttl_s=ttl_s)
                 batch = []
         if batch:
-            store.put_many(batch)
+            store.put_many(batch, ttl_s=ttl_s)
     except (OutOfMemory, LimitExceeded):
         _delete_blocks(store, key, Manifest(size_bytes, block_bytes, count, ""))
         raise
@@ -216,6 +228,19 @@ def delete_files(store: "BlockingStore", keys: list[str]) -> int:
     for key, manifest in manifests.items():
         _delete_blocks(store, key, manifest)
     return deleted
+
+
+def with_blocks(store: "BlockingStore", keys: list[str]) -> list[str]:
+    """Return the keys, and those of the blocks of files among them.
+
+    Raises BadManifest.
+    """
+    names = list(keys)
+    for key in keys:
+        manifest = _manifest_at(store, key)
+        for _, blocks in manifest.block_keys(key) if manifest is not None else ():
+            names += blocks
+    return names
 
 
 def _manifest_at(store: "BlockingStore", key: str) -> Manifest | None:

@@ -3,7 +3,9 @@
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -34,6 +36,15 @@ _LINES_OF_A_PIPE: Final = 60
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Take two samples, print one screen, and exit.")
 @click.option("--ascii", "only_ascii", is_flag=True, help="Draw with plain characters.")
+@click.option(
+    "--manage-url", metavar="URL",
+    help="Show the tenants, too, as the management API here tells them, such as http://127.0.0.1:18080. The token is "
+    "that of an operator with the role monitor.",
+)  # fmt: skip
+@click.option(
+    "--ca", metavar="FILE", type=click.Path(path_type=Path),
+    help="Authorities to trust instead of the system's, for --manage-url https://.",
+)  # fmt: skip
 @json_option
 @client_options
 def command(
@@ -45,6 +56,8 @@ def command(
     only_ascii: bool,
     as_json: bool,
     target: Target,
+    manage_url: str | None,
+    ca: Path | None,
 ) -> None:
     """Show pool usage, throughput, latencies and clients of a server live.
 
@@ -59,6 +72,10 @@ def command(
         raise click.UsageError(f"--cluster {cluster} and {address} are two things to watch; give one")
     source = _source(target, cluster or address)
     of_cluster = cluster is not None or is_cluster_url(source.url)
+    if manage_url is not None:
+        if of_cluster:
+            raise click.UsageError("--manage-url is of one server; give the URL of that, not of a cluster")
+        source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
     watched = _Cluster(source, parse_cluster_url(source.url), interval) if of_cluster else _Store(source, interval)
     glyphs = _glyphs(only_ascii=only_ascii)
     if as_json and not once:
@@ -194,6 +211,13 @@ def _source(target: Target, address: str | None) -> "Source":
         wait_s=target.wait_s,
         name=f"monitor {socket.gethostname()}:{os.getpid()}",
     )
+
+
+def _tenants_of(url: str, ca: Path | None, source: "Source") -> Callable[[], Any]:
+    from infinistore.cli.managing import ask_server
+
+    within_s = source.deadline_s or _DEADLINE_S
+    return partial(ask_server, url, "/tenants", token=source.token or "", ca=ca, within_s=within_s)
 
 
 def _is_live_terminal() -> bool:

@@ -22,10 +22,16 @@ __all__ = ["command"]
     "--block-size", type=SIZE, metavar="SIZE", default=DEFAULT_BLOCK_BYTES,
     help=f"Files larger than this are split into blocks of this size. Default: {format_size(DEFAULT_BLOCK_BYTES)}.",
 )  # fmt: skip
+@click.option(
+    "--ttl", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Let the key end after so many seconds, as if it were deleted.",
+)  # fmt: skip
 @click.option("--keep", is_flag=True, help="If the key exists, keep it and exit with 1.")
 @json_option
 @client_options
-def command(*, key: str, file: str, block_size: int, keep: bool, as_json: bool, target: Target) -> None:
+def command(
+    *, key: str, file: str, block_size: int, ttl: float | None, keep: bool, as_json: bool, target: Target
+) -> None:
     """Store FILE under KEY; without FILE, or with -, store standard input.
 
     A file larger than --block-size becomes the keys KEY#0, KEY#1, ... and a manifest
@@ -34,7 +40,7 @@ def command(*, key: str, file: str, block_size: int, keep: bool, as_json: bool, 
     opened: Any = nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb")  # noqa: SIM115 - entered below
     source: BinaryIO
     with opened as source, target.open() as store:
-        stored = put_file(store, key, source, block_size, replace=not keep)
+        stored = put_file(store, key, source, block_size, replace=not keep, ttl_s=ttl)
     if as_json:
         print_json({"key": key, "stored": stored.stored, "size_bytes": stored.size_bytes, "blocks": stored.blocks})
     if not stored.stored:

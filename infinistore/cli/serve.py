@@ -64,6 +64,10 @@ def _run(config: "ServerConfig", *, as_json: bool) -> None:
     from infinistore.allocators import prepare_process
 
     prepare_process(config.allocator)  # first: it may re-execute this process
+    if config.numa_node is not None:
+        from infinistore.numa import bind_process
+
+        bind_process(config.numa_node)  # before there are threads and shards, which inherit it
     import trio
 
     from infinistore.service_manager import ServiceManager
@@ -144,13 +148,15 @@ def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
                 "pool_bytes": config.prealloc_bytes,
                 "shards": config.shards,
                 "allocator": config.allocator,
+                "numa_node": config.numa_node,
             }
         )
     else:
         pool = describe_size(config.prealloc_bytes)
         also = f"; management on {' and '.join(management)}" if management else ""
         parts = f" in {config.shards} shards" if config.shards > 1 else ""
-        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool}{parts} ({config.allocator}){also}")
+        node = "" if config.numa_node is None else f" on NUMA node {config.numa_node}"
+        print_line(f"listening on {' and '.join(urls)}, with a pool of {pool}{node}{parts} ({config.allocator}){also}")
     with suppress(BrokenPipeError):  # serve even if standard output is closed
         sys.stdout.flush()
 

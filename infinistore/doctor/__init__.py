@@ -11,6 +11,7 @@ from infinistore.doctor.findings import Finding, Level, worst
 from infinistore.doctor.host import Host, this_host
 from infinistore.doctor.kernel import examine_kernel
 from infinistore.doctor.memory import examine_memory
+from infinistore.doctor.numa import examine_numa
 from infinistore.doctor.rdma import examine_rdma
 from infinistore.doctor.software import Software, examine_software, this_software
 from infinistore.transports.rdma.choice import Wanted
@@ -35,5 +36,6 @@ def examine(host: Host, software: Software, wanted: Wanted) -> Iterator[Finding]
     """
     yield from examine_rdma(host, wanted, software.pyverbs)
     yield from examine_memory(host)
+    yield from examine_numa(host)
     yield from examine_kernel(host)
     yield from examine_software(software)

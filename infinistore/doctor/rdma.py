@@ -1,13 +1,25 @@
 """RDMA: devices, ports and GIDs, the selection and its reason, system requirements."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import attrs
 
 from infinistore.doctor.findings import Finding, Level, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
 from infinistore.doctor.kernel import kernel_version
+from infinistore.doctor.numa import gpus
 from infinistore.sizes import MIB, describe_size
 from infinistore.transports.rdma.choice import NoRdma, Wanted, choose, judge_gids, judge_port
-from infinistore.transports.rdma.devices import Link, RdmaDevice, RdmaPort, RdmaSystem, read_system, roce_mtu_bytes
+from infinistore.transports.rdma.devices import (
+    Link,
+    RdmaDevice,
+    RdmaPort,
+    RdmaSystem,
+    pci_place,
+    read_system,
+    roce_mtu_bytes,
+)
 
 __all__ = ["examine_rdma"]
 
@@ -28,6 +40,7 @@ def examine_rdma(host: Host, wanted: Wanted, pyverbs: Callable[[], str]) -> Iter
         for port in device.ports:
             yield from _port(system, device, port)
     yield _choice(system, wanted)
+    yield from _choice_by_gpu(host, system, wanted)
     yield _pyverbs(pyverbs, needed=bool(system.devices))
     yield _memlock(host, needed=bool(system.devices))
     yield _gpu_memory(host)
@@ -37,7 +50,7 @@ def _device(device: RdmaDevice, host: Host) -> Finding:
     parts = ["software" if device.is_software else f"driver {device.driver or 'unknown'}"]
     parts += [f"firmware {device.firmware}"] if device.firmware else []
     parts += [device.verbs_node] if device.verbs_node else []
-    parts += [_numa(device.numa_node, host)] if device.numa_node is not None else []
+    parts += [_numa(device.place.numa_node, host)] if device.place.numa_node is not None else []
     text = ", ".join(parts)
     try:
         for port in device.ports[:1]:
@@ -52,7 +65,7 @@ def _numa(node: int, host: Host) -> str:
     nodes = [name for name in host.names("sys/devices/system/node") if name.removeprefix("node").isdecimal()]
     if len(nodes) < 2:
         return f"NUMA node {node}"
-    return f"NUMA node {node} of {len(nodes)}: start a server there (numactl --cpunodebind={node} --membind={node})"
+    return f"NUMA node {node} of {len(nodes)}: start a server there (--numa-node {node})"
 
 
 def _port(system: RdmaSystem, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -97,6 +110,16 @@ def _choice(system: RdmaSystem, wanted: Wanted) -> Finding:
         text = f"{error.problem}. Without RDMA, TCP and shared memory are used"
         return Finding(_TOPIC, "choice", level, text, error.remedy or "see docs/rdma.md")
     return good(_TOPIC, "choice", f"{chosen.device} port {chosen.number}, {chosen.reason}")
+
+
+def _choice_by_gpu(host: Host, system: RdmaSystem, wanted: Wanted) -> Iterator[Finding]:
+    """Say which of several devices a process takes that uses a GPU."""
+    if len(system.devices) < 2 or wanted.dev_name is not None:
+        return
+    for address in gpus(host):
+        with suppress(NoRdma):  # said of the choice
+            chosen = choose(system, attrs.evolve(wanted, place=pci_place(address, host.root)))
+            yield good(_TOPIC, f"GPU {address}", f"{chosen.device} port {chosen.number} is nearest")
 
 
 def _pyverbs(probe: Callable[[], str], *, needed: bool) -> Finding:

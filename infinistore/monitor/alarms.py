@@ -12,7 +12,7 @@ import attrs
 
 from infinistore.monitor import figures
 from infinistore.monitor.rates import Rates, Sample, elapsed_s, rates
-from infinistore.statistics import DiskTierStatistics, ServerDetails, Stats
+from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, Stats
 
 __all__ = ["Alarm", "alarms"]
 
@@ -53,6 +53,18 @@ def alarms(oldest: Sample, now: Sample) -> tuple[Alarm, ...]:
 def _state_alarms(now: Stats) -> Iterator[Alarm]:
     if now.details is not None and now.details.state == "draining":
         yield Alarm("draining", "warning", "the server is draining: it accepts nobody and stops when requests are done")
+    if now.drain is not None and now.drain.state == "draining":
+        yield Alarm("drain", "notice", f"the node drains: {_progress(now.drain)}")
+    if now.drain is not None and now.drain.state == "drained":
+        yield Alarm("drain", "notice", f"the node has drained, and stays out until it is added: {_progress(now.drain)}")
+
+
+def _progress(drain: DrainStatistics) -> str:
+    groups = f"{drain.moved_groups + drain.skipped_groups} of {drain.groups} groups"
+    done = f"{figures.size(drain.done_bytes)} of {figures.size(drain.size_bytes)}"
+    failed = f", {drain.failed_groups} could not be moved" if drain.failed_groups else ""
+    left = "" if drain.left_s is None else f", about {figures.duration(round(drain.left_s))} left"
+    return f"{groups}, {done}{failed}{left}"
 
 
 def _damage_alarms(before: Stats, now: Stats) -> Iterator[Alarm]:

@@ -12,6 +12,7 @@ from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.live import LiveScreen
 from infinistore.monitor.model import Model, Snapshot
 from infinistore.monitor.sampling import Pace, Source, sample
+from infinistore.monitor.tenants import tenant_lines
 from infinistore.monitor.terminal import Terminal
 from infinistore.monitor.view import screen
 
@@ -72,6 +73,11 @@ def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs
     lines.
     """
     lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
+    if snapshot.tenants is not None:
+        lines += [
+            Text(end=""),
+            *tenant_lines(snapshot.tenants, Controls(), width, len(snapshot.tenants.rows) + 2, glyphs),
+        ]
     kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
     return kept if not kept or kept[-1].plain else kept[:-1]
 

@@ -18,6 +18,7 @@ HELP: Final = (
     ("S", "sort prefixes by: bytes, keys, name"),
     ("r", "reverse both orders"),
     ("/", "show only clients and prefixes with a text in their name"),
+    ("t", "the tenants, and back (with --manage-url)"),
     ("p, space", "pause the screen; samples are still taken"),
     ("+ -", "sample less often, more often"),
     ("?, h", "this help; any key leaves it"),
@@ -54,6 +55,8 @@ class Controls:
     typing: str | None = None
     """The filter that is being typed, or None."""
     paused: bool = False
+    tenants: bool = False
+    """Whether the tenants are shown."""
     help: bool = False
     quit: bool = False
     has_keyboard: bool = True
@@ -91,6 +94,8 @@ class Controls:
                 return attrs.evolve(self, prefix_order=_following(self.prefix_order))
             case "r":
                 return attrs.evolve(self, reversed=not self.reversed)
+            case "t" if not self.in_cluster:
+                return attrs.evolve(self, tenants=not self.tenants)
             case "p" | " ":
                 return attrs.evolve(self, paused=not self.paused)
             case "/":

@@ -35,8 +35,16 @@ def document(snapshot: Snapshot) -> dict[str, Any]:
         "operations": [_operation(row) for row in snapshot.operations],
         "clients": [attrs.asdict(row) for row in snapshot.clients],
         "stats": _stats(stats) if stats is not None else None,
+        **_tenants(snapshot),
         **({"disks": [attrs.asdict(row) for row in snapshot.disks]} if snapshot.disks else {}),
     }
+
+
+def _tenants(snapshot: Snapshot) -> dict[str, Any]:
+    if snapshot.tenants is None:
+        return {}
+    problem = snapshot.tenants.problem or None
+    return {"tenants": [attrs.asdict(row) for row in snapshot.tenants.rows], "tenants_problem": problem}
 
 
 def _stats(stats: Stats) -> dict[str, Any]:

@@ -7,9 +7,9 @@ history remains, with a gap. Rates are never negative.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -27,6 +27,7 @@ from infinistore.monitor.rates import (
     operation_rows,
     rates,
 )
+from infinistore.monitor.tenants import Tenants, TenantsModel
 from infinistore.statistics import Stats
 
 __all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Lost", "Model", "Point", "Snapshot"]
@@ -73,6 +74,8 @@ class Snapshot:
     clients: Sequence[ClientRow] = ()
     disks: Sequence[DiskRow] = ()
     """Empty if the store has none."""
+    tenants: Tenants | None = None
+    """What the management API tells; None if it is not asked."""
     alarms: Sequence[Alarm] = ()
     lost: Lost | None = None
     restarts: int = 0
@@ -84,6 +87,7 @@ class Model:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._tenants: TenantsModel | None = None
         self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the current run of the server
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._at: datetime | None = None
@@ -111,6 +115,20 @@ class Model:
         self._samples.append(sample)
         self._at, self._seen_s, self._lost = at, now_s, None
 
+    def observe_tenants(self, told: Mapping[str, Any], *, now_s: float) -> None:
+        """Record what the management API tells of tenants.
+
+        Raises:
+            ValueError: it tells something else.
+        """
+        self._tenants = self._tenants or TenantsModel()
+        self._tenants.observe(told, now_s)
+
+    def lose_tenants(self, problem: str) -> None:
+        """Record that the management API has told nothing, and why."""
+        self._tenants = self._tenants or TenantsModel()
+        self._tenants.lose(problem)
+
     def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
         """Record that the server did not answer, and why."""
         since, attempts = (at, 1) if self._lost is None else (self._lost.since, self._lost.attempts + 1)
@@ -127,8 +145,9 @@ class Model:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
+        tenants = None if self._tenants is None else self._tenants.tenants
         if not self._samples:
-            return Snapshot(self._url, history=tuple(self._history), lost=self._lost)
+            return Snapshot(self._url, history=tuple(self._history), lost=self._lost, tenants=tenants)
         now, oldest = self._samples[-1], self._samples[0]
         before = self._samples[-2] if len(self._samples) > 1 else None
         # Details may have been asked for only lately.
@@ -145,6 +164,7 @@ class Model:
             clients=client_rows(first, before, now),
             disks=disk_rows(before, now),
             alarms=alarms(oldest, now),
+            tenants=tenants,
             lost=self._lost,
             restarts=self._restarts,
             restarted_at=self._restarted_at,

@@ -14,6 +14,7 @@ import trio
 from infinistore.client import open_store
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.monitor.model import Model
+from infinistore.new_threads import NO_THREAD
 
 __all__ = ["Pace", "Source", "sample"]
 
@@ -29,6 +30,9 @@ class Source:
     deadline_s: float | None = None
     wait_s: float = 0.0
     name: str = "monitor"
+    tenants: Callable[[], Any] | None = attrs.field(default=None, repr=False)
+    """Asks the management API for the tenants, blocking; None if nobody wants to know.
+    """
 
     def options(self) -> dict[str, Any]:
         """The options for `open_store`; others may be in the URL."""
@@ -93,6 +97,8 @@ async def sample(
                 while True:
                     stats = await store.stats(details=True)
                     first = not model.answered
+                    if source.tenants is not None:
+                        await _ask_for_tenants(source.tenants, model, may_fail=not first)
                     model.observe(stats, now_s=trio.current_time(), at=_now())
                     if first:
                         task_status.started()
@@ -108,6 +114,19 @@ async def sample(
             model.lose(str(error) or type(error).__name__, now_s=trio.current_time(), at=_now())
         on_change()
         await pace.next()
+
+
+async def _ask_for_tenants(ask: Callable[[], Any], model: Model, *, may_fail: bool) -> None:
+    """Ask once; what fails is shown, unless it is the first time: then it is most
+    likely asked in a wrong way.
+    """
+    try:
+        told = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
+        model.observe_tenants(told, now_s=trio.current_time())
+    except (InfiniStoreException, ValueError, *NO_THREAD) as error:
+        if not may_fail:
+            raise
+        model.lose_tenants(str(error) or type(error).__name__)
 
 
 def _now() -> datetime:

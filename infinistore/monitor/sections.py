@@ -372,7 +372,8 @@ def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyp
 def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
     """The keys, or the filter that is being typed."""
     back = [("Esc", "back")] if controls.in_cluster else []
-    return keys_line(controls, [*back, ("s", "sort")], width, glyphs)
+    other = [] if controls.in_cluster else [("t", "store" if controls.tenants else "tenants")]
+    return keys_line(controls, [*back, ("s", "sort"), *other], width, glyphs)
 
 
 def keys_line(controls: Controls, own: Sequence[tuple[str, str]], width: int, glyphs: Glyphs) -> Text:

@@ -29,6 +29,7 @@ from infinistore.monitor.sections import (
     state_part,
     status_lines,
 )
+from infinistore.monitor.tenants import Tenants, tenant_lines
 from infinistore.statistics import DiskTierStatistics
 
 __all__ = ["screen"]
@@ -37,6 +38,7 @@ _FULL: Final = (60, 16)
 _TINY: Final = (12, 4)
 _TWO_COLUMNS: Final = 160
 _EMPTY: Final = Text(end="")
+_NOT_ASKED: Final = "start the monitor with --manage-url to see the tenants, and --token-file of an operator"
 
 
 def screen(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
@@ -45,6 +47,8 @@ def screen(snapshot: Snapshot, controls: Controls, width: int, height: int, glyp
         lines = [line([("too small", "yellow")], width, glyphs)]
     elif controls.help:
         lines = _help(width, glyphs)
+    elif controls.tenants:
+        lines = _of_tenants(snapshot, controls, width, height, glyphs)
     elif width < _FULL[0] or height < _FULL[1]:
         lines = _reduced(snapshot, controls, width, height, glyphs)
     elif width >= _TWO_COLUMNS:
@@ -163,6 +167,15 @@ def _wide(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
     right += [_EMPTY] * (room - len(right))
     body = [join(one, other, left_width + 3) for one, other in zip(left, right, strict=False)]
     return _with_footer([*top, *body], controls, width, height, glyphs)
+
+
+def _of_tenants(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """The tenants. What `stats` tells of the pool is what one of them has."""
+    gap = [_EMPTY] if height >= _FULL[1] else []
+    top = [header_line(snapshot, controls, width, glyphs), *status_lines(snapshot, width, 1, glyphs), *gap]
+    tenants = snapshot.tenants or Tenants(problem=_NOT_ASKED)
+    lines = [*top, *tenant_lines(tenants, controls, width, height - len(top) - 1, glyphs)]
+    return _with_footer(lines, controls, width, height, glyphs)
 
 
 def _with_footer(lines: list[Text], controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:

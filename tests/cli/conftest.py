@@ -12,6 +12,10 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.cluster_io.etcd import etcd
+
+__all__ = ["etcd"]
+
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 
 

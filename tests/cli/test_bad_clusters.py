@@ -25,13 +25,6 @@ def server() -> Iterator[str]:
         yield cluster.members[0].address
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    running = Etcd(tmp_path_factory.mktemp("etcd"))
-    yield running
-    running.close()
-
-
 @pytest.fixture
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Tell:
     """See that a URL is refused with this problem."""
@@ -111,7 +104,11 @@ def test_an_etcd_that_wants_a_password(told: Tell, tmp_path: Path) -> None:
         told(etcd.url, "etcd wants a user and a password: set etcd_user and etcd_password_file")
         server = [sys.executable, "-W", "error", "-m", "infinistore", "--cluster", etcd.url, "--service-port", "0"]
         done = subprocess.run(
-            [*server, "--manage-port", "off"], capture_output=True, text=True, timeout=60, check=False
+            [*server, "--manage-port", "off", "--prealloc-size", "64MiB"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 2
         assert "etcd wants a user and a password" in done.stderr.splitlines()[-1]

@@ -14,6 +14,7 @@ from infinistore import blocking
 from infinistore.cli.failures import run
 from tests.cluster_client.clusters import Cluster, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd
+from tests.transports.certificates import issue
 
 Answer = Callable[..., tuple[int, str, str]]
 
@@ -222,3 +223,42 @@ def _until_there_are(count: int, ask: Answer, url: str) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = json.loads(ask("status", "--json", url)[1])["nodes"]
         if len(nodes) == count:
             return nodes
+
+
+@needs_etcd
+def test_a_cluster_with_tls_and_tokens_under_a_private_authority(ask: Answer, tmp_path: Path) -> None:
+    etcd = Etcd(tmp_path, tls=True)
+    files = issue(tmp_path, "127.0.0.1")
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    registry = f"{etcd.url}?etcd_tls=on&etcd_ca_file={etcd.certificate()}"
+    url = f"{registry}&ca={files.ca}"
+    with_token = ("--token-file", str(token))
+    tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_peer_ca": files.ca, "token_file": token}
+    try:
+        with running_cluster(2, cluster=registry, node_warm_up_s=0, **tls) as cluster:
+            while len(json.loads(ask("status", "--json", url, *with_token)[1] or "{}").get("nodes", ())) < 2:
+                pass
+            code, shown, errors = ask("status", url, *with_token)
+            assert (code, errors) == (0, "")
+            assert shown.count("infinistores://127.0.0.1:") == 2
+            code, _, errors = ask("status", registry, *with_token)
+            assert (code, errors.count("\n")) == (1, 1)
+            assert "does not answer" in errors  # the system does not know the authority
+            with blocking.open_store(url, token="secret") as store:
+                store.put_many([(f"key {number}", b"x") for number in range(20)])
+            first, second = cluster.members
+            lost, kept = first.keys(), second.keys()
+            assert lost
+            code, _, errors = ask("drain", first.address, url, *with_token, "--timeout", "60")
+            assert code == 0
+            assert all(f"{first.address} drains: " in line for line in errors.splitlines())
+            assert second.keys() == lost | kept  # passed on over TLS
+            code, shown, errors = ask("add", first.address, url, *with_token, "--timeout", "60")
+            assert (code, errors) == (0, "")
+            code, shown, errors = ask("purge", "--yes", url, *with_token)
+            assert (code, errors) == (0, "")
+            assert [member.keys() for member in cluster.members] == [set(), set()]
+    finally:
+        etcd.close()

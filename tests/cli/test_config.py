@@ -32,9 +32,10 @@ VALUES: dict[str, list[Any]] = {
     "manage_host": ["127.0.0.2", "localhost"],
     "manage_port": [2, "65535", "off"],
     "unix_socket": ["auto", "off", "/run/infinistore.sock"],
-    "spin_time": [0, "50", 10_000],
+    "spin_time": [0, "50", 10_000, "adaptive", "Off"],
     "unix_socket_access": ["user", "User"],
-    "shm_writes": ["on", "off"],
+    "unix_socket_group": ["kv", "10001"],
+    "shm_writes": ["auto", "on", "off"],
     "drain_timeout": [0, "2.5", 86400],
     "shards": [1, "1"],
     "cluster": ["infinistore+static://a,b", "infinistore+file:///etc/nodes.json"],
@@ -52,6 +53,7 @@ VALUES: dict[str, list[Any]] = {
     "max_pool_size": [4096, "3TiB"],
     "allocator": ["bitmap", "slab"],
     "huge_pages": [True, "0"],
+    "numa_node": [0, "3"],
     "disk": ["/mnt/a:1TiB", "/mnt/a:64MiB,/mnt/b:0.5", "~/cache:2G"],
     "disk_admission": ["lazy", "Second-Use"],
     "disk_wait": [1, "2.5"],
@@ -66,25 +68,38 @@ VALUES: dict[str, list[Any]] = {
     "require_rdma": [True, "off"],
     "rdma_timeout": [1, "0.25"],
     "token_file": ["/etc/token", "token"],
+    "tenants": ["/etc/tenants.yaml"],
+    "audit_log": ["-", "/var/log/audit"],
     "insecure": [True, "false"],
     "manage_allowed_hosts": ["kv.example,kv"],
+    "take_over": [True, "no"],
     "tls_cert": ["/etc/server.pem"],
     "tls_key": ["/etc/server.key"],
     "tls_client_ca": ["/etc/ca.pem"],
+    "tls_peer_ca": ["/etc/nodes.pem"],
+    "peer_token_file": ["/etc/nodes.token"],
     "max_connections": [1, "5000"],
     "max_value_size": [1, "64MiB"],
     "max_batch_size": [1024, "2GiB"],
     "max_batch_keys": [1, "100"],
     "max_key_size": [1, "1024"],
+    "max_protected_ratio": [0, "0.5"],
     "log_level": ["debug", "Warning"],
 }
+
+
+ALONE = {"tenants", "take_over", "peer_token_file", "unix_socket_group"}
+"""What does not go together with another setting, or needs others: token_file, shards,
+cluster, unix_socket_access."""
 
 
 def test_every_setting_has_values_to_test_with() -> None:
     assert set(VALUES) == set(SETTINGS)
 
 
-layers = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in VALUES.items()})
+layers = st.fixed_dictionaries(
+    {}, optional={key: st.sampled_from(values) for key, values in VALUES.items() if key not in ALONE}
+)
 
 
 @given(command_line=layers, environment=layers, file=layers)
@@ -386,6 +401,8 @@ def test_who_may_open_the_socket_is_said_together_with_its_path(access: str) -> 
     assert config.unix_socket_access == access
     with pytest.raises(ConfigError, match="--unix-socket PATH"):
         load_server_config({"unix_socket_access": access}, environment={})
+    with pytest.raises(ConfigError, match="--unix-socket-access group"):
+        load_server_config({"unix_socket_group": "kv"}, environment={})
 
 
 def test_a_socket_in_a_home_folder_that_is_not_known_is_refused() -> None:

@@ -33,7 +33,7 @@ def test_json_has_the_same(command: Run) -> None:
     found = document(command("doctor", "--json").stdout)
     assert found["ok"] is all(finding["level"] != "bad" for finding in found["findings"])
     assert (found["to"], found["paths"]) == (None, [])
-    assert {finding["topic"] for finding in found["findings"]} == {"RDMA", "memory", "system", "software"}
+    assert {finding["topic"] for finding in found["findings"]} == {"RDMA", "memory", "NUMA", "system", "software"}
 
 
 def test_a_device_that_is_not_there_ends_with_exit_code_1(command: Run) -> None:

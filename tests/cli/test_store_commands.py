@@ -289,3 +289,35 @@ def test_the_first_session_of_the_help_works_when_pasted(
     assert ended.returncode == 0, ended.stderr.decode()
     assert b"\nhello\n" in ended.stdout
     assert b"store.keys" in ended.stdout
+
+
+def test_keys_are_pinned_and_unpinned_by_name_and_by_prefix(store: Run) -> None:
+    for key in ("pins/a", "pins/b"):
+        _ok(store("put", key, input=b"x"))
+    assert _ok(store("pin", "pins/a")) == b"pinned 1 key\n"
+    assert json.loads(_ok(store("pin", "--prefix", "pins/", "--json"))) == {"pinned": 2, "missing": 0}
+    assert json.loads(_ok(store("stat", "--json")))["store"]["protected_keys"] == 2
+    assert _ok(store("unpin", "--prefix", "pins/")) == b"unpinned 2 keys\n"
+    ended = store("unpin", "pins/a")
+    assert (ended.returncode, ended.stdout) == (1, b"unpinned 0 keys\n")
+    assert ended.stderr == b"infinistore: 1 of 1 keys were not pinned\n"
+    ended = store("pin", "pins/a", "pins/missing")
+    assert (ended.returncode, ended.stderr) == (1, b"infinistore: 1 of 2 keys are not in memory\n")
+    _ok(store("unpin", "pins/a"))
+    assert store("pin").returncode == store("pin", "a", "--prefix", "a").returncode == 2
+
+
+def test_a_file_in_blocks_is_pinned_with_its_blocks(store: Run) -> None:
+    _ok(store("put", "pinned-file", "--block-size", "64KiB", input=os.urandom(200_000)))
+    assert _ok(store("pin", "pinned-file")) == b"pinned 5 keys\n"
+    assert _ok(store("unpin", "pinned-file")) == b"unpinned 5 keys\n"
+
+
+def test_a_file_is_put_for_a_time(store: Run) -> None:
+    _ok(store("put", "for-a-time", "--ttl", "3600", input=b"x"))
+    assert _ok(store("get", "for-a-time")) == b"x"
+    _ok(store("put", "for-a-moment", "--ttl", "0.000001", "--block-size", "64KiB", input=b"x"))
+    assert store("get", "for-a-moment").returncode == 1
+    ended = store("put", "never", "--ttl", "0", input=b"x")
+    assert ended.returncode == 2
+    assert b"--ttl" in ended.stderr

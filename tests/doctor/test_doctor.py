@@ -55,7 +55,7 @@ def test_a_healthy_machine_with_rdma_has_no_complaint(tmp_path: Path) -> None:
     assert complaints(found) == set()
     assert found["mlx5_0"].text == (
         "driver unknown, firmware 16.35.2000, /dev/infiniband/uverbs0, "
-        "NUMA node 1 of 2: start a server there (numactl --cpunodebind=1 --membind=1)"
+        "NUMA node 1 of 2: start a server there (--numa-node 1)"
     )
     assert found["mlx5_0 port 1"].text == "Ethernet, ACTIVE, 100 Gb/sec (4X EDR)"
     assert found["mlx5_0 port 1"].details == (

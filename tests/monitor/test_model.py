@@ -18,7 +18,7 @@ from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
 from infinistore.monitor.quantiles import Quantile, quantile
 from infinistore.monitor.rates import is_restart
 from infinistore.sizes import GIB, MIB
-from infinistore.statistics import LATENCY_BOUNDS_S, EvictionStatistics, Stats
+from infinistore.statistics import LATENCY_BOUNDS_S, DrainStatistics, EvictionStatistics, Stats
 
 from .made import (
     BUCKETS,
@@ -273,6 +273,19 @@ def test_a_disk_that_fails_hangs_or_is_too_slow_has_its_warning() -> None:
     assert failed[0].text == "/mnt/nvme0: it hung 3 times"
     (late,) = watched(calm, attrs.evolve(calm, disk=hung)).snapshot().alarms
     assert (late.kind, late.severity) == ("disk_hangs", "warning")
+
+
+def test_a_node_that_drains_says_how_far_it_is_and_how_long_the_rest_takes() -> None:
+    calm = make_stats()
+    drain = DrainStatistics(
+        "draining", 9, 4, 1, 2, 4, 700, size_bytes=4 * MIB, done_bytes=MIB, elapsed_s=30, left_s=90.0
+    )
+    (alarm,) = watched(calm, attrs.evolve(calm, drain=drain)).snapshot().alarms
+    told = "the node drains: 5 of 9 groups, 1.00 MiB of 4.00 MiB, 2 could not be moved, about 1 min 30 s left"
+    assert (alarm.kind, alarm.severity, alarm.text) == ("drain", "notice", told)
+    over = attrs.evolve(drain, state="drained", failed_groups=0, left_s=None)
+    (alarm,) = watched(calm, attrs.evolve(calm, drain=over)).snapshot().alarms
+    assert alarm.text == ("the node has drained, and stays out until it is added: 5 of 9 groups, 1.00 MiB of 4.00 MiB")
 
 
 def test_every_worry_has_its_warning_and_the_worst_comes_first() -> None:

@@ -18,6 +18,7 @@ from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticP
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.view import Node
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
+from infinistore.cluster_io.probing import credentials
 from infinistore.errors import InfiniStoreException
 from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow
 from infinistore.monitor.model import Model
@@ -68,7 +69,7 @@ class ClusterWatch:
         self._membership: StaticMembership | RunningMembership = (
             StaticMembership(place.nodes, copies=place.copies)
             if isinstance(place, StaticPlace)
-            else make_membership(place, source.token or "")
+            else make_membership(place, *credentials(cluster.options, source.token))
         )
         self._watched: dict[str, _Watched] = {}
         self._opened: str | None = None
