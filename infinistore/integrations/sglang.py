@@ -1,5 +1,5 @@
 """SGLang's HiCache with a store as its third level, by the dynamic backend and its v1
-interface (SGLang 0.5.23).
+and v2 interfaces (SGLang 0.5.23).
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "infinistore",
         "module_path": "infinistore.integrations.sglang", "class_name": "InfiniStoreHiCache", "interface_v1": 1,
@@ -10,26 +10,37 @@ pool (keys and values, or the single latent of MLA) is a block. A block's key co
 model, dtype, layout, parallel rank and the page's hash, so a hit can be used as it is.
 Ranks of an MLA model hold the same data and share it.
 
+Hybrid models have further pools, of sliding windows or of states, which go by the v2
+interface: a prefix is of use if each pool has what it needs at the prefix's end.
+
 An exception, or None instead of a list, would end SGLang's prefetch thread. Failures
 therefore raise nothing: they are misses, or pages that are not stored. They are
 counted, and logged once.
 """
 
-import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
+from infinistore.integrations.internal.host_pages import HostPages, bytes_of
 from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
@@ -41,8 +52,21 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
 """Keys of the extra configuration that SGLang reads and does not remove."""
-_GEOMETRY = ("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
-"""Attributes of host pools that describe a page's layout; each kind has some."""
+
+
+class _Pool(NamedTuple):
+    """A host pool: where its pages lie, if it is known, and how their parts are
+    named.
+    """
+
+    prefix: str
+    parts: Sequence[str]
+    pages: HostPages | None
+    tag: str  # "{}" in a cluster, so that one node has all parts of a page
+
+    def names(self, keys: Sequence[str]) -> list[str]:
+        opening, closing = self.tag[:1], self.tag[1:]
+        return [f"{self.prefix}{opening}{key}{closing}/{part}" for key in keys for part in self.parts]
 
 
 class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
@@ -62,10 +86,11 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._config = storage_config
         self._record = Record(_log, settings.url)
         self._held = HeldPrefixes(settings.hold_s)  # by the last page: the first may be left out
-        self._set_keys({}, ["page"])
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
             self._exit = stack.pop_all()
+        self._kv = self._named(str(PoolName.KV), None, {}, ["page"], int(self._config.logical_page_size or 0))
+        self._others: dict[str, _Pool] = {}  # by str(name): a PoolName equals its text, and has another hash
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,48 +102,51 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn the location and layout of pages. SGLang calls this first, once."""
         super().register_mem_pool_host(mem_pool_host)
-        parts = ["page"]
-        if self._in_place:
-            page = torch.arange(self._page_tokens(mem_pool_host))
-            try:
-                pointers, _ = _flat(*mem_pool_host.get_page_buffer_meta(page))
-            except (AttributeError, NotImplementedError, ValueError) as error:
-                raise ConfigError(
-                    f"pages of {type(mem_pool_host).__name__} cannot be read in place: {error}; choose"
-                    " --hicache-mem-layout page_first, or leave interface_v1 out"
-                ) from error
-            parts = [str(part) for part in range(len(pointers))]
-            self._guarded("registration", lambda: self._register(mem_pool_host), None)
-        self._set_keys({name: getattr(mem_pool_host, name, None) for name in _GEOMETRY}, parts)
+        page_tokens = int(self._config.logical_page_size or getattr(mem_pool_host, "page_size", 0))
+        if not self._in_place:
+            self._kv = self._named(str(PoolName.KV), None, _kv_geometry(mem_pool_host), ["page"], page_tokens)
+            return
+        pages = HostPages(mem_pool_host)
+        if pages.reason:
+            raise ConfigError(
+                f"pages of {type(mem_pool_host).__name__} cannot be read in place: {pages.reason}; choose"
+                " --hicache-mem-layout page_first, or leave interface_v1 out"
+            )
+        self._guarded("registration", lambda: self._register(pages), None)
+        self._kv = self._named(str(PoolName.KV), pages, _kv_geometry(mem_pool_host), pages.parts, page_tokens)
 
-    def _register(self, pool: Any) -> None:
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
+        """Learn of a pool of a hybrid model. SGLang calls this after
+        `register_mem_pool_host`, for that pool, too.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool is getattr(self, "mem_pool_host", None) and self._kv.pages is not None:
+            self._others[str(host_pool_name)] = self._kv
+            return
+        pages = HostPages(host_pool)
+        self._guarded("registration", lambda: self._register(pages), None)
+        name = str(host_pool_name)
+        facts = {**pages.geometry, "kind": type(host_pool).__name__, "sizes": pages.sizes, "pool": name}
+        self._others[name] = self._named(name, pages, facts, pages.parts, pages.page_tokens)
+
+    def _register(self, pages: HostPages) -> None:
         """Register the pool's memory, so that RDMA moves pages without a copy."""
-        for name in ("kv_buffer", "k_buffer", "v_buffer"):
-            buffer = getattr(pool, name, None)
-            if isinstance(buffer, torch.Tensor) and buffer.is_contiguous():
-                self._exit.callback(self._store.register(buffer).close)
+        for memory in pages.tensors():
+            self._exit.callback(self._store.register(memory).close)
 
-    def _set_keys(self, geometry: Mapping[str, Any], parts: Sequence[str]) -> None:
+    def _named(
+        self, name: str, pages: HostPages | None, geometry: Mapping[str, Any], parts: Sequence[str], page_tokens: int
+    ) -> _Pool:
         config = self._config
         shard = {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
         shard["dcp"] = (config.dcp_rank, config.dcp_size)
-        if not config.is_mla_model:  # whose ranks hold the same
+        # Ranks of an MLA model hold the same, but for its states.
+        if not config.is_mla_model or name == str(PoolName.MAMBA):
             shard["tp"] = (config.tp_rank, config.tp_size)
-        facts: dict[str, Any] = {
-            "parts": len(parts),
-            "page_tokens": self._page_tokens(getattr(self, "mem_pool_host", None)),
-        }
+        facts: dict[str, Any] = {"parts": len(parts), "page_tokens": page_tokens}
         facts |= {"in_place": self._in_place, "mla": config.is_mla_model, **shard, **geometry}
-        self._prefix = f"{self._settings.key_prefix}{config.model_name}/{fingerprint(facts)}/"
-        self._parts = list(parts)
-
-    def _page_tokens(self, pool: Any) -> int:
-        return int(self._config.logical_page_size or getattr(pool, "page_size", 0))
-
-    def _names(self, keys: Sequence[str]) -> list[str]:
-        if self._store.is_cluster:  # one node has all parts of a page
-            return [f"{self._prefix}{{{key}}}/{part}" for key in keys for part in self._parts]
-        return [f"{self._prefix}{key}/{part}" for key in keys for part in self._parts]
+        prefix = f"{self._settings.key_prefix}{config.model_name}/{fingerprint(facts)}/"
+        return _Pool(prefix, parts, pages, "{}" if self._store.is_cluster else "")
 
     # The v1 interface: pages are read and written in place.
 
@@ -130,20 +158,26 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return self._guarded("look-up", lambda: self._match(keys), 0)
 
     def _match(self, keys: Sequence[str]) -> int:
+        pages, hold = self._match_pool(self._kv, keys)
+        if pages:
+            self._held.add(keys[pages - 1], hold)
+        return pages
+
+    def _match_pool(self, pool: _Pool, keys: Sequence[str]) -> tuple[int, str]:
+        """Return the leading pages that exist, and their hold."""
         if not keys:
-            return 0
-        names = self._names(keys)
+            return 0, ""
+        names = pool.names(keys)
         try:
             match = self._store.match_prefix(names, hold_s=self._settings.hold_s)
         except LimitExceeded:  # too much is held already; most of it will be there all the same
             match = self._store.match_prefix(names)
-        pages = match // len(self._parts)
+        pages = match // len(pool.parts)
         if pages:
-            self._held.add(keys[pages - 1], match.hold)
-            read_ahead(self._store, match, names[: pages * len(self._parts)], self._record)
-        else:  # a part of a page, which is of no use
-            self._release([match.hold])
-        return pages
+            read_ahead(self._store, match, names[: pages * len(pool.parts)], self._record)
+            return pages, match.hold
+        self._release([match.hold])  # of a part of a page, which is of no use
+        return 0, ""
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -151,19 +185,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Load pages into the host pool at these indices. Returns success for each
         page.
         """
-        loaded = self._guarded("load", lambda: self._load(keys, host_indices), [False] * len(keys))
-        self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))
-        return loaded
-
-    def _load(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        try:
-            return self._read(keys, self._buffers(keys, host_indices))
-        finally:
-            self._release(self._held.pop_each(keys))
-
-    def _release(self, holds: Sequence[str]) -> None:
-        for hold in filter(None, holds):
-            self._guarded("release", partial(self._store.release_hold, hold), False)
+        return self._guarded_load(self._kv, keys, host_indices, keys)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -171,30 +193,136 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Store pages of the host pool at these indices. Returns success for
         each page.
         """
-        return self._guarded_write(keys, lambda: self._buffers(keys, host_indices))
+        return self._guarded_store(self._kv, keys, host_indices)
 
-    def _buffers(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[memoryview]:
-        pointers, sizes = _flat(*self.mem_pool_host.get_page_buffer_meta(host_indices))
-        if len(pointers) != len(keys) * len(self._parts):
-            raise ValueError(f"the host pool has {len(pointers)} buffers for {len(keys)} pages of {len(self._parts)}")
-        return list(map(_memory, pointers, sizes))
+    # The v2 interface: pages of several pools.
 
-    # What both interfaces share.
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return how many leading pages are of use, to all pools together.
 
-    def _read(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        names = self._names(keys)
+        A pool needs all of these pages, or, by TRAILING_PAGES, as many at their end as
+        its transfer has keys. What is found is held until it is loaded.
+        """
+        found = self._guarded("look-up", lambda: self._match_all(keys, pool_transfers or []), None)
+        return PoolTransferResult.empty() if found is None else found
+
+    def _match_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        pages, hold = self._match_pool(self._kv, keys)
+        held: list[tuple[str, str]] = []
+        hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
+        usable, trailing = set(range(1, pages + 1)), list[PoolTransfer]()
+        for transfer in transfers:
+            if not usable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # which is never a condition
+                continue
+            pool = self._others.get(str(transfer.name))
+            if pool is None:
+                fit: set[int] = set()
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                trailing.append(transfer)
+                fit = self._ends(pool, keys[:pages], len(transfer.keys or ()) or 1)
+            else:
+                count, of_pool = self._match_pool(pool, keys[:pages])
+                held.append((str(transfer.name), of_pool))
+                fit = set(range(1, count + 1))
+            if fit:
+                hits[transfer.name] = max(fit)
+            usable &= fit
+        end = max(usable, default=0)
+        if not end:
+            self._release([hold, *(each for _, each in held)])
+            return PoolTransferResult(0, hits, [])
+        last = keys[end - 1]
+        self._held.add(last, hold)
+        for name, of_pool in held:
+            self._held.add((name, last), of_pool)
+        for transfer in trailing:
+            window = keys[max(0, end - (len(transfer.keys or ()) or 1)) : end]
+            name = str(transfer.name)
+            self._held.add((name, last), self._match_pool(self._others[name], window)[1])
+        return PoolTransferResult(end, hits, sorted(usable))
+
+    def _ends(self, pool: _Pool, keys: Sequence[str], window: int) -> set[int]:
+        """Return the ends of prefixes whose last `window` pages the pool has."""
+        found, parts = self._store.exists_many(pool.names(keys)), len(pool.parts)
+        ends, run = set[int](), 0
+        for page in range(len(keys)):
+            run = run + 1 if all(found[page * parts : (page + 1) * parts]) else 0
+            if run >= min(window, page + 1):
+                ends.add(page + 1)
+        return ends
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages into their pools. Returns success for each page of each pool."""
+        loaded: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            held = [(str(transfer.name), key) for key in keys]
+            loaded[transfer.name] = self._guarded_load(
+                self._others.get(str(transfer.name)), keys, transfer.host_indices, held
+            )
+        return loaded
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of these pools. Returns success for each page of each pool."""
+        return {
+            transfer.name: self._guarded_store(
+                self._others.get(str(transfer.name)), transfer.keys or [], transfer.host_indices
+            )
+            for transfer in transfers
+        }
+
+    # What these two share.
+
+    def _guarded_load(
+        self, pool: _Pool | None, keys: Sequence[str], indices: torch.Tensor | None, held: Sequence[Hashable]
+    ) -> list[bool]:
+        def load() -> list[bool]:
+            try:
+                targets = _pages(pool).targets(keys, _given(indices))
+                loaded = self._read(_known(pool), keys, targets.buffers)
+                targets.keep(loaded)
+                return loaded
+            finally:
+                self._release(self._held.pop_each(held))
+
+        loaded = self._guarded("load", load, [False] * len(keys))
+        self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))
+        return loaded
+
+    def _guarded_store(self, pool: _Pool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        return self._guarded_write(pool, keys, lambda: _pages(pool).sources(keys, _given(indices)))
+
+    def _release(self, holds: Sequence[str]) -> None:
+        for hold in filter(None, holds):
+            self._guarded("release", partial(self._store.release_hold, hold), False)
+
+    # What all interfaces share.
+
+    def _read(self, pool: _Pool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
+        names, parts = pool.names(keys), len(pool.parts)
         outcomes = read_exactly(self._store, list(zip(names, buffers, strict=True)), self._record)
         bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.BAD]
         if bad:  # so that the next store of these pages is not skipped
             self._store.delete(bad)
         return [
-            all(outcome is Outcome.HIT for outcome in outcomes[first : first + len(self._parts)])
-            for first in range(0, len(outcomes), len(self._parts))
+            all(outcome is Outcome.HIT for outcome in outcomes[first : first + parts])
+            for first in range(0, len(outcomes), parts)
         ]
 
-    def _guarded_write(self, keys: Sequence[str], buffers: Callable[[], Sequence[Any]]) -> list[bool]:
+    def _guarded_write(
+        self, pool: _Pool | None, keys: Sequence[str], buffers: Callable[[], Sequence[Any]]
+    ) -> list[bool]:
         def write() -> bool:
-            self._store.put_many(dict(zip(self._names(keys), buffers(), strict=True)), replace=False)
+            self._store.put_many(dict(zip(_known(pool).names(keys), buffers(), strict=True)), replace=False)
             return True
 
         stored = self._guarded("store", write, False) if keys else True
@@ -214,7 +342,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def exists(self, key: str) -> bool:
         """Return whether a page exists."""
-        return self._guarded("look-up", lambda: all(self._store.exists_many(self._names([key]))), False)
+        return self._guarded("look-up", lambda: all(self._store.exists_many(self._kv.names([key]))), False)
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
@@ -232,7 +360,9 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if self._in_place or len(targets) != len(keys) or any(target is None for target in targets):
             self._record.failed("load", ValueError("give a tensor for each page, and leave interface_v1 out"))
             return [None] * len(keys)
-        loaded = self._guarded("load", lambda: self._read(keys, list(map(_bytes, targets))), [False] * len(keys))
+        loaded = self._guarded(
+            "load", lambda: self._read(self._kv, keys, list(map(bytes_of, targets))), [False] * len(keys)
+        )
         self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))
         return [target if there else None for target, there in zip(targets, loaded, strict=True)]
 
@@ -252,17 +382,18 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if self._in_place or len(pages) != len(keys):
             self._record.failed("store", ValueError("give a tensor for each page, and leave interface_v1 out"))
             return False
-        return all(self._guarded_write(keys, lambda: list(map(_bytes, pages))))
+        return all(self._guarded_write(self._kv, keys, lambda: list(map(bytes_of, pages))))
 
     # The rest.
 
     def clear(self) -> None:
-        """Delete the pages of this model and rank."""
+        """Delete the pages of this model and rank, of all its pools."""
         self._guarded("clear", self._delete_all, None)
 
     def _delete_all(self) -> None:
-        while names := self._store.keys(self._prefix):
-            self._store.delete(names)
+        for pool in {pool.prefix: pool for pool in (self._kv, *self._others.values())}.values():
+            while names := self._store.keys(pool.prefix):
+                self._store.delete(names)
 
     def close(self) -> None:
         """Release all holds and close the store."""
@@ -270,24 +401,25 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._exit.close()
 
 
-def _flat(pointers: Sequence[Any], sizes: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Flatten: some pools return a list of pieces for each part of a page."""
-    if not any(isinstance(pointer, list | tuple) for pointer in pointers):
-        return list(pointers), list(sizes)
-    return [piece for part in pointers for piece in part], [size for part in sizes for size in part]
+def _kv_geometry(pool: Any) -> dict[str, Any]:
+    names = ("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+    return {name: getattr(pool, name, None) for name in names}
 
 
-@lru_cache(maxsize=256)
-def _array_type(size: int) -> Any:  # ctypes makes a new type each time, and keeps it
-    return ctypes.c_ubyte * size
+def _known(pool: _Pool | None) -> _Pool:
+    if pool is None:
+        raise ValueError("SGLang has registered no pool of that name")
+    return pool
 
 
-def _memory(pointer: int, size: int) -> memoryview:
-    return memoryview(_array_type(size).from_address(pointer)).cast("B")
+def _pages(pool: _Pool | None) -> HostPages:
+    pages = _known(pool).pages
+    if pages is None:
+        raise ValueError("pages of this pool are not read in place: set interface_v1 to 1")
+    return pages
 
 
-def _bytes(tensor: Any) -> memoryview:
-    if not tensor.is_contiguous():
-        raise ValueError("a page that is not contiguous cannot be moved as it is")
-    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return view
+def _given(indices: torch.Tensor | None) -> torch.Tensor:
+    if indices is None:
+        raise ValueError("SGLang gave no indices of the host pool")
+    return indices

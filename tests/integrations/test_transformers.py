@@ -16,6 +16,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 from infinistore import blocking
 from infinistore.integrations.transformers import load_cache, save_cache
 from tests.bad_days.servers import running_server_process
+from tests.documentation.blocks import programs
 from tests.integrations.disks import leave_on_disk
 from tests.integrations.small_llama import NAME, VOCABULARY, complete, make_model
 
@@ -72,6 +73,7 @@ def test_every_layer_comes_back_bit_by_bit(
         assert torch.equal(ours[:, :, :96], theirs)
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_with_the_same_tokens_and_computes_only_the_rest(model: PreTrainedModel) -> None:
     cold_logits, cold = complete(model, DynamicCache(config=model.config), TOKENS)
     with running_server_process() as server:
@@ -227,3 +229,16 @@ def test_tokens_that_stand_for_images_need_a_salt(store: blocking.BlockingStore)
     with pytest.raises(ValueError, match="pass salt="):
         save(store, model, TOKENS)
     assert save(store, model, TOKENS, salt="hash of the image") == 96
+
+
+def test_the_program_of_the_page_runs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "name_or_path", NAME)  # as of a model that was loaded
+    (code,) = (one.code for one in programs("docs/transformers.md") if "load_cache" in one.code)
+    with running_server_process() as server:
+        code = code.replace("infinistore://127.0.0.1:22345", server.url)
+        found: list[dict[str, Any]] = [{"model": model, "token_ids": TOKENS} for _ in range(2)]
+        for names in found:
+            exec(code, names)
+        assert found[0]["matched"] == 0
+        assert found[1]["matched"] > 0
+        assert torch.equal(found[0]["output"].logits[:, -1], found[1]["output"].logits[:, -1])

@@ -1,26 +1,40 @@
 """vLLM's class: forwards vLLM's calls to the two halves of the connector."""
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
-from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
+from infinistore.integrations.vllm.announcements import announce
+from infinistore.integrations.vllm.block_events import BlockEvents
+from infinistore.integrations.vllm.groups import Group
+from infinistore.integrations.vllm.kv_events import WorkerMetadata, describer, events_of
+from infinistore.integrations.vllm.layout import Layout
+from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
+from infinistore.integrations.vllm.observations import Observations
+from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step
@@ -29,12 +43,13 @@ from infinistore.integrations.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 __all__ = ["InfiniStoreConnector"]
 
 LOG = logging.getLogger("vllm.infinistore")
 """A child of vLLM's logger, which determines level, format and destination."""
+
+_DELETED_AT_ONCE = 1000
 
 
 class _Metadata(KVConnectorMetadata):
@@ -42,7 +57,14 @@ class _Metadata(KVConnectorMetadata):
         self.step = step
 
 
-class InfiniStoreConnector(KVConnectorBase_V1):
+class _Layers(KVConnectorHandshakeMetadata):
+    """The labels of a worker's layers, by the index of their group."""
+
+    def __init__(self, labels: dict[int, tuple[str, ...]]) -> None:
+        self.labels = labels
+
+
+class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV cache in an InfiniStore server.
 
     vLLM creates one in its scheduler and one in each worker. `ConnectorSettings` lists
@@ -60,43 +82,85 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         transfer = self._kv_transfer_config
         self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
         _check_load_failures(transfer)
+        self._is_part = _outer_connector(transfer) is not None
         self._stack = ExitStack()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        group = _only_group(vllm_config, kv_cache_config)
+        self._events: BlockEvents | None = None
+        self._told: Group | None = None
         record = Record(LOG, self._settings.url.partition("?")[0])
+        self._observed = Observations()
         scheduling = role is KVConnectorRole.SCHEDULER
         self._store = store = self._open(
             self._settings.lookup_deadline_s if scheduling else self._settings.deadline_s, role
         )
-        names = _names(vllm_config, kv_cache_config, self._settings, grouped=store.is_cluster)
+        self._layout = layout = Layout.of(vllm_config, kv_cache_config, self._settings, clustered=store.is_cluster)
         if scheduling:
             if transfer.kv_load_failure_policy != "recompute":
                 LOG.warning("InfiniStore: kv_load_failure_policy is now 'recompute': what cannot be read is computed")
                 transfer.kv_load_failure_policy = "recompute"
+            if layout.obstacle:
+                LOG.warning("InfiniStore: the model is computed, and nothing of it is stored: %s", layout.obstacle)
+            announce(store, layout.names, record)
+            told = next((group for group in layout.groups if group.is_full), None)
+            config = vllm_config.kv_events_config
+            if told is not None and config is not None and config.enable_kv_cache_events:
+                _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+                if told.block_tokens % hash_tokens == 0:  # else vLLM has no hashes of its blocks
+                    self._events = BlockEvents(vllm_config.parallel_config.world_size, describer(told, hash_tokens))
+                    self._told = told
             self._scheduler = SchedulerSide(
                 store,
-                names,
+                layout.names,
                 record,
-                block_tokens=_block_tokens(group),
+                groups=layout.groups,
                 reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer,
-                hold_s=self._settings.hold_s,
                 save_generated=self._settings.save_generated,
-                extra=_extra_keys,
+                boundary_tokens=self._settings.boundary_tokens,
+                observations=self._observed,
+                extra=extra_keys,
+                events=self._events,
+                pins=self._pins(record),
             )
         else:
             shard, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
             self._worker = WorkerSide(
                 store,
-                names,
+                layout.names,
                 self._settings,
                 record,
-                labels=layer_labels(group.layer_names),
+                groups=layout.groups,
+                layers=layout.labels,
                 shard=shard,
                 writes=replica == 0,
                 delivers=not transfer.is_kv_consumer,
+                observations=self._observed,
             )
+
+    def _pins(self, record: Record) -> Pins | None:
+        """Return what pins blocks, if something is to be pinned."""
+        settings = self._settings
+        if not self._layout.groups or (not settings.pin_prompts_file and settings.pin_priority is None):
+            return None
+        prompts = read_prompts(settings.pin_prompts_file, self._tokenize) if settings.pin_prompts_file else ()
+        return Pins(
+            self._store,
+            self._layout.names,
+            self._layout.groups,
+            record,
+            prompts=prompts,
+            priority=settings.pin_priority,
+            pin_s=settings.pin_s,
+            clock=time.monotonic,
+        )
+
+    def _tokenize(self, text: str) -> Sequence[int]:
+        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
+        if tokenizer is None:
+            raise ConfigError("pin_prompts_file has texts, and vLLM runs without a tokenizer; write lists of tokens")
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)  # a chat template has them
+        return tokens
 
     # What a lost save costs is a computation later, so no request need be held back for
     # it.
@@ -131,10 +195,14 @@ class InfiniStoreConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Register the KV cache; warn if the store is too small for one prompt."""
-        block_bytes = self._at_work.register(kv_caches, self._kv_cache_config.num_blocks)
+        bytes_of = self._at_work.register(kv_caches, self._kv_cache_config.num_blocks)
         config = self._vllm_config
-        blocks = config.model_config.max_model_len // _block_tokens(_only_group(config, self._kv_cache_config))
-        self._check_capacity(blocks * block_bytes * config.parallel_config.world_size)
+        tokens = config.model_config.max_model_len
+        prompt_bytes = sum(
+            size * len(group.needed(tokens // group.block_tokens * group.block_tokens))
+            for group, size in zip(self._layout.groups, bytes_of, strict=True)
+        )
+        self._check_capacity(prompt_bytes * config.parallel_config.world_size)
 
     def _check_capacity(self, prompt_bytes: int) -> None:
         try:
@@ -176,20 +244,57 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         """Return the requests that are saved, and those that are loaded."""
         return self._at_work.poll(finished_req_ids)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests that are saved, those that are loaded, and of these those
+        that could not be read.
+        """
+        sent, loaded = self._at_work.poll(finished_req_ids)
+        return KVConnectorTransferResults(sent, loaded, self._at_work.take_failed_requests())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be read."""
         return self._at_work.take_failed_blocks()
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this worker's layers, if it is one stage of a pipeline."""
+        # A MultiConnector gives it to all its connectors, and most refuse it.
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1 or self._is_part:
+            return None
+        return _Layers({group.index: group.layers for group in self._layout.groups})
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return which saves have ended, if the scheduler wants to know."""
+        saved = self._at_work.take_saved()
+        return WorkerMetadata(saved) if saved else None
+
     # ---- the scheduler's side ----
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return which blocks were stored, and which were lost, since the last call."""
+        if self._events is None or self._told is None:
+            return ()
+        return events_of(self._events, self._told)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn the layers of all stages: a block is stored if all of them are."""
+        told = [metadata[rank] for rank in sorted(metadata)]
+        if layers := [one.labels for one in told if isinstance(one, _Layers)]:
+            self._at_schedule.learn_layers(layers)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look up how much of a request is stored; it is loaded in the background."""
         tokens = self._at_schedule.loadable_tokens(request, num_computed_tokens)
+        if any(group.offered for group in self._layout.groups):
+            # vLLM ends a chunk there, so that a later request finds a state.
+            departs = self._at_schedule.departs_after(request)
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, departs)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks to load into."""
-        self._at_schedule.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._at_schedule.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the workers' loads and saves of a step."""
@@ -197,24 +302,77 @@ class InfiniStoreConnector(KVConnectorBase_V1):
         step = self._at_schedule.plan(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.preempted_req_ids or (),
-            lambda request_id: state.resolve_block_ids(request_id)[0],
+            state.resolve_block_ids,
+            state.boundary_state_offloads,
         )
         return _Metadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Record which loads have ended, and which blocks failed."""
-        self._at_schedule.loads_ended(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        """Record which loads and saves have ended, and which blocks failed."""
+        written = connector_output.kv_connector_worker_meta
+        if self._events is not None and isinstance(written, WorkerMetadata):
+            self._events.saved(written.saved)
+        self._at_schedule.loads_ended(
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids,
+            connector_output.failed_recving,
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished request until they are written."""
         return self._at_schedule.finished(request), None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a finished request until they are written."""
+        return self._at_schedule.finished(request), None
+
+    def reset_cache(self) -> bool:
+        """Delete all blocks of this model from the store, as for new weights."""
+        prefix = f"{self._layout.names.prefix}/"
+        try:
+            last = ""
+            while keys := self._store.keys(prefix, limit=_DELETED_AT_ONCE, after=last):
+                self._store.delete(keys)
+                last = keys[-1]
+        except InfiniStoreException as error:
+            LOG.warning("InfiniStore: the blocks under %s could not be deleted: %s", prefix, str(error))
+            return False
+        self._at_schedule.forget()
+        return True
+
     # ---- both ----
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was observed since the last call."""
+        if self._worker is not None:
+            self._worker.observe_writes()
+        observed = self._observed.take()
+        return ConnectorStats(observed) if observed else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return statistics that have come from another process."""
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return the metrics that vLLM exposes."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Finish the writes and close the store."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._stack.close()
 
     @property
@@ -235,9 +393,8 @@ def _check_load_failures(transfer: "KVTransferConfig") -> None:
     copy of its part and cannot change the rest. It can see the rest only in a worker,
     and vLLM creates the workers before the scheduler.
     """
-    current = get_current_vllm_config_or_none()
-    top = None if current is None else current.kv_transfer_config
-    if top is None or top.kv_connector == transfer.kv_connector or not transfer.is_kv_consumer:
+    top = _outer_connector(transfer)
+    if top is None or not transfer.is_kv_consumer:
         return
     if top.kv_load_failure_policy != "recompute":
         raise ConfigError(
@@ -247,73 +404,16 @@ def _check_load_failures(transfer: "KVTransferConfig") -> None:
         )
 
 
-def _only_group(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> "KVCacheGroupSpec":
-    """Return the layers; each must keep keys and values of every token."""
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError("InfiniStoreConnector cannot store blocks that context parallelism spreads over workers")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not all(isinstance(spec, FullAttentionSpec) for spec in _specs(groups[0])):
-        raise ConfigError(
-            "InfiniStoreConnector stores models that attend to all tokens in every layer; this one has"
-            f" {', '.join(sorted({type(spec).__name__ for group in groups for spec in _specs(group)}))}"
-        )
-    return groups[0]
-
-
-def _specs(group: "KVCacheGroupSpec") -> list[Any]:
-    spec = group.kv_cache_spec
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-
-
-def _block_tokens(group: "KVCacheGroupSpec") -> int:
-    tokens: int = _specs(group)[0].block_size
-    return tokens
-
-
-def _names(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, settings: ConnectorSettings, *, grouped: bool
-) -> BlockNames:
-    """Return the names of blocks: equal if and only if blocks are interchangeable.
-
-    With `grouped`, as many blocks as have `group_tokens` are on one node of a cluster.
+def _outer_connector(transfer: "KVTransferConfig") -> "KVTransferConfig | None":
+    """Return the configuration of the connector that this one is a part of, in a
+    worker.
     """
-    group = _only_group(vllm_config, kv_cache_config)
-    model = vllm_config.model_config
-    shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
-    facts = {
-        "model": settings.model or model.model,
-        "revision": model.revision,
-        "config": fingerprint_of_config(model.hf_config.to_dict()),
-        "quantization": model.quantization,
-        "dtype": model.dtype,
-        "cache dtype": vllm_config.cache_config.cache_dtype,
-        "layout": kv_cache_config.kv_cache_layout,
-        "kernels": _kernels(),
-        "block tokens": _block_tokens(group),
-        "shards": shards,
-    }
-    return block_names(
-        facts,
-        model=settings.model or model.model,
-        namespace=settings.namespace,
-        layers=group.layer_names,
-        shards=shards,
-        group_blocks=max(1, settings.group_tokens // _block_tokens(group)) if grouped else 0,
-    )
+    current = get_current_vllm_config_or_none()
+    top = None if current is None else current.kv_transfer_config
+    return None if top is None or top.kv_connector == transfer.kv_connector else top
 
 
-def _kernels() -> object:
-    """Return what else determines a block's layout: a CPU's instruction set."""
-    if not current_platform.is_cpu():
-        return current_platform.device_type
-    import torch
-
-    capabilities = torch.cpu.get_capabilities()
-    return [capabilities.get("architecture"), torch.backends.cpu.get_cpu_capability(), capabilities.get("amx_tile")]
-
-
-def _extra_keys(request: Any, first: int, end: int) -> bytes:
+def extra_keys(request: Any, first: int, end: int) -> bytes:
     """Return a block's further inputs: cache salt, LoRA adapter, images, embeddings."""
     keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
     return repr(keys).encode() if keys else b""
@@ -331,3 +431,14 @@ def _after_what_was_queued() -> Callable[[], object]:
     event.record()
     wait: Callable[[], object] = event.synchronize
     return wait
+
+
+def _register() -> None:
+    """Let vLLM's MultiConnector find the class by its name, for its statistics."""
+    try:
+        KVConnectorFactory.register_connector(InfiniStoreConnector.__name__, __name__, InfiniStoreConnector.__name__)
+    except ValueError:  # this module was imported before, or somebody else has registered it
+        return
+
+
+_register()

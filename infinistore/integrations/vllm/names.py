@@ -31,25 +31,50 @@ class BlockNames:
     """The number of tensor parallel shards of each layer."""
     group_blocks: int = 0
     """In a cluster, how many blocks in a row have the same hash tag; else 0."""
+    facts: Mapping[str, str] = attrs.field(factory=dict, eq=False)
+    """What the fingerprint stands for."""
+
+    @property
+    def announcement(self) -> str:
+        """The key under which engines say what the fingerprint stands for."""
+        return "vllm-engines" + self.prefix.removeprefix("vllm")
 
     @property
     def keys_per_block(self) -> int:
-        """The number of keys of one block of tokens."""
+        """The number of keys of one block of tokens, all layers together."""
         return len(self.layers) * self.shards
 
     def key(self, block_hash: str, shard: int, layer: str) -> str:
         """Return the key of one shard of one layer of a block."""
         return f"{self.prefix}/{block_hash}/{shard}/{layer}"
 
-    def last_keys(self, hashes: Iterable[str]) -> list[str]:
-        """Return the keys that are written last, `shards` per block."""
-        last = self.layers[-1]
-        return [self.key(block, shard, last) for block in hashes for shard in range(self.shards)]
+    def some_keys(self, hashes: Sequence[str], layers: Sequence[str] = (), *, most: int) -> tuple[list[str], int]:
+        """Return keys of these layers (or of all), block by block, and how many each
+        block has: all of them, unless these are together more than `most`.
 
-    def all_keys(self, hashes: Iterable[str]) -> list[str]:
-        """Return all keys, block by block, `keys_per_block` per block."""
-        ends = [f"/{shard}/{layer}" for layer in self.layers for shard in range(self.shards)]
+        Else a block has the keys of its first and last layer in one shard, which are
+        evicted and written last, and as many others as there is room for. From block to
+        block, they are others.
+        """
+        ends = self._ends(layers)
+        each = max(2, most // max(1, len(hashes)))
+        if len(ends) <= each:
+            return self.all_keys(hashes, layers), len(ends)
+        shards, others = self.shards, each - 2
+        keys = []
+        for number, block in enumerate(hashes):
+            picked = [ends[number % shards], ends[-1 - number % shards]]
+            picked += [ends[(number * others + turn) % len(ends)] for turn in range(others)]
+            keys += [f"{self.prefix}/{block}{end}" for end in picked]
+        return keys, each
+
+    def all_keys(self, hashes: Iterable[str], layers: Sequence[str] = ()) -> list[str]:
+        """Return the keys of these layers (or of all), block by block."""
+        ends = self._ends(layers)
         return [f"{self.prefix}/{block}{end}" for block in hashes for end in ends]
+
+    def _ends(self, layers: Sequence[str]) -> list[str]:
+        return [f"/{shard}/{layer}" for layer in (layers or self.layers) for shard in range(self.shards)]
 
 
 def block_names(
@@ -61,7 +86,7 @@ def block_names(
     shards: int,
     group_blocks: int = 0,
 ) -> BlockNames:
-    """Return the names for an engine.
+    """Return the names for an engine. `layers` are the labels of its layers.
 
     `facts` is everything that must match for blocks to be interchangeable.
     """
@@ -69,7 +94,8 @@ def block_names(
         facts = {**facts, "group blocks": group_blocks}
     parts = ["vllm", namespace, model.rstrip("/").rpartition("/")[2][:100]]
     prefix = "/".join([part for part in parts if part] + [fingerprint({**facts, "namespace": namespace})])
-    return BlockNames(prefix, tuple(layer_labels(layers).values()), shards, group_blocks)
+    told = {name: str(value) for name, value in {**facts, "namespace": namespace}.items()}
+    return BlockNames(prefix, tuple(layers), shards, group_blocks, told)
 
 
 def layer_labels(names: Sequence[str]) -> dict[str, str]:

@@ -31,6 +31,8 @@ class ConnectorSettings:
     """How long found blocks are held until they are read."""
     group_tokens: int = 1024
     """In a cluster, so many tokens in a row are on one node. Part of every key."""
+    boundary_tokens: int = 1024
+    """How often a sliding window is stored, beside at the end of a prompt."""
     save_generated: bool = False
     """Whether to store blocks of generated tokens, too."""
     load_threads: int = 2
@@ -39,6 +41,13 @@ class ConnectorSettings:
     """Limit of bytes waiting to be written."""
     when_full: Literal["", "block", "drop"] = ""
     """At that limit: block or drop. Default: a producer blocks, others drop."""
+    pin_prompts_file: str = ""
+    """A JSON list of prompts, as texts or tokens: of requests that begin with one, that
+    part is pinned in the store."""
+    pin_priority: int | None = None
+    """Requests of this priority, or an earlier one, have their prompts pinned."""
+    pin_s: float = 3600.0
+    """How long after the last such request they stay pinned."""
     verify: Literal["always", "never"] = "always"
     """Whether blocks carry checksums."""
 
@@ -93,8 +102,15 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "hold_s": _TIME,
     "save_generated": ("true or false", lambda value: isinstance(value, bool)),
     "group_tokens": _COUNT,
+    "boundary_tokens": _COUNT,
     "load_threads": _COUNT,
     "max_pending_bytes": _COUNT,
+    "pin_prompts_file": ("the path of a file", lambda value: isinstance(value, str) and "\0" not in value),
+    "pin_priority": (
+        "a whole number, or null",
+        lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
+    ),
+    "pin_s": _TIME,
     "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),
     "verify": ('"always" or "never"', lambda value: value in ("always", "never")),
 }

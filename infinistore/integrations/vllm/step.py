@@ -2,19 +2,29 @@
 
 import attrs
 
-__all__ = ["Load", "Save", "Step"]
+__all__ = ["Blocks", "Load", "Save", "Step"]
+
+
+@attrs.frozen
+class Blocks:
+    """Blocks of one group of layers: what they are called, and where they are."""
+
+    hashes: list[str]
+    block_ids: list[int]
+    group: int = 0
 
 
 @attrs.frozen
 class Load:
-    """Read these blocks for a request in the background; `hold` pins them until
-    then.
-    """
+    """Read these blocks for a request in the background."""
 
     request_id: str
-    hashes: list[str]
-    block_ids: list[int]
-    hold: str = ""
+    parts: list[Blocks]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks of all groups."""
+        return [block_id for part in self.parts for block_id in part.block_ids]
 
 
 @attrs.frozen
@@ -22,8 +32,9 @@ class Save:
     """Write these blocks of a request, which are full at the end of this step."""
 
     request_id: str
-    hashes: list[str]
-    block_ids: list[int]
+    blocks: Blocks
+    number: int = 0
+    """If it is not 0, workers say when they have written them."""
 
 
 @attrs.frozen

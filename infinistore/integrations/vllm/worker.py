@@ -7,13 +7,18 @@ size, or does not match its checksum; vLLM then computes it.
 Writing: after each layer, its full blocks go to a `LayerWriter`, which writes them from
 the KV cache in place while the next layer is computed. They must not be given to other
 requests before they are written: until then a finished request is not reported as sent,
-and a preempted one is waited for.
+and a preempted one is waited for. Blocks of windows and states are copied first: vLLM
+gives these to others while their request goes on.
+
+If there is anything but one group of layers that attend to all tokens, a load fails as
+a whole, because vLLM cannot compute a part of it.
 """
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -21,9 +26,13 @@ import attrs
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.block_events import SavedBlocks
+from infinistore.integrations.vllm.groups import Group, is_uniform
 from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.settings import ConnectorSettings
-from infinistore.integrations.vllm.step import Load, Save, Step
+from infinistore.integrations.vllm.step import Blocks, Load, Step
+from infinistore.integrations.vllm.waiting_holds import WaitingHold, WaitingHolds
 from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks
 
 if TYPE_CHECKING:
@@ -55,6 +64,13 @@ class LayerCache:
         assert self.view is not None
         return self.view[number * self.stride_bytes : number * self.stride_bytes + self.block_bytes]
 
+    def copy(self, numbers: Sequence[int]) -> "torch.Tensor":
+        """Return a copy of some blocks, one behind the other."""
+        import torch
+
+        starts = [number * self.stride_bytes for number in numbers]
+        return torch.cat([self.memory[start : start + self.block_bytes] for start in starts])
+
     @classmethod
     def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
         """View a layer's tensor, whose first dimension counts blocks, as blocks.
@@ -64,8 +80,9 @@ class LayerCache:
         """
         import torch
 
-        if not isinstance(cache, torch.Tensor) or cache.shape[0] != num_blocks:
+        if not isinstance(cache, torch.Tensor) or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
             raise ConfigError(f"the KV cache of {name} does not consist of {num_blocks} blocks; it cannot be stored")
+        cache = cache.view(num_blocks, -1, *cache.shape[1:])  # a kernel may cut a block into several
         size = cache.element_size()
         block_bytes = math.prod(cache.shape[1:]) * size
         spanned = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
@@ -97,10 +114,10 @@ class _Saving:
 class WorkerSide:
     """A worker's half of the connector. vLLM's thread calls it; others move blocks.
 
-    `labels` maps the names of the stored layers to their labels. `shard` is this
-    worker's part of each layer. `writes`: it writes that part (one of the workers with
-    the same part does). `delivers`: a step ends only when its blocks are stored,
-    because a decoder elsewhere asks for them.
+    `groups` are the groups of layers, and `layers` the names of all of them with their
+    labels. `shard` is this worker's part of each layer. `writes`: it writes that part
+    (one of the workers with the same part does). `delivers`: a step ends only when its
+    blocks are stored, because a decoder elsewhere asks for them.
     """
 
     def __init__(
@@ -110,14 +127,19 @@ class WorkerSide:
         settings: ConnectorSettings,
         record: Record,
         *,
-        labels: Mapping[str, str],
+        groups: Sequence[Group],
+        layers: Mapping[str, str],
         shard: int = 0,
         writes: bool = True,
         delivers: bool = False,
+        observations: Observations | None = None,
     ) -> None:
         self._store = store
+        self._observed = observations or Observations()
         self._names = names
-        self._labels = labels
+        self._groups = groups
+        self._labels = layers
+        self._group_of = {label: number for number, group in enumerate(groups) for label in group.layers}
         self._shard = shard
         self._writes = writes
         self._delivers = delivers
@@ -125,6 +147,7 @@ class WorkerSide:
         self._record = record
         self._layers: dict[str, LayerCache] = {}
         self._step = Step()
+        self._saved: set[str] = set()
         self._writer = LayerWriter(
             store,
             max_pending_bytes=settings.max_pending_bytes,
@@ -132,60 +155,94 @@ class WorkerSide:
             deadline_s=settings.deadline_s,
         )
         self._writer.__enter__()
+        self._written = self._writer.statistics()
         self._saving: dict[str, _Saving] = {}
+        self._numbered: dict[int, list[Ticket | None]] = {}
+        self._holds = WaitingHolds(store, record, settings.hold_s)
+        self._load_threads = settings.load_threads
         self._readers = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="infinistore-load")
         self._progress = threading.Condition()
         self._reading = 0
         self._read: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
 
-    def register(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> int:
-        """Register the KV cache. Returns the bytes of one block in all layers.
+    def register(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> list[int]:
+        """Register the KV cache. Returns for each group the bytes of one block in all
+        layers.
 
         Raises:
             ConfigError: its layout is not supported.
         """
         self._layers = {
-            name: LayerCache.of(name, label, caches.get(name), num_blocks) for name, label in self._labels.items()
+            name: LayerCache.of(name, label, caches.get(name), num_blocks)
+            for name, label in self._labels.items()
+            if label in self._group_of
         }
-        return sum(layer.block_bytes for layer in self._layers.values())
+        layers = self._layers.values()
+        return [
+            sum(layer.block_bytes for layer in layers if self._group_of[layer.label] == number)
+            for number in range(len(self._groups))
+        ]
 
     def begin(self, step: Step) -> None:
         """Begin a step: wait for the writes of preempted requests' blocks."""
         self._step = step
+        self._saved = set()
         for request_id in step.preempted:
             for ticket in self._saving.pop(request_id, _Saving()).tickets:
                 self._wait(ticket)
 
     def start_loads(self, after: Callable[[], object] = lambda: None) -> None:
         """Start the loads in the background; `after` returns when blocks may be
-        filled.
+        filled. What has to wait for a thread is held meanwhile.
         """
         for load in self._step.loads:
             with self._progress:
                 self._reading += 1
-            self._readers.submit(self._load, load, after)
+                waits = self._reading > self._load_threads
+            hold = self._holds.begin(partial(self._keys, load)) if waits else None
+            self._readers.submit(self._load, load, hold, after)
 
     def save_layer(self, name: str) -> None:
         """Start the saves of a layer that has just been computed."""
         layer = self._layers.get(name)
-        if layer is None or not self._step.saves:
+        if layer is None or not self._step.saves or name in self._saved:
             return
+        self._saved.add(name)
         for save in self._step.saves:
             saving = self._saving.setdefault(save.request_id, _Saving())
-            if self._writes:
-                ticket = self._write(layer, save)
+            if self._writes and save.blocks.group == self._group_of[layer.label]:
+                ticket = self._write(layer, save.blocks)
+                if save.number:
+                    self._numbered.setdefault(save.number, []).append(ticket)
                 if ticket is not None:
                     saving.tickets.append(ticket)
 
     def end_saves(self) -> None:
-        """End the saves of a step. If a decoder waits for the blocks, wait for them."""
+        """End the saves of a step, also of layers of which vLLM does not say that they
+        are computed. If a decoder waits for the blocks, wait for them.
+        """
+        for name in self._layers:
+            self.save_layer(name)
         for save in self._step.saves:
             saving = self._saving.setdefault(save.request_id, _Saving())
             if self._delivers:
                 for ticket in saving.tickets:
                     self._wait(ticket)
             saving.tickets = [ticket for ticket in saving.tickets if not self._ended(ticket)]
+            if save.number:
+                self._numbered.setdefault(save.number, [])  # another worker writes it
+
+    def take_saved(self) -> SavedBlocks:
+        """Return which numbered saves have ended since the last call."""
+        saved = SavedBlocks()
+        for number, tickets in list(self._numbered.items()):
+            if all(ticket is None or ticket.done for ticket in tickets):
+                del self._numbered[number]
+                lost = any(ticket is None or ticket.dropped or ticket.failure is not None for ticket in tickets)
+                (saved.incomplete if lost else saved.complete)[number] += 1
+        return saved
 
     def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return the finished requests that are saved, and those whose loads have
@@ -210,8 +267,24 @@ class WorkerSide:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose load failed as a whole since the last call."""
+        with self._progress:
+            failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def observe_writes(self) -> None:
+        """Count what has been written since the last call."""
+        before, self._written = self._written, self._writer.statistics()
+        self._observed.count(
+            written_bytes=self._written.stored_bytes - before.stored_bytes,
+            dropped_bytes=self._written.dropped_bytes - before.dropped_bytes,
+            failed_writes=self._written.failed_writes - before.failed_writes,
+        )
+
     def close(self) -> None:
         """Finish the writes if the store is available, and end the threads."""
+        self._holds.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         try:
             self._writer.flush(self._deadline_s)
@@ -220,14 +293,17 @@ class WorkerSide:
             self._record.failed("save", error)
             self._writer.__exit__(type(error), error, None)
 
-    def _write(self, layer: LayerCache, save: Save) -> Ticket | None:
-        blocks = [
-            (self._names.key(block_hash, self._shard, layer.label), block_id * layer.stride_bytes)
-            for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True)
+    def _write(self, layer: LayerCache, blocks: Blocks) -> Ticket | None:
+        memory, stride_bytes, numbers = layer.memory, layer.stride_bytes, blocks.block_ids
+        if not self._groups[blocks.group].is_full:
+            memory, stride_bytes, numbers = layer.copy(numbers), layer.block_bytes, list(range(len(numbers)))
+        places = [
+            (self._names.key(block_hash, self._shard, layer.label), number * stride_bytes)
+            for block_hash, number in zip(blocks.hashes, numbers, strict=True)
         ]
         for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
             try:
-                return self._writer.write(layer.memory, blocks, layer.block_bytes)
+                return self._writer.write(memory, places, layer.block_bytes)
             except (InfiniStoreException, ValueError) as error:
                 self._record.failed("save", error)
         return None
@@ -261,57 +337,87 @@ class WorkerSide:
             with self._progress:
                 self._progress.wait_for(lambda: self._read or not self._reading, _IDLE_WAIT_S)
 
-    def _load(self, load: Load, after: Callable[[], object]) -> None:
+    def _load(self, load: Load, hold: WaitingHold | None, after: Callable[[], object]) -> None:
         """In a thread: read a request's blocks layer by layer; always report the
         request.
         """
         failed = set(load.block_ids)
         try:
             after()
-            failed = self._read_layers(load)
+            with self._observed.timed("read"):
+                failed = self._read_parts(load)
             self._record.succeeded("load")
         except InfiniStoreException as error:
             self._record.failed("load", error)
         finally:
+            self._observed.count(failed_reads=int(bool(failed)))
             with self._progress:
                 self._reading -= 1
-                self._failed_blocks |= failed
+                if is_uniform(self._groups):
+                    self._failed_blocks |= failed
+                elif failed:
+                    self._failed_requests.add(load.request_id)
                 self._read.add(load.request_id)
                 self._progress.notify_all()
-        if load.hold:
-            try:
-                self._store.release_hold(load.hold)
-            except InfiniStoreException as error:
-                self._record.failed("release of a hold", error)
+        if hold is not None:
+            self._holds.end(hold)
 
-    def _read_layers(self, load: Load) -> set[int]:
-        """Read all layers of the leading blocks. Returns the incomplete blocks."""
-        good = len(load.block_ids)
-        for layers in self._batches(good):
-            while good and (found := self._read_batch(load, layers, good)) < good:
+    def _keys(self, load: Load) -> list[str]:
+        """Return what this worker reads of a load, block by block."""
+        layers = [
+            [layer.label for layer in self._layers.values() if self._group_of[layer.label] == number]
+            for number in range(len(self._groups))
+        ]
+        return [
+            self._names.key(block_hash, self._shard, label)
+            for part in load.parts
+            for block_hash in part.hashes
+            for label in layers[part.group]
+        ]
+
+    def _read_parts(self, load: Load) -> set[int]:
+        """Read all layers. Returns the blocks that are not complete, or all."""
+        if is_uniform(self._groups):
+            (part,) = load.parts
+            return set(part.block_ids[self._read_leading(part) :])
+        complete = all(
+            self._read_batch(part, layers, len(part.hashes)) == len(part.hashes)
+            for part in load.parts
+            for layers in self._batches(part.group, len(part.hashes))
+        )
+        return set() if complete else set(load.block_ids)
+
+    def _read_leading(self, part: Blocks) -> int:
+        """Read all layers of the leading blocks. Returns how many are complete."""
+        good = len(part.hashes)
+        for layers in self._batches(part.group, good):
+            while good and (found := self._read_batch(part, layers, good)) < good:
                 good = found  # and once more: only a read of nothing but what is there says that all of it is right
-        return set(load.block_ids[good:])
+        return good
 
-    def _batches(self, blocks: int) -> Iterator[list[LayerCache]]:
-        """Return the layers in groups of the size of one read: few large reads are
-        fast.
+    def _batches(self, group: int, blocks: int) -> Iterator[list[LayerCache]]:
+        """Return the layers of a group in batches of the size of one read: few large
+        reads are fast.
         """
         batch: list[LayerCache] = []
         batch_bytes = 0
         for layer in self._layers.values():
+            if self._group_of[layer.label] != group:
+                continue
             if batch and (layer.view is None or batch_bytes + blocks * layer.block_bytes > _READ_BYTES):
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(layer)
             batch_bytes += blocks * layer.block_bytes
-        yield batch
+        if batch:
+            yield batch
 
-    def _read_batch(self, load: Load, layers: list[LayerCache], count: int) -> int:
+    def _read_batch(self, part: Blocks, layers: list[LayerCache], count: int) -> int:
         """Read some layers of the first `count` blocks.
 
         Returns the number of leading complete blocks.
         """
-        hashes, block_ids = load.hashes[:count], load.block_ids[:count]
+        hashes, block_ids = part.hashes[:count], part.block_ids[:count]
         if layers[0].view is None:
             (layer,) = layers
             keys = [self._names.key(block_hash, self._shard, layer.label) for block_hash in hashes]
@@ -321,6 +427,7 @@ class WorkerSide:
             except BlocksMissing as error:
                 self._record.count(missing=len(error.keys))
                 return keys.index(error.keys[0])
+            self._observed.count(read_bytes=count * layer.block_bytes)
             return count
         lengths = self._store.get_many_into(
             (self._names.key(block_hash, self._shard, layer.label), layer.block(block_id))
@@ -330,5 +437,6 @@ class WorkerSide:
         wrong = [
             number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes
         ]
+        self._observed.count(read_bytes=sum(length or 0 for length in lengths))
         self._record.count(missing=len(wrong))
         return min(wrong, default=count)

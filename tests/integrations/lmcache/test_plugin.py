@@ -15,6 +15,7 @@ import uvloop
 
 pytest.importorskip("lmcache", reason="needs LMCache: make test-integrations")
 
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
 from lmcache.v1.storage_backend.connector import CreateConnector
 
@@ -67,6 +68,21 @@ def assert_same(got: Any, stored: Any) -> None:
     assert got.get_shapes() == stored.get_shapes()
     assert got.get_dtypes() == stored.get_dtypes()
     assert got.get_memory_format() == stored.get_memory_format()
+
+
+def test_what_keeps_users_apart_in_lmcache_keeps_their_keys_apart(worker: Worker) -> None:
+    """In one process, LMCache 0.5.6 does so by tags, and takes no notice of vLLM's
+    `cache_salt`.
+    """
+    (plain,) = keys_of(1)
+    tagged = [tagged_with(plain, {"lmcache.tag.user": user}) for user in ("alice", "bob")]
+    block = worker.make_block(0)
+    worker.put(tagged[:1], [block])
+    assert [worker.backend.contains(key) for key in (plain, *tagged)] == [False, True, False]
+
+
+def tagged_with(key: CacheEngineKey, configs: dict[str, str]) -> CacheEngineKey:
+    return CacheEngineKey(key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.dtype, configs)
 
 
 def test_blocks_come_back_as_they_were_stored(worker: Worker) -> None:

@@ -1,60 +1,46 @@
-"""SGLang's storage interface, backend factory and host pools, where SGLang is
-installed; without the rest of it.
+"""SGLang itself on a CPU, where it is installed.
 
-SGLang runs on a GPU alone: its packages import kernels and drivers as soon as they are
-touched. So its packages are entered without running their `__init__`, and what the
-modules under test import of kernels and devices is replaced by names without content.
-What is tested (`hicache_storage`, `storage.backend_factory`, `pool_host`) is SGLang's
-own.
+SGLang asks for kernels and packages of a GPU as soon as it is imported. Packages that
+are not here are replaced by stand-ins, and the kernels that copy between its device's
+pools and its host's pools by copies in Python. The rest is SGLang's own: pools,
+allocators, trees, controllers and their threads.
 """
 
+import os
 import sys
-import types
 import warnings
 from importlib.util import find_spec
 
-ENTERED = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
-WITHOUT_CONTENT = (
-    "sglang.kernels",
-    "sglang.kernels.ops",
-    "sglang.kernels.ops.kvcache",
-    "sglang.kernels.ops.kvcache.hicache",
-    "sglang.srt.layers",
-    "sglang.srt.layers.dcp",
-    "sglang.srt.layers.dcp.layout",
-    "sglang.srt.mem_cache.memory_pool",
-    "sglang.srt.platforms",
-    "sglang.srt.utils",
+from .stand_ins import StandInFinder
+
+NOT_HERE = (
+    "IPython",
+    "datasets",
+    "interegular",
+    "llguidance",
+    "outlines",
+    "sgl_kernel",
+    "torchvision",
+    "triton",
+    "tvm_ffi",
+    "xgrammar",
 )
 
 
-class WithoutContent(types.ModuleType):
-    """Has every name: `is_cuda` and the like say no, the others are empty classes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return (lambda: False) if name.startswith("is_") else type(name, (), {})
-
-
-def enter_sglang(folder: str) -> None:
-    for name in ENTERED:
-        package = types.ModuleType(name)
-        package.__path__ = [folder + name.removeprefix("sglang").replace(".", "/")]
-        sys.modules[name] = package
-    for name in WITHOUT_CONTENT:
-        sys.modules[name] = WithoutContent(name)
+def enter_sglang() -> None:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     with warnings.catch_warnings():  # what it and its dependencies warn of while they are imported
         warnings.simplefilter("ignore")
-        import sglang.srt.mem_cache.pool_host.mha
-        import sglang.srt.mem_cache.pool_host.mla
-        import sglang.srt.mem_cache.storage  # noqa: F401
+        from transformers.utils.import_utils import is_torchvision_available
+
+        is_torchvision_available()  # it remembers that there is none
+        from .copies import use_copies  # which needs PyTorch
+
+        sys.meta_path.append(StandInFinder(NOT_HERE))
+        use_copies()
+        import sglang.srt.mem_cache.storage
+        import sglang.test.kits.unified_radix_cache.storage  # noqa: F401
 
 
-_spec = find_spec("sglang")
-if _spec is not None and _spec.submodule_search_locations:
-    enter_sglang(_spec.submodule_search_locations[0])
+if find_spec("sglang") is not None:
+    enter_sglang()

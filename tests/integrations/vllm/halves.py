@@ -11,16 +11,28 @@ import torch
 
 from infinistore.blocking import BlockingStore
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.groups import Group
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
-__all__ = ["BLOCK_TOKENS", "LAYERS", "MadeRequest", "make_cache", "make_names", "make_scheduler", "make_worker", "save"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "FULL",
+    "LAYERS",
+    "MadeRequest",
+    "make_cache",
+    "make_names",
+    "make_scheduler",
+    "make_worker",
+    "save",
+]
 
 BLOCK_TOKENS = 4
 LAYERS = [f"model.layers.{number}.attn" for number in range(3)]
+FULL = Group(("0", "1", "2"), BLOCK_TOKENS)
 
 
 @attrs.define(eq=False)
@@ -29,6 +41,7 @@ class MadeRequest:
     all_token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    priority: int = 0
 
     @classmethod
     def of(cls, tokens: Sequence[int], name: str = "r") -> "MadeRequest":
@@ -36,11 +49,14 @@ class MadeRequest:
 
 
 def make_names(*, shards: int = 1, namespace: str = "", **facts: object) -> BlockNames:
-    return block_names(facts, model="/models/llama", namespace=namespace, layers=LAYERS, shards=shards)
+    labels = tuple(layer_labels(LAYERS).values())
+    return block_names(
+        {"shards": shards, **facts}, model="/models/llama", namespace=namespace, layers=labels, shards=shards
+    )
 
 
 def make_scheduler(store: BlockingStore, names: BlockNames | None = None, **options: Any) -> SchedulerSide:
-    given = {"block_tokens": BLOCK_TOKENS, "reads": True, "writes": True, **options}
+    given = {"groups": (FULL,), "reads": True, "writes": True, **options}
     return SchedulerSide(store, names or make_names(), make_record(), **given)
 
 
@@ -52,8 +68,8 @@ def make_worker(
     store: BlockingStore, caches: dict[str, torch.Tensor], names: BlockNames | None = None, **options: Any
 ) -> WorkerSide:
     settings = ConnectorSettings(url="infinistore://nowhere", deadline_s=options.pop("deadline_s", 10.0))
-    labels = layer_labels(LAYERS)
-    worker = WorkerSide(store, names or make_names(), settings, make_record(), labels=labels, **options)
+    given = {"groups": (FULL,), "layers": layer_labels(LAYERS), **options}
+    worker = WorkerSide(store, names or make_names(), settings, make_record(), **given)
     worker.register(caches, num_blocks=len(next(iter(caches.values()))))
     return worker
 

@@ -5,7 +5,7 @@ An engine takes half a minute to start where others use the machine, too, so the
 few of them, and each does a lot.
 """
 
-import random
+import json
 import re
 import subprocess
 import sys
@@ -19,17 +19,13 @@ import pytest
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess, running_server_process
 
-pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
+from .running import BENCH, PROMPT, Engines, cached, made_prompts, tokens_of, transfer_config, url_of
 
-BENCH = Path(__file__).parents[3] / "bench"
-sys.path.append(str(BENCH))  # where what runs vLLM in a process stands
-from engine_process import Answer, EngineProcess  # noqa: E402
-from small_llama import VOCABULARY  # noqa: E402
+pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK = 32
-PROMPT = 300
 CACHED = PROMPT // BLOCK * BLOCK
 
 
@@ -39,28 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-P", str(BENCH / "small_llama.py"), str(folder), "--layers", "2", "--hidden", "192"]
     subprocess.run(command, check=True, capture_output=True)
     return folder
-
-
-class Engines:
-    """Starts engines with the connector; all end with the test's module. `log` is what
-    one wrote.
-    """
-
-    def __init__(self, model: Path, logs: Path, stack: ExitStack) -> None:
-        self._model = model
-        self._logs = logs
-        self._stack = stack
-
-    def start(self, name: str, role: str = "kv_both", extra: Any = None, **settings: Any) -> EngineProcess:
-        if extra is not None:
-            settings["kv_transfer_config"] = transfer_config(role, extra)
-        with (self._logs / name).open("w") as log:
-            settings = {"model": str(self._model), "max_model_len": 512, **settings}
-            engine = EngineProcess("vllm_engine.py", settings, log=log)
-        return self._stack.enter_context(engine)
-
-    def log(self, name: str) -> str:
-        return (self._logs / name).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -83,43 +57,11 @@ def alone(engines: Engines) -> Callable[[list[list[int]]], list[list[int]]]:
     return lambda prompts: tokens_of(engine.ask(prompts))
 
 
-def transfer_config(role: str, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": "InfiniStoreConnector",
-        "kv_connector_module_path": "infinistore.integrations.vllm",
-        "kv_role": role,
-        "kv_connector_extra_config": extra,
-    }
-
-
 def multi_config(url: str, **policy: str) -> dict[str, Any]:
     """One of several connectors, of which vLLM's own is in charge."""
     ours = transfer_config("kv_both", {"url": url, "namespace": "multi"})
     extra = {"connectors": [ours]}
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **policy}
-
-
-def made_prompts(seed: int, count: int = 3, length: int = PROMPT) -> list[list[int]]:
-    """Prompts that begin alike by a third, and then differ."""
-    generator = random.Random(seed)
-
-    def words(number: int) -> list[int]:
-        return [generator.randrange(VOCABULARY) for _ in range(number)]
-
-    head = words(length // 3)
-    return [head + words(length - length // 3) for _ in range(count)]
-
-
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
-
-def cached(answers: list[Answer]) -> list[int]:
-    return [answer.cached_tokens for answer in answers]
-
-
-def url_of(server: ServerProcess) -> str:
-    return server.url.replace("tcp://", "infinistore://")
 
 
 def test_one_engine_prefills_and_another_decodes_from_the_store(
@@ -143,13 +85,13 @@ def test_one_engine_prefills_and_another_decodes_from_the_store(
     assert tokens_of(decoded) == alone(prompts)
     assert [answer.tokens[0] for answer in prefilled] == [tokens[0] for tokens in tokens_of(decoded)]
     with blocking.open_store(server.url) as store:
-        keys = store.keys()
+        keys = store.keys("vllm/")  # those of blocks
         assert all(re.fullmatch(r"vllm/pair/[^/]+/[0-9a-f]{16}/[0-9a-f]{32}/0/[01]", key) for key in keys)
 
         # Only what is salted alike is found; a consumer leaves nothing behind.
         assert cached(consumer.ask(made_prompts(2))) == [0] * 3
         assert consumer.ask(prompts[:1], salt="tenant")[0].cached_tokens == 0
-        assert store.keys() == keys
+        assert store.keys("vllm/") == keys
         producer.ask(prompts[:1], max_tokens=1, salt="tenant")
         assert consumer.ask(prompts[:1], salt="tenant")[0].tokens == tokens_of(decoded)[0]
 
@@ -226,3 +168,20 @@ def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engine
     with pytest.raises(RuntimeError, match="the engine ended"):
         engine.wait_until_ready()
     assert "the connector's settings name no store" in engines.log("nameless")
+
+
+def test_an_engine_pins_the_system_prompts_of_its_list(engines: Engines, tmp_path: Path) -> None:
+    prompts = [[max(token, 2) for token in prompt] for prompt in made_prompts(31)]
+    system = prompts[0][: PROMPT // 3]
+    listed = tmp_path / "prompts.json"
+    listed.write_text(json.dumps([" ".join(f"w{token}" for token in system), [7, 8, 9]]))
+    with running_server_process("--prealloc-size", "64MiB") as server, blocking.open_store(server.url) as store:
+        engine = engines.start("pins", extra={"url": url_of(server), "pin_prompts_file": str(listed)})
+        engine.wait_until_ready()
+        engine.ask(made_prompts(32))
+        answers = tokens_of(engine.ask(prompts))
+        of_two_layers = 2 * (len(system) // BLOCK)
+        while (pinned := store.stats().store.protected_keys) < of_two_layers:
+            engine.ask([prompts[1]], max_tokens=1)
+        assert pinned == of_two_layers
+        assert tokens_of(engine.ask(prompts)) == answers

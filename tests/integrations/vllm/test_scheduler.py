@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.groups import Group
+from infinistore.integrations.vllm.names import BlockNames, block_names
+from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.step import Load, Step
 from tests.bad_days.servers import running_server_process
 from tests.integrations.disks import leave_on_disk, no_prefetch, wait_until_in_memory
 
-from .halves import BLOCK_TOKENS, MadeRequest, make_names, make_scheduler
+from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_scheduler
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
@@ -34,7 +36,7 @@ def run(scheduler: SchedulerSide, request: MadeRequest, count: int) -> Step:
     """One step that computes `count` tokens of a request in the blocks 10, 11,
     12, ...
     """
-    step = scheduler.plan({request.request_id: count}, (), lambda _: range(10, 40))
+    step = scheduler.plan({request.request_id: count}, (), lambda _: (range(10, 40),))
     request.num_computed_tokens += count
     return step
 
@@ -44,19 +46,21 @@ def start(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> 
     read.
     """
     tokens = scheduler.loadable_tokens(request, computed)
-    scheduler.allocated(request, range(10, 40), tokens)
+    scheduler.allocated(request, (range(10, 40),), tokens)
     request.num_computed_tokens = computed + tokens
     return tokens
 
 
-def fill(store: blocking.BlockingStore, blocks: int, names: BlockNames | None = None) -> list[str]:
+def fill(
+    store: blocking.BlockingStore, blocks: int, names: BlockNames | None = None, groups: tuple[Group, ...] = (FULL,)
+) -> list[str]:
     """Store the first blocks of TOKENS; return all of their keys."""
     names = names or make_names()
-    scheduler = make_scheduler(store, names, reads=False)
+    scheduler = make_scheduler(store, names, reads=False, groups=groups)
     request = MadeRequest.of(TOKENS)
     start(scheduler, request)
     (saved,) = run(scheduler, request, len(TOKENS)).saves
-    keys = names.all_keys(saved.hashes[:blocks])
+    keys = names.all_keys(saved.blocks.hashes[:blocks])
     store.put_many(dict.fromkeys(keys, b"bytes"))
     return keys
 
@@ -69,7 +73,7 @@ def test_of_a_new_prompt_each_full_block_is_written_once(store: blocking.Blockin
     request.all_token_ids += [7] * 10
     steps += [run(scheduler, request, 1) for _ in range(10)]
 
-    written = [block for step in steps for save in step.saves for block in save.block_ids]
+    written = [block for step in steps for save in step.saves for block in save.blocks.block_ids]
     assert written == [10, 11, 12, 13, 14]
     assert [len(step.saves) for step in steps] == [0, 1, 0, 1, *[0] * 10]
     assert scheduler.finished(request)
@@ -82,7 +86,7 @@ def test_generated_tokens_are_written_if_that_is_asked_for(store: blocking.Block
     written = []
     for token in range(8):
         request.all_token_ids.append(token)
-        written += [block for save in run(scheduler, request, 1).saves for block in save.block_ids]
+        written += [block for save in run(scheduler, request, 1).saves for block in save.blocks.block_ids]
 
     assert written == [15, 16]
 
@@ -108,22 +112,8 @@ def test_what_the_store_has_beyond_the_local_cache_is_read_and_only_the_rest_wri
         assert [load.block_ids for load in step.loads] == (
             [[*range(10 + local, 10 + stored)]] if stored > local else []
         )
-        written = [block for save in step.saves for block in save.block_ids]
+        written = [block for save in step.saves for block in save.blocks.block_ids]
         assert written == [*range(10 + stored, 15)]  # what only the local cache has is written, too
-
-
-def test_what_was_found_stays_until_it_is_read(store: blocking.BlockingStore) -> None:
-    keys = fill(store, 5)
-    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
-
-    assert start(scheduler, request) == 20
-    store.evict(0, 0)
-    assert store.exists_many(keys) == [True] * len(keys)
-
-    (load,) = run(scheduler, request, 1).loads
-    assert store.release_hold(load.hold)
-    store.evict(0, 0)
-    assert not any(store.exists_many(keys))
 
 
 @pytest.fixture
@@ -146,8 +136,6 @@ def test_what_is_on_disk_only_is_read_ahead_as_soon_as_it_is_found(store_with_di
     own = found[len(found) // 3 :]
     wait_until_in_memory(store, own)
     assert store.exists_many([*found, "other"]).in_memory == len(own)  # not what vLLM has itself, nor anything else
-    store.evict(0, 0)
-    assert store.exists_many(own).in_memory == len(own)  # held until a worker has read it
 
 
 def test_a_producer_has_nothing_read_ahead(
@@ -159,7 +147,7 @@ def test_a_producer_has_nothing_read_ahead(
     scheduler, request = make_scheduler(store_with_disk, reads=False), MadeRequest.of(TOKENS)
 
     assert start(scheduler, request) == 0
-    assert [save.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
+    assert [save.blocks.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
 
 
 def test_what_is_in_memory_costs_no_request_to_read_ahead(
@@ -185,33 +173,83 @@ def test_a_look_up_counts_even_if_nothing_can_be_read_ahead(
     assert make_scheduler(store_with_disk).loadable_tokens(MadeRequest.of(TOKENS), 0) == 3 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("end", ["finished", "not used"])
-def test_a_hold_is_released_if_nothing_is_read(store: blocking.BlockingStore, end: str) -> None:
-    keys = fill(store, 5)
-    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
-    assert scheduler.loadable_tokens(request, 0) == 20
+def test_a_look_up_holds_nothing(store: blocking.BlockingStore) -> None:
+    fill(store, 5)
 
-    if end == "finished":
-        assert not scheduler.finished(request)
-    else:
-        scheduler.allocated(request, range(10, 40), 0)
-
-    store.evict(0, 0)
-    assert not any(store.exists_many(keys))
+    assert make_scheduler(store).loadable_tokens(MadeRequest.of(TOKENS), 0) == 20
+    assert store.stats().store.holds == 0
 
 
-def test_a_request_that_waits_is_looked_up_again_only_when_its_hold_grows_old(store: blocking.BlockingStore) -> None:
+def test_a_request_that_waits_is_looked_up_once_a_second_and_observed_once(store: blocking.BlockingStore) -> None:
     now = 0.0
-    scheduler = make_scheduler(store, clock=lambda: now, hold_s=10.0)
+    observed = Observations()
+    scheduler = make_scheduler(store, clock=lambda: now, observations=observed)
     fill(store, 2)
     request = MadeRequest.of(TOKENS)
 
     assert scheduler.loadable_tokens(request, 0) == 8
     fill(store, 5)
     assert scheduler.loadable_tokens(request, 0) == 8
-    now = 5.0
+    now = 1.0
     assert scheduler.loadable_tokens(request, 0) == 20
-    assert store.stats().store.holds == 1
+    assert observed.take()["counters"] == {"looked_up_tokens": len(TOKENS), "hit_tokens": 8}
+
+
+class Asked:
+    """Counts the keys that a store is asked for by `match_prefix`."""
+
+    def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[list[str]] = []
+        match = store.match_prefix
+
+        def counting(keys: list[str]) -> blocking.PrefixMatch:
+            self.requests.append(keys)
+            return match(keys)
+
+        monkeypatch.setattr(store, "match_prefix", counting)
+
+
+@pytest.mark.parametrize(("layers", "shards"), [(300, 1), (40, 8), (1, 500)])
+def test_a_look_up_of_many_layers_is_one_request_for_a_bounded_number_of_keys(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, layers: int, shards: int
+) -> None:
+    names, groups = deep(layers, shards)
+    fill(store, 5, names, groups)
+    asked = Asked(store, monkeypatch)
+
+    assert make_scheduler(store, names, groups=groups).loadable_tokens(MadeRequest.of(TOKENS), 0) == 20
+    (keys,) = asked.requests
+    assert len(set(keys)) <= 384
+    # of each block the ends of what is written, and others from block to block
+    assert {key.rsplit("/", 2)[2] for key in keys} >= {"0", str(layers - 1)}
+    assert len({tuple(key.rsplit("/", 2)[1:]) for key in keys}) >= min(layers * shards, 5 * (384 // 5 - 2))
+
+
+@given(st.data())
+def test_a_layer_that_was_evicted_of_all_blocks_is_missed_within_as_many_blocks_as_it_takes(
+    data: st.DataObject,
+) -> None:
+    """Whole layers go first, when the store is full: a prompt is written layer by
+    layer.
+    """
+    layers, shards = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 4))
+    most, blocks = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 60))
+    names, _ = deep(layers, shards)
+    keys, each = names.some_keys([f"{number:032x}" for number in range(blocks)], most=most)
+    gone = data.draw(st.integers(0, layers - 1))
+    of_block = [keys[first : first + each] for first in range(0, len(keys), each)]
+    found = next((n for n, some in enumerate(of_block) if any(key.endswith(f"/{gone}") for key in some)), blocks)
+
+    assert len(of_block) == blocks and set(keys) <= set(names.all_keys([f"{n:032x}" for n in range(blocks)]))
+    if gone in (0, layers - 1):
+        assert found == 0
+    elif each > 2:
+        assert found <= layers * shards // (each - 2)
+
+
+def deep(layers: int, shards: int) -> tuple[BlockNames, tuple[Group, ...]]:
+    labels = tuple(map(str, range(layers)))
+    return block_names({}, model="deep", namespace="", layers=labels, shards=shards), (Group(labels, BLOCK_TOKENS),)
 
 
 def test_a_block_counts_only_if_every_layer_and_shard_of_it_is_there(store: blocking.BlockingStore) -> None:
@@ -239,8 +277,7 @@ def test_a_producer_reads_nothing_and_writes_what_the_store_lacks(store: blockin
     scheduler, request = make_scheduler(store, reads=False), MadeRequest.of(TOKENS)
 
     assert start(scheduler, request) == 0
-    assert [save.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
-    assert store.stats().store.holds == 0
+    assert [save.blocks.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
 
 
 def test_a_consumer_writes_nothing(store: blocking.BlockingStore) -> None:
@@ -262,7 +299,7 @@ def test_what_could_not_be_read_is_computed_written_and_not_asked_for_again(stor
     request.num_computed_tokens = 2 * BLOCK_TOKENS
 
     assert scheduler.loadable_tokens(request, 0) == 0
-    assert [save.block_ids for save in run(scheduler, request, 14).saves] == [[12, 13, 14]]
+    assert [save.blocks.block_ids for save in run(scheduler, request, 14).saves] == [[12, 13, 14]]
 
 
 def test_the_failed_load_of_one_request_is_none_of_anothers(store: blocking.BlockingStore) -> None:
@@ -270,7 +307,7 @@ def test_the_failed_load_of_one_request_is_none_of_anothers(store: blocking.Bloc
     scheduler = make_scheduler(store)
     one, other = MadeRequest.of(TOKENS, "one"), MadeRequest.of(TOKENS, "other")
     for request, first in ((one, 10), (other, 20)):
-        scheduler.allocated(request, range(first, first + 10), scheduler.loadable_tokens(request, 0))
+        scheduler.allocated(request, (range(first, first + 10),), scheduler.loadable_tokens(request, 0))
     loads: list[Load] = scheduler.plan({}, (), lambda _: ()).loads
 
     assert [load.block_ids[0] for load in loads] == [10, 20]
@@ -313,3 +350,26 @@ def test_a_step_travels_to_other_processes(store: blocking.BlockingStore) -> Non
     assert step.loads and step.saves
 
     assert pickle.loads(pickle.dumps(step)) == step
+
+
+def test_lookups_and_hits_are_observed(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    observed = Observations()
+    scheduler = make_scheduler(store, observations=observed)
+    start(scheduler, MadeRequest.of(TOKENS), computed=BLOCK_TOKENS)
+
+    taken = observed.take()
+    assert taken["counters"] == {"looked_up_tokens": len(TOKENS) - BLOCK_TOKENS, "hit_tokens": 2 * BLOCK_TOKENS}
+    assert len(taken["times"]["look_up"]) == 1
+    assert observed.take() == {}
+
+
+def test_after_a_reset_what_is_gone_is_looked_up_again(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    assert scheduler.loadable_tokens(request, 0) == 3 * BLOCK_TOKENS
+
+    store.delete(store.keys())
+    scheduler.forget()
+
+    assert scheduler.loadable_tokens(request, 0) == 0

@@ -56,7 +56,11 @@ def test_a_key_tells_namespace_model_block_shard_and_layer() -> None:
         names.key("aa", 0, "1"),
     ]
     assert len(names.all_keys(["aa", "bb"])) == 2 * names.keys_per_block == 12
-    assert names.last_keys(["aa"]) == [names.key("aa", 0, "2"), names.key("aa", 1, "2")]
+    assert names.some_keys(["aa", "bb"], most=100) == (names.all_keys(["aa", "bb"]), 6)
+    assert names.some_keys(["aa", "bb"], most=1) == (
+        [names.key("aa", 0, "0"), names.key("aa", 1, "2"), names.key("bb", 1, "0"), names.key("bb", 0, "2")],
+        2,
+    )
 
 
 def test_another_fact_or_namespace_is_another_name() -> None:

@@ -5,7 +5,8 @@ back, or is told as failed.
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,19 +14,21 @@ import pytest
 import torch
 
 from infinistore import blocking
-from infinistore.errors import ConfigError, StoreUnavailable
-from infinistore.integrations.vllm.step import Load, Save, Step
+from infinistore.errors import ConfigError, LimitExceeded, StoreUnavailable
+from infinistore.integrations.vllm.observations import Observations, merged
+from infinistore.integrations.vllm.step import Blocks, Load, Save, Step
+from infinistore.integrations.vllm.waiting_holds import WaitingHolds
 from infinistore.integrations.vllm.worker import WorkerSide
 from tests.bad_days.held import held_after
 from tests.bad_days.servers import running_server_process
 
-from .halves import LAYERS, make_cache, make_names, make_worker, save
+from .halves import LAYERS, make_cache, make_names, make_record, make_worker, save
 
 HASHES = ["aa", "bb", "cc", "dd"]
 FROM = [3, 0, 5, 1]
 TO = [2, 7, 4, 6]
-SAVE = Step(saves=[Save("w", HASHES, FROM)])
-LOAD = Step(loads=[Load("r", HASHES, TO)])
+SAVE = Step(saves=[Save("w", Blocks(HASHES, FROM))])
+LOAD = Step(loads=[Load("r", [Blocks(HASHES, TO)])])
 
 
 @pytest.fixture
@@ -150,7 +153,16 @@ def test_several_requests_are_read_at_once(store: blocking.BlockingStore) -> Non
     written(store, source)
     worker = make_worker(store, target)
 
-    save(worker, Step(loads=[Load("one", HASHES[:1], [7]), Load("two", HASHES, [0, 1, 2, 3]), Load("no", ["ee"], [6])]))
+    save(
+        worker,
+        Step(
+            loads=[
+                Load("one", [Blocks(HASHES[:1], [7])]),
+                Load("two", [Blocks(HASHES, [0, 1, 2, 3])]),
+                Load("no", [Blocks(["ee"], [6])]),
+            ]
+        ),
+    )
     worker.begin(Step())
     told: set[str] = set()
     while told != {"one", "two", "no"}:
@@ -161,15 +173,108 @@ def test_several_requests_are_read_at_once(store: blocking.BlockingStore) -> Non
     worker.close()
 
 
-def test_a_hold_is_released_when_its_blocks_are_read(store: blocking.BlockingStore) -> None:
-    written(store, make_cache(1))
-    match = store.match_prefix(make_names().all_keys(HASHES), hold_s=60)
-    worker = make_worker(store, make_cache(2))
+class SlowRead:
+    """Reads wait until they may go on."""
 
-    save(worker, Step(loads=[Load("r", HASHES, TO, match.hold)]))
+    def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        read = store.get_many_into
+
+        def waiting(blocks: Any) -> Any:
+            self.go_on.wait()
+            return read(blocks)
+
+        monkeypatch.setattr(store, "get_many_into", waiting)
+
+
+def holds_placed(store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Counts up when a hold has been placed."""
+    placed = threading.Semaphore(0)
+    match = store.match_prefix
+
+    def telling(keys: list[str], hold_s: float = 0) -> blocking.PrefixMatch:
+        try:
+            return match(keys, hold_s)
+        finally:
+            placed.release()
+
+    monkeypatch.setattr(store, "match_prefix", telling)
+    return placed
+
+
+def test_what_waits_for_a_thread_is_held_until_it_is_read(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_cache(1), make_cache(2)
+    written(store, source)
+    slow, placed = SlowRead(store, monkeypatch), holds_placed(store, monkeypatch)
+    worker = make_worker(store, target)
+
+    # Two threads: the first two begin at once.
+    others = [Load(name, [Blocks(["none of these is stored"], [0])]) for name in ("one", "two")]
+    save(worker, Step(loads=[*others, Load("r", [Blocks(HASHES, TO)])]))
+    placed.acquire()
+    store.evict(0, 0)
+    assert store.exists_many(make_names().all_keys(HASHES)) == [True] * 12
+
+    slow.go_on.set()
+    assert wait_for(worker, read="r") == {0}
+    assert torch.equal(target[LAYERS[2]][TO], source[LAYERS[2]][FROM])
     worker.close()
-
     assert store.stats().store.holds == 0
+
+
+def test_a_load_that_begins_at_once_holds_nothing(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(store, make_cache(1))
+    monkeypatch.setattr(store, "match_prefix", lambda *_: pytest.fail("asked"))
+    assert read(store, make_cache(2)) == set()
+
+
+def test_a_hold_that_ends_early_is_released_or_never_placed(store: blocking.BlockingStore) -> None:
+    written(store, make_cache(1))
+    holds = WaitingHolds(store, make_record(), 60)
+    ended, reached = threading.Event(), threading.Event()
+    asked: list[str] = []
+
+    def keys(name: str, before: Callable[[], object]) -> list[str]:
+        before()
+        asked.append(name)
+        return make_names().all_keys(HASHES)
+
+    first = holds.begin(partial(keys, "while it is being placed", ended.wait))
+    second = holds.begin(partial(keys, "before it is placed", bool))
+    holds.end(second)
+    holds.end(first)
+    ended.set()
+    third = holds.begin(partial(keys, "after the others", reached.set))
+    reached.wait()
+    holds.end(third)
+    holds.close()
+
+    assert set(asked) <= {"while it is being placed", "after the others"}
+    assert store.stats().store.holds == 0
+
+
+def test_what_cannot_be_held_is_read_all_the_same(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(store, make_cache(1))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise LimitExceeded("all holds together would pin too much")
+
+    monkeypatch.setattr(store, "match_prefix", refuse)
+    worker = make_worker(store, make_cache(2))
+    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
+        save(worker, Step(loads=[Load(str(number), [Blocks(HASHES, TO)]) for number in range(8)]))
+        read: set[str] = set()
+        while len(read) < 8:
+            read |= worker.poll(())[1]
+        worker.close()
+    assert worker.take_failed_blocks() == set()
+    assert caplog.text.count("hold failed") <= 1
 
 
 class Gate:
@@ -277,7 +382,7 @@ def test_after_a_write_that_failed_the_next_is_written(
 
     save(worker, SAVE)
     away.clear()
-    save(worker, attrs.evolve(SAVE, saves=[Save("w", ["ee"], [2])]))
+    save(worker, attrs.evolve(SAVE, saves=[Save("w", Blocks(["ee"], [2]))]))
 
     assert store.exists_many(make_names().all_keys(["ee"])) == [True] * 3
     worker.close()
@@ -299,3 +404,35 @@ def test_a_cache_without_whole_blocks_is_refused(
     with pytest.raises(ConfigError, match=complaint):
         worker.register({**caches, LAYERS[1]: cache}, 8)  # type: ignore[dict-item]
     worker.close()
+
+
+def test_bytes_times_and_failures_are_observed(store: blocking.BlockingStore) -> None:
+    observed = Observations()
+    worker = make_worker(store, make_cache(1), delivers=True, observations=observed)
+    save(worker, SAVE)
+    worker.observe_writes()
+    size = 12 * make_cache(1)[LAYERS[0]][0].nbytes
+    assert observed.take() == {"counters": {"written_bytes": size}, "times": {}}
+
+    save(worker, LOAD)
+    wait_for(worker, read="r")
+    store.delete([make_names().key("dd", 0, "2")])
+    save(worker, LOAD)
+    wait_for(worker, read="r")
+    worker.observe_writes()
+    taken = observed.take()
+    assert taken["counters"]["failed_reads"] == 1
+    assert taken["counters"]["read_bytes"] >= size
+    assert len(taken["times"]["read"]) == 2
+    worker.close()
+
+
+def test_observations_of_workers_add_up() -> None:
+    one = {"counters": {"read_bytes": 3}, "times": {"read": [1.0]}}
+    other = {"counters": {"read_bytes": 4, "failed_reads": 1}, "times": {"read": [2.0], "look_up": [0.5]}}
+
+    assert merged(one, other) == {
+        "counters": {"read_bytes": 7, "failed_reads": 1},
+        "times": {"read": [1.0, 2.0], "look_up": [0.5]},
+    }
+    assert (merged({}, one), merged(one, {}), merged({}, {})) == (one, one, {})

@@ -1,0 +1,93 @@
+"""The connector's events as bytes: what routers get that read them with a decoder of
+their own.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BLOCK_TOKENS = 4
+HASHES = [bytes([number]) * 32 for number in (1, 2)]
+TOKENS = list(range(100, 108))
+BY_PLACE = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+"""A stored block, after its tag, as routers read it; then extra keys and the group."""
+
+
+def published(lora_name: str | None = None) -> bytes:
+    """What vLLM's publisher sends: two stored blocks, and the second removed."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from infinistore.integrations.vllm.block_events import Change
+    from infinistore.integrations.vllm.kv_events import events_of
+
+    about = SimpleNamespace(lora_id=7 if lora_name else None, lora_name=lora_name)
+
+    class Changes:
+        def take(self) -> Iterator[Change]:
+            yield Change(tuple(HASHES), b"\x09" * 32, tuple(TOKENS), about)
+            yield Change((HASHES[1],), None, ())
+
+    group = SimpleNamespace(index=0, block_tokens=BLOCK_TOKENS)
+    changes: Any = Changes()
+    made: Any = group
+    batch = KVEventBatch(ts=1.5, events=list(events_of(changes, made)), data_parallel_rank=0)
+    written: bytes = msgspec.msgpack.encode(batch)
+    return written
+
+
+@pytest.mark.parametrize("lora_name", [None, "adapter"])
+def test_the_bytes_are_those_of_a_plain_encoder(lora_name: str | None) -> None:
+    """A map for each event, in an array of the time, the events and the rank."""
+    import msgspec
+
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": HASHES,
+        "parent_block_hash": b"\x09" * 32,
+        "token_ids": TOKENS,
+        "block_size": BLOCK_TOKENS,
+        "lora_id": 7 if lora_name else None,
+        "medium": "STORAGE",
+        "lora_name": lora_name,
+        "group_idx": 0,
+        "locality": "REMOTE",
+    }
+    removed = {
+        "type": "BlockRemoved",
+        "block_hashes": HASHES[1:],
+        "medium": "STORAGE",
+        "group_idx": 0,
+        "locality": "REMOTE",
+    }
+
+    assert published(lora_name) == msgspec.msgpack.encode([1.5, [stored, removed], 0])
+
+
+def test_fields_have_the_places_that_readers_of_arrays_know() -> None:
+    """An event is an array, without names, where the engine writes it as one."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    assert list(BlockStored.__struct_fields__[:9]) == [*BY_PLACE, "extra_keys", "group_idx"]
+    assert list(BlockRemoved.__struct_fields__[:3]) == ["block_hashes", "medium", "group_idx"]
+
+
+def test_all_values_have_the_types_that_readers_take() -> None:
+    """Hashes of at least 8 bytes, whole blocks of tokens of 32 bits, a time that is a
+    fraction.
+    """
+    import msgspec
+
+    time, (stored, removed), rank = msgspec.msgpack.decode(published())
+
+    assert isinstance(time, float)
+    assert isinstance(rank, int)
+    hashes = [*stored["block_hashes"], stored["parent_block_hash"], *removed["block_hashes"]]
+    assert all(isinstance(name, bytes) and len(name) >= 8 for name in hashes)
+    assert len(stored["token_ids"]) == len(stored["block_hashes"]) * stored["block_size"]
+    assert all(0 <= token < 1 << 32 for token in stored["token_ids"])

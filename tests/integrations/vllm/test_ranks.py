@@ -1,0 +1,284 @@
+"""Several workers of one engine, without vLLM: tensor parallel shards, stages of a
+pipeline, and engines whose blocks are cut in different ways.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinistore import blocking
+from infinistore.integrations.vllm.announcements import announce
+from infinistore.integrations.vllm.groups import Group
+from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
+from infinistore.integrations.vllm.scheduler import SchedulerSide
+from infinistore.integrations.vllm.step import Step
+from infinistore.integrations.vllm.worker import WorkerSide
+
+from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, make_record, make_scheduler, make_worker
+
+TOKENS = list(range(100, 122))  # five full blocks and two tokens
+LABELS = layer_labels(LAYERS)
+STAGES = [LAYERS[:2], LAYERS[2:]]
+
+
+@pytest.fixture
+def store() -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        yield store
+
+
+def stage_group(layers: Sequence[str]) -> Group:
+    return Group(tuple(LABELS[name] for name in layers), BLOCK_TOKENS)
+
+
+class Engine:
+    """A scheduler that knows the first stage's layers, as vLLM's does, and a worker for
+    each stage and shard.
+    """
+
+    def __init__(
+        self,
+        store: blocking.BlockingStore,
+        *,
+        shards: int = 1,
+        stages: Sequence[Sequence[str]] = (LAYERS,),
+        names: BlockNames | None = None,
+    ) -> None:
+        self.names = names or make_names(shards=shards)
+        self.scheduler: SchedulerSide = make_scheduler(store, self.names, groups=(stage_group(stages[0]),))
+        self.scheduler.learn_layers([{0: stage_group(layers).layers} for layers in stages])
+        self.caches = [make_cache(number) for number in range(len(stages) * shards)]
+        self.workers: list[WorkerSide] = [
+            make_worker(
+                store,
+                {name: self.caches[stage * shards + shard][name] for name in layers},
+                self.names,
+                groups=(stage_group(layers),),
+                layers={name: LABELS[name] for name in layers},
+                shard=shard,
+            )
+            for stage, layers in enumerate(stages)
+            for shard in range(shards)
+        ]
+
+    def write(self) -> None:
+        """Compute the prompt, and store it."""
+        request = MadeRequest.of(TOKENS)
+        self.scheduler.loadable_tokens(request, 0)
+        self._step(self.scheduler.plan({"r": len(TOKENS)}, (), lambda _: (range(5),)))
+        for worker in self.workers:
+            worker.begin(Step())
+            while "r" not in worker.poll(["r"])[0]:
+                pass
+        self.scheduler.finished(request)
+
+    def read(self) -> tuple[int, list[set[int]]]:
+        """Return how many tokens are found, and which blocks each worker cannot
+        read.
+        """
+        request = MadeRequest.of(TOKENS)
+        tokens = self.scheduler.loadable_tokens(request, 0)
+        self.scheduler.allocated(request, (range(5),), tokens)
+        step = self.scheduler.plan({}, (), lambda _: ())
+        self._step(step)
+        failed = []
+        for worker in self.workers if step.loads else ():
+            while "r" not in worker.poll(())[1]:
+                pass
+            failed.append(worker.take_failed_blocks())
+        self.scheduler.finished(request)
+        return tokens, failed
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def _step(self, step: Step) -> None:
+        for worker in self.workers:
+            worker.begin(step)
+            worker.start_loads()
+            worker.end_saves()
+
+
+@pytest.mark.parametrize(
+    ("shards", "stages"), [(2, [LAYERS]), (1, STAGES), (2, STAGES), (3, [LAYERS[:1], *STAGES[1:]])]
+)
+def test_each_rank_stores_and_reads_its_own_part(
+    store: blocking.BlockingStore, shards: int, stages: list[list[str]]
+) -> None:
+    one, other = (Engine(store, shards=shards, stages=stages) for _ in range(2))
+    one.write()
+    for cache in other.caches:
+        for layer in cache.values():
+            layer.zero_()
+
+    assert other.read() == (20, [set()] * len(one.workers))
+    assert len(store.keys()) == 5 * shards * sum(map(len, stages))
+    for number, worker in enumerate(other.workers):
+        for name in stages[number // shards]:
+            assert torch.equal(other.caches[number][name][:5], one.caches[number][name][:5]), (number, worker)
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("layer", ["0", "1", "2"])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_block_is_found_only_if_every_stage_and_shard_has_it(
+    store: blocking.BlockingStore, layer: str, shard: int
+) -> None:
+    engine = Engine(store, shards=2, stages=STAGES)
+    engine.write()
+    hashes = [key.split("/")[-3] for key in store.keys() if key.endswith("/0/0")]  # noqa: SIM118 - no mapping
+    store.delete([engine.names.key(block, shard, layer) for block in hashes])
+
+    assert engine.read() == (0, [])
+    engine.write()  # what is missing is written again
+    assert engine.read() == (20, [set()] * 4)
+    engine.close()
+
+
+def test_a_scheduler_that_learns_of_no_stages_finds_what_the_first_has(store: blocking.BlockingStore) -> None:
+    """So the test above would see it, if the layers of other stages were not asked
+    for.
+    """
+    engine = Engine(store, stages=STAGES)
+    engine.write()
+    store.delete([key for key in store.keys() if key.endswith("/2")])  # noqa: SIM118 - no mapping
+    alone = make_scheduler(store, engine.names, groups=(stage_group(STAGES[0]),))
+
+    assert alone.loadable_tokens(MadeRequest.of(TOKENS), 0) == 20
+    assert engine.read() == (0, [])
+    engine.close()
+
+
+def test_pipelines_of_other_lengths_share_blocks(store: blocking.BlockingStore) -> None:
+    writer, reader = Engine(store, stages=STAGES), Engine(store)
+    writer.write()
+
+    assert reader.read() == (20, [set()])
+    writer.close()
+    reader.close()
+
+
+def test_a_scheduler_without_groups_has_nothing_to_learn(store: blocking.BlockingStore) -> None:
+    scheduler = make_scheduler(store, groups=())
+    scheduler.learn_layers([{0: ("0",)}])
+
+    assert scheduler.loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "told"),
+    [
+        ({"shards": 2}, {"shards": 4}, "tensor parallel shards 4, here 2"),
+        ({"groups": [(64, 0)]}, {"groups": [(128, 0)]}, "groups [(128, 0)], here [(64, 0)]"),
+        ({"dtype": "float16"}, {}, "dtype none, here float16"),
+        ({"config": "c" * 200}, {"config": "d"}, f"config d, here {'c' * 80}..."),
+    ],
+)
+def test_engines_of_one_name_that_share_nothing_are_told_why(
+    store: blocking.BlockingStore,
+    caplog: pytest.LogCaptureFixture,
+    own: dict[str, Any],
+    others: dict[str, Any],
+    told: str,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
+        announce(store, make_names(**others), make_record())
+        announce(store, make_names(**others), make_record())  # it was started again
+        announce(store, make_names(namespace="other", **own), make_record())
+        assert caplog.messages == []
+        announce(store, make_names(**own), make_record())
+
+    (line,) = caplog.messages
+    assert line.endswith(f"neither reads the other's: {told}")
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"[1]", b"3", b"{", json.dumps({"namespace": 7}).encode()])
+def test_what_somebody_else_put_there_is_no_announcement(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, value: bytes
+) -> None:
+    names = make_names()
+    store.put(names.announcement.rpartition("/")[0] + "/0123", value)
+    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
+        announce(store, names, make_record())
+
+    assert caplog.messages == []
+
+
+def test_engines_of_different_windows_or_shards_never_have_a_key_in_common() -> None:
+    prefixes = {
+        make_names(groups=[(64, 0)]).prefix,
+        make_names(groups=[(128, 0)]).prefix,
+        make_names().prefix,
+        *(make_names(shards=shards).prefix for shards in (2, 3, 4)),
+    }
+
+    assert len(prefixes) == 6
+    assert {make_names().announcement.rpartition("/")[0]} == {"vllm-engines/llama"}
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ({"shards": 1}, {"shards": 2}),
+        ({"shards": 2}, {"shards": 4}),
+        ({"groups": [(4, 0)]}, {"groups": [(8, 0)]}),
+        ({}, {"groups": [(8, 0)]}),
+        ({"config": "sliding_window=4"}, {"config": "sliding_window=8"}),
+    ],
+)
+def test_an_engine_never_reads_blocks_of_one_with_another_window_or_other_shards(
+    store: blocking.BlockingStore, own: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """With the same model, prompt, hashes and layers, and values of the same size."""
+    one, other = (Engine(store, shards=facts.get("shards", 1), names=make_names(**facts)) for facts in (own, others))
+    other.write()
+    assert one.read() == (0, [])
+    for worker, cache in enumerate(one.caches):
+        for tensor in cache.values():
+            tensor.fill_(worker + 0.5)
+    one.write()
+    assert other.read()[0] == one.read()[0] == 5 * BLOCK_TOKENS
+    for worker, cache in enumerate(one.caches):
+        for tensor in cache.values():
+            assert (tensor[:5] == worker + 0.5).all()
+    one.close()
+    other.close()
+
+
+ENGINES = st.fixed_dictionaries(
+    {
+        "shards": st.sampled_from([1, 2, 4]),
+        "groups": st.lists(st.tuples(st.sampled_from([0, 64, 128]), st.sampled_from([0, 8192])), max_size=2),
+        "config": st.sampled_from(["window 64", "window 128"]),
+        "namespace": st.sampled_from(["", "a", "vllm"]),
+        "group_blocks": st.sampled_from([0, 4]),
+    }
+)
+
+
+@given(ENGINES, ENGINES)
+def test_engines_have_keys_in_common_if_and_only_if_all_of_them_agrees(
+    one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    def keys(engine: dict[str, Any]) -> set[str]:
+        facts = {name: engine[name] for name in ("shards", "groups", "config")}
+        names = block_names(
+            facts,
+            model="/models/llama",
+            namespace=engine["namespace"],
+            layers=("0", "1"),
+            shards=engine["shards"],
+            group_blocks=engine["group_blocks"],
+        )
+        return set(names.all_keys(["a" * 32, "b" * 32]))
+
+    assert (keys(one) == keys(two)) == (one == two)
+    assert keys(one).isdisjoint(keys(two)) == (one != two)
