@@ -24,11 +24,14 @@ from itertools import accumulate, pairwise
 import attrs
 
 from tests.simulation.durability import broken_durability, by_life
-from tests.simulation.errors import may_be_corrupted, wrong_errors
+from tests.simulation.errors import may_be_corrupted, wrong_errors, wrongly_allowed
 from tests.simulation.history import Call, End, History, Life
 from tests.simulation.promises import PromiseException, promise_exceptions
 
 __all__ = ["check"]
+
+_CLOCK_S = 1e-5
+"""How exact clocks and times to live are."""
 
 
 @attrs.define(eq=False)
@@ -44,6 +47,13 @@ class _Value:
     """Whether it was ever there."""
     recovered: bool = False
     """Whether it can only have come from a disk, when the server started."""
+    ends_s: float = math.inf
+    """When its time to live was certainly over."""
+
+    @property
+    def may_end_s(self) -> float:
+        """When its time to live can have been over at the earliest."""
+        return self.put.begun + self.put.lasts_s
 
     def see(self, begun: float, ended: float) -> None:
         self.first_s = min(self.first_s, ended)
@@ -74,6 +84,8 @@ class _Key:
     presences: list[Call] = attrs.field(factory=list)
     removals: list[Call] = attrs.field(factory=list)
     """The calls that may have removed its value."""
+    unpins: list[Call] = attrs.field(factory=list)
+    """The calls after which it may be evicted."""
 
 
 def check(history: History, exceptions: frozenset[PromiseException] | None = None) -> list[str]:
@@ -81,6 +93,8 @@ def check(history: History, exceptions: frozenset[PromiseException] | None = Non
     docs/promises.md lists.
     """
     exceptions = promise_exceptions() if exceptions is None else exceptions
+    if history.tables:
+        return list(_problems_of_tenants(history, exceptions))
     problems = list(wrong_errors(history))
     if history.nodes:
         return [*problems, *_problems_of_nodes(history, exceptions)]
@@ -89,6 +103,15 @@ def check(history: History, exceptions: frozenset[PromiseException] | None = Non
     for part, recovered in by_life(history):
         problems += _Checker(part, exceptions, recovered).problems()
     return [*problems, *broken_durability(history, exceptions)]
+
+
+def _problems_of_tenants(history: History, exceptions: frozenset[PromiseException]) -> Iterator[str]:
+    """Yield what is wrong with each tenant, as if it were the only one there."""
+    yield from wrongly_allowed(history)
+    for tenant in sorted({name for name, _ in history.tenant_of.values()}):
+        part = history.of_tenant(tenant)
+        for problem in (*_Checker(part, exceptions).problems(), *wrong_errors(part)):
+            yield f"{tenant}: {problem}"
 
 
 def _problems_of_nodes(history: History, exceptions: frozenset[PromiseException]) -> Iterator[str]:
@@ -126,7 +149,7 @@ class _Checker:
         """Yield what is wrong."""
         for call in self._recovered:
             for name, value in call.puts.items():
-                if call.may_have_effect and name not in call.skipped:
+                if call.may_have_effect and name not in call.skipped and call.lasts_s == math.inf:
                     start_s = self._lives[0].begun
                     self._keys[name].values[value] = _Value(call, start_s, start_s, certain=False, recovered=True)
         for call in self._history.calls:
@@ -166,8 +189,12 @@ class _Checker:
             if name in call.skipped:
                 continue
             if call.may_have_effect:
-                key.values[value] = _Value(call, self._latest_s(call), call.begun, certain)
+                latest_s = self._latest_s(call)
+                ends_s = latest_s + call.lasts_s + _CLOCK_S
+                key.values[value] = _Value(call, latest_s, call.begun, certain, ends_s=ends_s)
         if call.may_have_effect:
+            for name in call.unpins:
+                self._keys[name].unpins.append(call)
             for name in call.removes:
                 self._keys[name].removals.append(call)
                 if certain:
@@ -190,6 +217,8 @@ class _Checker:
                 yield f"call {call.number}: {call.client} read under {name} what call {found.put.number} put later"
             else:
                 found.see(call.begun, call.ended)
+                if call.begun > found.ends_s:
+                    yield f"call {call.number}: {call.client} read {name} after the time of call {found.put.number}"
         for name, there in call.present:
             if there:
                 self._keys[name].presences.append(call)
@@ -246,7 +275,9 @@ class _Checker:
             count = bisect_left(puts, absence.begun, key=lambda put: put.ended)
             if count and not self._may_lose(life):
                 put = newest[count - 1]
-                if put.begun >= life.begun and not may_be_removed(put.begun, absence.ended):
+                there = (one for one in key.values.values() if self._latest_s(one.put) >= put.begun)
+                may_end = any(one.may_end_s <= absence.ended for one in there)
+                if put.begun >= life.begun and not may_end and not may_be_removed(put.begun, absence.ended):
                     yield f"{name}: what call {put.number} ({put.method} of {put.client}) put was lost: {absence.why}"
             for hold in self._history.holds if self._misses_are_absences else ():
                 since_s = hold.match.begun
@@ -257,12 +288,19 @@ class _Checker:
                     and life.begun <= since_s
                     and not life.dropped
                     and not may_be_removed(since_s, absence.ended)
-                    and not any(
-                        one.put.begun <= absence.ended and self._latest_s(one.put) >= since_s
-                        for one in key.values.values()
-                    )
+                    and not self._may_end(key, since_s, absence.ended)
+                    and (hold.pins or not self._may_change(key, since_s, absence.ended))
+                    and not any(one.begun <= absence.ended and self._latest_s(one) >= since_s for one in key.unpins)
                 ):
                     yield f"{name}: {absence.why}, although call {hold.match.number} held it"
+
+    def _may_change(self, key: _Key, since_s: float, until_s: float) -> bool:
+        """Whether a key may have got another value in some time."""
+        return any(one.put.begun <= until_s and self._latest_s(one.put) >= since_s for one in key.values.values())
+
+    def _may_end(self, key: _Key, since_s: float, until_s: float) -> bool:
+        """Whether the time to live of a key may have been over at some moment."""
+        return any(one.may_end_s <= until_s and one.ends_s >= since_s for one in key.values.values())
 
     def _may_lose(self, life: Life) -> bool:
         evicted = life.evicted and PromiseException.EVICTION in self._exceptions
@@ -317,13 +355,15 @@ def _presences_of_nothing(name: str, key: _Key, found: Sequence[_Absence]) -> It
     begun = [one.put.begun for one in values]
     latest_s = (one.first_s if one.certain or one.recovered else math.inf for one in values)
     latest = list(accumulate(latest_s, max))
+    ends_s = list(accumulate((one.ends_s for one in values), max))
     absences = sorted(found, key=lambda one: one.ended)
     ended = [one.ended for one in absences]
     last_absence = list(accumulate((one.begun for one in absences), max))
     for call in key.presences:
         count = bisect_left(begun, call.ended)
         before = bisect_left(ended, call.begun)
-        if not count or (before and latest[count - 1] < last_absence[before - 1]):
+        is_over = count and ends_s[count - 1] < call.begun
+        if not count or is_over or (before and latest[count - 1] < last_absence[before - 1]):
             yield f"{name}: call {call.number} ({call.method} of {call.client}) found it, but nothing can be there"
 
 

@@ -156,7 +156,7 @@ class SimulatedDisk:
                 case Allocate() if self._luck():
                     self._file(job.file, job.length_bytes)
                 case WriteSuperblock():
-                    file = self._file(SUPERBLOCK, 0)
+                    file = self._superblock(job)
                     file.unflushed.append((job.copy * ALIGNMENT_BYTES, job.data))
                 case Replace() if self._luck():
                     self._replace(job)
@@ -276,7 +276,7 @@ class SimulatedDisk:
                 self._replace(job)
         else:
             whole = [(job.copy * ALIGNMENT_BYTES, job.data)]
-            file = self._file(SUPERBLOCK, 0)
+            file = self._superblock(job)
             for piece in self._sectors(whole) if fails else whole:
                 file.write_durably(*piece)
         return Result(job, errno.EIO if fails else 0)
@@ -285,6 +285,12 @@ class SimulatedDisk:
         data = b"".join(job.views)
         file = self.stored[job.file] = _File(len(data))
         file.write_durably(0, data)
+
+    def _superblock(self, job: WriteSuperblock) -> _File:
+        """Return the file as long as a copy makes it, whatever is kept of that copy:
+        file systems do not end a file in the middle of a page.
+        """
+        return self._file(SUPERBLOCK, (job.copy + 1) * ALIGNMENT_BYTES)
 
     def _file(self, name: str, length: int) -> _File:
         file = self.stored.setdefault(name, _File())

@@ -16,6 +16,7 @@ from typing import TypeAlias, cast
 import attrs
 
 from infinistore.config import ServerConfig
+from infinistore.disk.format import is_unwritten
 from infinistore.disk.jobs import Job, Result
 from infinistore.disk.snapshots import most_snapshot_bytes
 from infinistore.disk.volume import Volume
@@ -119,18 +120,19 @@ class SimulatedDisks(Plug):
 
         def open_disks(places: Sequence[DiskPlace], chance: random.Random) -> StoreDisks:
             self._runner = _Runner(self, note)
-            volumes = [self._open(disk, chance) for disk in self.disks]
+            volumes = [self.open_volume(disk, chance) for disk in self.disks]
             return StoreDisks(volumes, self._runner, [_folder(place) for place in places])
 
         for disk in self.disks:
             disk.on_fault = partial(note, disk)
         return attrs.evolve(environment, open_disks=open_disks)
 
-    def _open(self, disk: SimulatedDisk, chance: random.Random) -> Volume:
+    def open_volume(self, disk: SimulatedDisk, chance: random.Random) -> Volume:
+        """Open what is on a disk, or make it a volume, as a server does that starts."""
         segments, length = self.settings.segments, self.settings.segment_bytes
         capacity_bytes = segments * length + most_snapshot_bytes(segments, length) + _SUPERBLOCK_BYTES
         superblock = disk.contents(SUPERBLOCK)
-        if superblock:
+        if not is_unwritten(superblock):
             return Volume.open(disk.number, superblock=superblock, files=disk.files(), capacity_bytes=capacity_bytes)
         return Volume.create(
             disk.number,

@@ -4,17 +4,27 @@ corrupted bytes only where bytes were corrupted.
 
 from collections.abc import Iterator
 
-from infinistore.errors import ChecksumMismatch, DeadlineExceeded, ProtocolError, StoreUnavailable
+from infinistore.access.roles import ALL_ROLES, Role
+from infinistore.errors import (
+    AuthenticationFailed,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    PermissionDenied,
+    ProtocolError,
+    ServerReplaced,
+    StoreUnavailable,
+)
 from tests.simulation.history import Call, End, History
 from tests.simulation.promises import allowed_errors
 
-__all__ = ["may_be_corrupted", "wrong_errors"]
+__all__ = ["may_be_corrupted", "wrong_errors", "wrongly_allowed"]
 
 _NEVER_LOST = {
     *("get", "get_many", "get_into", "get_many_into", "lease", "exists", "exists_many", "match_prefix"),
     *("release_hold", "prefetch", "flush", "keys", "evict"),
 }
 """What goes on in a cluster whatever node is lost."""
+_WRITING = {"put", "put_many", "reserve", "delete", "pin", "unpin"}
 
 
 def wrong_errors(history: History) -> Iterator[str]:
@@ -23,16 +33,43 @@ def wrong_errors(history: History) -> Iterator[str]:
         error = call.error
         if error is None:
             continue
-        if isinstance(error, ProtocolError):
+        if isinstance(error, PermissionDenied):
+            tenant, _ = history.tenant_of.get(call.client, ("", ""))
+            right = any(table.tenants[tenant].roles != ALL_ROLES for table in history.tables_during(call))
+        elif isinstance(error, AuthenticationFailed):  # perhaps the end of a session long ago
+            tenant, digest = history.tenant_of.get(call.client, ("", ""))
+            before = (one.table for one in history.tables if one.begun <= call.ended)
+            right = any(digest not in table.tenants[tenant].digests for table in before)
+        elif isinstance(error, ProtocolError):
             right = _was_corrupted_for(call, history.corrupted_heads)
         elif history.nodes and isinstance(error, StoreUnavailable | DeadlineExceeded):
-            right = call.method not in _NEVER_LOST
+            right = call.method not in _NEVER_LOST or any(
+                client == call.client and since_s <= call.ended and call.begun <= until_s
+                for client, since_s, until_s in history.without_nodes
+            )
         elif isinstance(error, ChecksumMismatch):
             right = _was_corrupted_for(call, history.corrupted_replies) or _may_see_corrupted_block(call, history)
         else:
-            right = type(error).__name__ in allowed_errors(call.method)
+            kind = StoreUnavailable if isinstance(error, ServerReplaced) else type(error)  # the page names it as one
+            right = kind.__name__ in allowed_errors(call.method)
         if not right:
             yield f"call {call.number}: {call.method} of {call.client} raised {type(error).__name__}: {error}"
+
+
+def wrongly_allowed(history: History) -> Iterator[str]:
+    """Yield which calls returned although the tenant had no token, or not the role, in
+    all of their time.
+    """
+    for call in history.calls:
+        if call.end is not End.RETURNED or call.client not in history.tenant_of:
+            continue
+        name, digest = history.tenant_of[call.client]
+        tenants = [table.tenants[name] for table in history.tables_during(call)]
+        role = Role.READ if call.seen else Role.WRITE if call.method in _WRITING and not call.may_skip else None
+        if not any(digest in one.digests for one in tenants):
+            yield f"call {call.number}: {call.method} of {call.client} returned, and its token was revoked"
+        elif role is not None and not any(role in one.roles for one in tenants):
+            yield f"call {call.number}: {call.method} of {call.client} returned, and {name} may not {role.value}"
 
 
 def may_be_corrupted(call: Call, key: str, history: History) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import attrs
 import trio
 
+from infinistore.access.tenants import Tenants
 from infinistore.errors import PartialPut
 from tests.simulation.streams import Connection
 
-__all__ = ["Call", "End", "History", "Hold", "Life"]
+__all__ = ["Call", "End", "History", "Hold", "Life", "TableInForce"]
 
 
 class End(enum.Enum):
@@ -38,8 +39,12 @@ class Call:
     begun: float
     puts: Mapping[str, bytes] = attrs.field(factory=dict)
     """The value that it puts under each key."""
+    lasts_s: float = math.inf
+    """How long after they are there the keys that it puts end."""
     removes: Sequence[str] = ()
     """The keys that it removes."""
+    unpins: Sequence[str] = ()
+    """The keys that may be evicted again."""
     is_whole: bool = True
     """Whether its keys are one part, so that it happens in one moment."""
     verified: bool = True
@@ -95,6 +100,7 @@ class Call:
             keys=[key for key in self.keys if key in keys],
             puts=puts,
             removes=[key for key in self.removes if key in keys],
+            unpins=[key for key in self.unpins if key in keys],
             seen=[(key, value) for key, value in self.seen if key in keys and not (lost and value is None)],
             present=[(key, there) for key, there in self.present if key in keys and (there or not lost)],
             skipped=self.skipped if node else (),  # one copy may have it where another was skipped
@@ -116,12 +122,18 @@ class Call:
 
 @attrs.define(eq=False)
 class Hold:
-    """A hold that a client got. It lasts from `since_s` until `until_s` at least."""
+    """A hold that a client got, or keys that it has pinned. It lasts from `since_s`
+    until `until_s` at least.
+    """
 
     match: Call
     keys: Sequence[str]
     since_s: float
     until_s: float
+    pins: bool = False
+    """Whether it is for the keys, whatever block they have: a hold is for their
+    blocks.
+    """
 
 
 @attrs.define(eq=False)
@@ -142,6 +154,19 @@ class Life:
     """Whether its disks were full, so that they lost their oldest blocks."""
     damaged_blocks: int = 0
     """Blocks on disk that did not have their checksums."""
+    evicted_of: set[str] = attrs.field(factory=set)
+    """The tenants of which it ever evicted a block."""
+
+
+@attrs.define(eq=False)
+class TableInForce:
+    """The tenants of a server, from some time on until the next ones."""
+
+    begun: float
+    """When they can have been in force at the earliest."""
+    since_s: float
+    """When they certainly were."""
+    table: Tenants
 
 
 @attrs.define
@@ -155,6 +180,12 @@ class History:
     """The lives of each node of a cluster, if it is one; then `lives` is empty."""
     places: dict[str, str] = attrs.field(factory=dict)
     """The node of each key that had one place, and the same all the time."""
+    without_nodes: list[tuple[str, float, float]] = attrs.field(factory=list)
+    """Clients that knew of no node which takes blocks, since when, and until when."""
+    tenant_of: dict[str, tuple[str, str]] = attrs.field(factory=dict)
+    """The tenant of each client, and the digest of its token."""
+    tables: list[TableInForce] = attrs.field(factory=list)
+    """The tables of tenants, in order."""
     has_disks: bool = False
     disks_failed: bool = False
     """Whether anything else went wrong with a disk than that the power failed."""
@@ -183,6 +214,26 @@ class History:
             lives=lives,
             nodes={},
         )
+
+    def of_tenant(self, tenant: str) -> "History":
+        """Return the part that a tenant has to do with."""
+        clients = {client for client, (name, _) in self.tenant_of.items() if name == tenant}
+        return attrs.evolve(
+            self,
+            calls=[call for call in self.calls if call.client in clients],
+            holds=[hold for hold in self.holds if hold.match.client in clients],
+            lives=[attrs.evolve(life, evicted=tenant in life.evicted_of) for life in self.lives],
+            corrupted_puts=[(key, put) for key, put in self.corrupted_puts if put.client in clients],
+        )
+
+    def tables_during(self, call: Call) -> list[Tenants]:
+        """Return the tables that can have been in force during a call."""
+        until_s = [one.since_s for one in self.tables[1:]] + [math.inf]
+        return [
+            one.table
+            for one, end_s in zip(self.tables, until_s, strict=True)
+            if one.begun <= call.ended and end_s >= call.begun
+        ]
 
     def begin(self, client: str, method: str, keys: Sequence[str], begun: float, **facts: Any) -> Call:
         """Note that a client calls a method."""

@@ -97,13 +97,18 @@ class _Finder(MetaPathFinder):
 
 
 def _has_what_is_broken(plant: Plant, scenario: "Scenario") -> bool:
-    """Whether the world of a scenario has the disks, or the cluster, that a bug is
-    in.
+    """Whether the world of a scenario has the disks, the cluster, the etcd, the
+    tenants or the keys that end that a bug is in.
     """
-    return not (
-        (any(name.startswith("infinistore.disk") for name in plant.sources) and not scenario.disks.disks)
-        or (any(name.startswith("infinistore.client.cluster") for name in plant.sources) and not scenario.cluster.nodes)
-    )
+    has = {
+        "infinistore.disk": scenario.disks.disks,
+        "infinistore.client.cluster": scenario.cluster.nodes,
+        "infinistore.cluster.etcd": scenario.etcd.registers,
+        "infinistore.core.retention": scenario.has_retention,
+        "infinistore.core.tenant": scenario.tenants.tenants,
+        "infinistore.server.session.session": scenario.tenants.tenants,
+    }
+    return all(has[part] for part in has for name in plant.sources if name.startswith(part))
 
 
 def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:

@@ -5,6 +5,7 @@ anything with another. Seeds are taken in order, so that the same commit meets t
 seeds, as many as there is time for.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,7 @@ def run_many(first_seed: int, is_over: Callable[[], bool], on_progress: Callable
     workers = os.cpu_count() or 1
     seeds = count(first_seed)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_signals_to_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
         waiting: set[Future[list[Trial]]] = set()
         while not is_over() and tally.failed is None:
             while len(waiting) < 2 * workers:
@@ -70,8 +71,9 @@ def run_many(first_seed: int, is_over: Callable[[], bool], on_progress: Callable
     return tally
 
 
-def _leave_signals_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's
+    gc.freeze()  # so that no run has what was imported collected
 
 
 def _run_seeds(seeds: list[int]) -> list[Trial]:

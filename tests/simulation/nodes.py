@@ -15,6 +15,7 @@ import attrs
 import trio
 
 import infinistore
+from infinistore.access.policy import TenantPolicy
 from infinistore.allocators import create_allocator
 from infinistore.buggify import Buggify
 from infinistore.client.api.store import AsyncStore
@@ -27,12 +28,14 @@ from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.server import Server, ServerAddresses
 from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
 from infinistore.server.buggified.machine import buggified
-from infinistore.server.composition import compose_server, open_disks, share_descriptors
+from infinistore.server.composition import compose_server, join_cluster, open_disks, share_descriptors
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
+from infinistore.server.pools.tenancy import Tenancy
 from tests.simulation.history import History, Life
 from tests.simulation.network import Listener, Network, as_socket
 from tests.simulation.streams import SimulatedStream
+from tests.simulation.tenants import SimulatedTenants
 from tests.simulation.world import World
 
 __all__ = ["ClientNode", "ServerNode", "ServerSettings", "Sharing"]
@@ -55,6 +58,7 @@ class ServerSettings:
     high: float = 0.95
     max_pinned_ratio: float = 0.5
     max_held_ratio: float = 0.25
+    max_protected_ratio: float = 0.25
     max_batch_keys: int = 8192
     max_batch_bytes: int = 1024 * _KIB
     max_value_bytes: int = 64 * _KIB
@@ -107,6 +111,8 @@ class ServerNode:
         """The server that runs now."""
         self.buggify: Buggify | None = None
         """What has its servers do what they seldom do."""
+        self.tenants: SimulatedTenants | None = None
+        """The tenants of its servers, if they have some."""
         self._starts = 0
         self._restart_after_s: float | None = 0.0
         self._scope = trio.CancelScope()
@@ -146,7 +152,7 @@ class ServerNode:
                 self.network.silence(connection)
             else:
                 connection.cut("the server has crashed")
-        self._end_life()
+        self._note_end()
         self.history.lives[-1].crashed = True
         self._keeps_disk = keeps_disk
         self._restart_after_s = restart_after_s
@@ -186,7 +192,7 @@ class ServerNode:
             stopwatch=clock.current_time,
             body_budget_bytes=settings.body_budget_bytes,
             read_ahead_bytes=settings.read_ahead_bytes,
-            run_in_thread=self._run_in_thread,
+            run_in_thread=self.run_in_thread,
             create_arena=_create_arena,
             buggify=self.buggify,
         )
@@ -196,10 +202,18 @@ class ServerNode:
             environment = plug.environment(self, environment)
         environment = buggified(environment)
         with ExitStack() as resources:
-            pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
-            resources.callback(pool.close)
-            pool.add_arena(environment.create_arena(0, config.prealloc_bytes))
-            core = self._make_core(config, pool, environment)
+            policy: TenantPolicy | None = None
+            tenancy: Tenancy | None = None
+            if self.tenants is None:
+                pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
+                resources.callback(pool.close)
+                pool.add_arena(environment.create_arena(0, config.prealloc_bytes))
+                core = self._make_core(config, pool, environment)
+            else:
+                policy, tenancy = await self.tenants.open(
+                    config, self._limits(config), environment, resources, environment.create_arena
+                )
+                core = tenancy.whole
             if settings.expects_hazards:
                 core.expect_hazards()
             disk = await open_disks(config, core, environment, resources)
@@ -220,21 +234,44 @@ class ServerNode:
                 ],
                 descriptors=share_descriptors(config),
                 disk=disk,
+                policy=policy,
+                tenancy=tenancy,
             )
+            if self.tenants is not None:
+                await self.tenants.catch_up(server)
             self.server = server
             try:
                 with self._scope:
-                    await server.run([as_socket(listener) for listener in listeners], on_listening=on_listening)
+                    await self._serve(config, environment, server, listeners, on_listening)
             finally:
-                self._end_life()
+                self._note_end()
+                self.note_losses()
                 self.server = None
 
-    def _end_life(self) -> None:
-        """Note that the memory of the server is lost."""
+    async def _serve(
+        self,
+        config: ServerConfig,
+        environment: Environment,
+        server: Server,
+        listeners: list[Listener],
+        on_listening: Callable[[], None],
+    ) -> None:
+        """Run a server until it has ended, in its cluster if it is in one."""
+        serve = partial(server.run, [as_socket(listener) for listener in listeners], on_listening)
+        cluster = join_cluster(config, server, environment, token="")
+        if cluster is None:
+            await serve()
+            return
+        refused = await cluster.run(partial(serve, cluster.may_serve))
+        if refused is not None:
+            self.world.violation(f"{self.name} ended: {refused.again()}")
+
+    def _note_end(self) -> None:
+        """Note that the memory of the server is lost. It may be in the middle of
+        anything, so nothing is asked of it.
+        """
         life = self.history.lives[-1]
-        if self.server is not None and life.ended > self.world.clock.now:
-            life.ended = self.world.clock.now
-            self.note_losses()
+        life.ended = min(life.ended, self.world.clock.now)
 
     def note_losses(self) -> None:
         """Note whether the server has evicted or dropped anything."""
@@ -243,30 +280,35 @@ class ServerNode:
         life = self.history.lives[-1]
         life.evicted = any(attrs.astuple(statistics.evicted))
         life.dropped = statistics.checksum_drops > 0
+        if self.tenants is not None:
+            self.tenants.note_losses(life)
         if self.server.context.disk is not None:
             disks = self.server.context.disk.tier.statistics().disks
             life.recycled = any(one.volume.recycled_segments for one in disks)
             life.damaged_blocks = sum(one.damaged_blocks for one in disks)
 
-    def _make_core(self, config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
-        limits = CoreLimits(
+    def _limits(self, config: ServerConfig) -> CoreLimits:
+        return CoreLimits(
             max_key_bytes=config.max_key_bytes,
             max_value_bytes=config.max_value_bytes,
             max_batch_keys=config.max_batch_keys,
             max_pinned_ratio=self.settings.max_pinned_ratio,
             max_held_ratio=self.settings.max_held_ratio,
+            max_protected_ratio=self.settings.max_protected_ratio,
         )
+
+    def _make_core(self, config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
         return StoreCore(
             pool,
             clock=environment.clock,
-            limits=limits,
+            limits=self._limits(config),
             journal=Journal(reads=config.disk_admission == "second-use") if config.disks else None,
             watermarks=Watermarks(self.settings.low, self.settings.high),
             random=environment.random,
             buggify=environment.buggify,
         )
 
-    async def _run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do what a server would do in a thread: others go on meanwhile."""
         await trio.sleep(self.network.delay())
         return work(*args)

@@ -45,20 +45,21 @@ class Planted:
 
 _INLINE = "infinistore.server.movers.inline"
 _CALLS = "infinistore.client.connection.calls"
+_REGISTRATION = "infinistore.cluster.etcd.registration"
 
 PLANTED = [
     Planted(
         "commit before payload",
         _INLINE,
-        "            try:\n                await conversation.drive(exchange, within_s)\n",
+        "            if payload is None:\n                await self._receive(views, received)\n",
         "            self._core.commit(reservation, put.keys, None, replace=put.replace, free=False)\n"
-        "            try:\n                await conversation.drive(exchange, within_s)\n",
+        "            if payload is None:\n                await self._receive(views, received)\n",
     ),
     Planted(
         "a put retried as idempotent",
         _CALLS,
-        "                if connection is not None and not attempt.idempotent:\n",
-        "                if connection is not None and not attempt.idempotent and not request.moves_blocks:\n",
+        "not attempt.idempotent and (bound or not replaced):\n",
+        "not attempt.idempotent and not request.moves_blocks and (bound or not replaced):\n",
     ),
     Planted(
         "a lease released before sending",
@@ -118,14 +119,14 @@ PLANTED = [
     Planted(
         "a hold that ends early",
         "infinistore.core.holds",
-        "(self._clock() + hold_s, hold_id)",
-        "(self._clock() + 0.2 * hold_s, hold_id)",
+        "self._clock() + hold_s)",
+        "self._clock() + 0.2 * hold_s)",
     ),
     Planted(
         "a batch committed in two steps",
         "infinistore.client.operations.remote",
         "        if len(keys) > hello.max_batch_keys or total > hello.max_batch_bytes or not keys:\n"
-        "            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device)\n",
+        "            return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device, ttl_us=ttl_us)\n",
         "        if len(keys) > 1:\n"
         "            await self.put(requests.Put(batch.where([True]), replace))\n"
         "            return await self.put(requests.Put(batch.where([False] + [True] * (len(keys) - 1)), replace))\n",
@@ -247,5 +248,77 @@ PLANTED = [
         "infinistore.client.cluster.reads",
         "            call.counters.lost_reads += len(positions)\n            outcome =",
         "            outcome =",
+    ),
+    Planted(
+        "a keep-alive without a time to live believed",
+        _REGISTRATION,
+        "                if not ttl_s:\n                    self._lose(",
+        "                if ttl_s < 0:\n                    self._lose(",
+    ),
+    Planted(
+        "a lease renewed when it has run out",
+        _REGISTRATION,
+        "            pause_s = max(left_s / 2, ",
+        "            pause_s = max(left_s * 2, ",
+    ),
+    Planted(
+        "a watch believed that is canceled",
+        "infinistore.cluster.etcd.messages",
+        '        canceled=bool(result.get("canceled")) or _integer(result, "compact_revision") > 0,\n',
+        "        canceled=False,\n",
+    ),
+    Planted(
+        "an etcd that lists no nodes believed at once",
+        "infinistore.cluster.etcd.follower",
+        "        nodes = self._departures.nodes\n",
+        "        nodes = listing.nodes\n",
+    ),
+    Planted(
+        "a key that is found after its time, until the next put by shared memory",
+        "infinistore.core.committed",
+        "        if self._ends:\n            self._expire(self.__index)\n",
+        "        if self._ends and self._prepared.waiting:\n            self._expire(self.__index)\n",
+    ),
+    Planted(
+        "a time to live that a later put keeps",
+        "infinistore.core.retention",
+        "            self.removed(keys)\n            for position in protected:\n",
+        "            self._unpin(keys)\n            for position in protected:\n",
+    ),
+    Planted(
+        "a pin that ends when its key is put again",
+        "infinistore.core.retention",
+        "                    self._pin({keys[position]: entry}, footprint_bytes)\n",
+        "                    pass\n",
+    ),
+    Planted(
+        "a victim below what is reserved for it",
+        "infinistore.core.tenant_store",
+        "        self.tenant_limits = self._tenant_space.tenant_limits = tenant_limits\n",
+        "        self.tenant_limits = tenant_limits\n"
+        "        self._tenant_space.tenant_limits = attrs.evolve(tenant_limits, reserved_bytes=0)\n",
+    ),
+    Planted(
+        "a session that keeps a role that was taken away",
+        "infinistore.server.session.session",
+        "            answers = {kind: answer for kind, answer in answers.items() if kind not in refused}\n"
+        "        self._handlers, self._answers = handlers, answers\n",
+        "            answers = {kind: answer for kind, answer in answers.items() if kind not in refused}\n"
+        "        if not self.traffic.requests:\n"
+        "            self._handlers, self._answers = handlers, answers\n",
+    ),
+    Planted(
+        "space that a tenant gives back and that stays counted",
+        "infinistore.core.tenant_pool",
+        "        self.used_bytes -= before - self._whole.used_bytes\n",
+        "        self.used_bytes -= (before - self._whole.used_bytes) if len(extents) < 3 else 0\n",
+    ),
+    Planted(
+        "a key of another tenant",
+        "infinistore.core.tenants",
+        "        store = self._stores.get(tenant)\n        if store is None:\n",
+        "        store = next((self._stores[one] for one in self._stores if one.endswith(tenant[-1:])), None)\n"
+        "        store = store or self._stores.get('tenant-1' if len(self._limits) > 2 else tenant)\n"
+        "        if store is None:\n",
     ),
 ]

@@ -11,7 +11,9 @@ from tests.simulation.faults import BuggifySettings, FaultSettings
 from tests.simulation.host import SOCKET, SharingSettings
 from tests.simulation.network import NetworkSettings
 from tests.simulation.nodes import ServerSettings
-from tests.simulation.workload import DISK_METHODS, METHODS, WorkloadSettings
+from tests.simulation.registered import EtcdSettings
+from tests.simulation.tenants import TenantSettings
+from tests.simulation.workload import DISK_METHODS, METHODS, RETENTION_METHODS, WorkloadSettings
 
 __all__ = ["Scenario"]
 
@@ -21,6 +23,8 @@ _KINDS = (
     *("plain", "crowded", "disks", "cluster", "plain", "crowded"),
 )
 """What kinds of scenarios seeds have, in turn."""
+_TENANTS_AT = 10
+"""Where the plain one of these is that has tenants every other time."""
 _MANY_KEYS = 24
 """More than fit into the smallest pools and disks."""
 
@@ -43,6 +47,8 @@ class Scenario:
     sharing: SharingSettings = attrs.field(factory=SharingSettings)
     disks: DiskSettings = attrs.field(factory=DiskSettings)
     cluster: ClusterSettings = attrs.field(factory=ClusterSettings)
+    etcd: EtcdSettings = attrs.field(factory=EtcdSettings)
+    tenants: TenantSettings = attrs.field(factory=TenantSettings)
     readers: int = 0
     """How many of the clients, the first ones, write nothing."""
     trusting: int = 0
@@ -54,6 +60,11 @@ class Scenario:
     lives.
     """
 
+    @property
+    def has_retention(self) -> bool:
+        """Whether keys end at a time, or are pinned."""
+        return bool(self.workload.ttl_chance or RETENTION_METHODS.keys() & set(self.workload.methods))
+
     @classmethod
     def from_seed(cls, seed: int) -> "Scenario":
         """Choose a scenario."""
@@ -63,6 +74,12 @@ class Scenario:
             scenario = scenario.with_disks()
         if kind == "cluster":
             scenario = scenario.with_cluster()
+            if seed // len(_KINDS) % 2:
+                scenario = scenario.with_etcd()
+        if seed % len(_KINDS) == _TENANTS_AT and seed // len(_KINDS) % 2:
+            scenario = scenario.with_tenants()
+        if kind != "crowded":
+            scenario = scenario.with_retention()
         chance = random.Random(f"{seed}/trust")
         return attrs.evolve(scenario, trusting=chance.choice([0, 0, 0, 1, scenario.clients]))
 
@@ -92,6 +109,32 @@ class Scenario:
         operations = min(operations, self.workload.operations)
         return attrs.evolve(self, workload=attrs.evolve(self.workload, operations=operations))
 
+    def with_retention(self) -> "Scenario":
+        """Return the same, in half of the seeds with keys that end or are pinned."""
+        chance = random.Random(f"{self.seed}/retention")
+        if chance.random() < 0.5:
+            return self
+        methods = [*(method for method in RETENTION_METHODS if chance.random() < 0.6), "unpin"]
+        workload = attrs.evolve(
+            self.workload,
+            methods=(*self.workload.methods, *dict.fromkeys(methods)),
+            ttl_chance=chance.choice([0.0, 0.2, 0.6]),
+            most_ttl_s=chance.choice([0.05, 0.5, 5.0]),
+        )
+        server = attrs.evolve(self.server, max_protected_ratio=chance.choice([0.25, 1.0, 1.0]))
+        return attrs.evolve(self, workload=workload, server=server)
+
+    def with_tenants(self) -> "Scenario":
+        """Return the same with tenants, who share a pool over the network alone."""
+        tenants = TenantSettings.choose(random.Random(f"{self.seed}/tenants"))
+        return attrs.evolve(
+            self,
+            tenants=tenants,
+            clients=max(self.clients, tenants.tenants),
+            server=attrs.evolve(self.server, unix_socket="off", grows_to_bytes=None, expects_hazards=False),
+            sharing=SharingSettings(),
+        )
+
     def with_disks(self) -> "Scenario":
         """Return the same with disks below the server, and calls that use them."""
         chance = random.Random(f"{self.seed}/disks")
@@ -116,6 +159,28 @@ class Scenario:
             ),
             server=attrs.evolve(self.server, unix_socket="off"),
             sharing=SharingSettings(),
+        )
+
+    def with_etcd(self) -> "Scenario":
+        """Return the same cluster with nodes that register in etcd. In half of them,
+        only that goes wrong which has to do with etcd.
+        """
+        chance = random.Random(f"{self.seed}/etcd")
+        scenario = attrs.evolve(
+            self,
+            etcd=EtcdSettings.choose(chance),
+            cluster=attrs.evolve(self.cluster, changes=0, stops=0),
+            workload=attrs.evolve(self.workload, most_pause_s=chance.choice([0.5, 2.0])),
+        )
+        if chance.random() < 0.5:
+            return scenario
+        return attrs.evolve(
+            scenario,
+            faults=FaultSettings(),
+            buggify=BuggifySettings(),
+            network=attrs.evolve(scenario.network, most_delay_s=0.002),
+            cluster=attrs.evolve(scenario.cluster, lookup_deadline_s=0.4),
+            deadline_s=5.0,
         )
 
     @classmethod

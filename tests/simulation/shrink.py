@@ -16,7 +16,7 @@ from tests.simulation.scenario import Scenario
 __all__ = ["shrink"]
 
 _MOST_RUNS = 150
-_COUNTS = ("clients", "operations")
+_COUNTS = ("clients", "operations", "events")
 """What is halved, in a scenario and its sections; at least 1."""
 
 

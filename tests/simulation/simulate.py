@@ -4,7 +4,8 @@ import logging
 import math
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from tests.simulation.history import History
 from tests.simulation.host import SharedHost
 from tests.simulation.network import Network
 from tests.simulation.nodes import ClientNode, ServerNode, Sharing
+from tests.simulation.registered import RegisteredCluster
 from tests.simulation.scenario import Scenario
+from tests.simulation.tenants import SimulatedTenants
 from tests.simulation.trace import Event
 from tests.simulation.workload import Workload, WorkloadSettings
 from tests.simulation.world import Plug, World
@@ -115,16 +118,34 @@ class _Run:
             server.buggify = self.buggify
         if host is not None:
             host.buggify = self.buggify
-        self.cluster = (
-            SimulatedCluster(world, self.network, [*self.servers.values()], scenario.cluster) if count else None
-        )
+        self.cluster = self._make_cluster() if count else None
         self.faults = Faults(world, self.network, self.servers, history, scenario.faults)
+        self.tenants: SimulatedTenants | None = None
+        if scenario.tenants.tenants:
+            self.tenants = SimulatedTenants(world, scenario.tenants, scenario.server.pool_bytes, history)
+            self.server.tenants = self.tenants
         self._at_work = _Countdown(scenario.clients)
         self._healed = trio.Event()
         self._to_succeed = _Countdown(scenario.clients)
         self._checked = trio.Event()
         self._last: list[Workload] = []
         """Those of the clients' last lives, for when nothing goes wrong any more."""
+
+    def _make_cluster(self) -> SimulatedCluster | RegisteredCluster:
+        scenario, servers = self.scenario, [*self.servers.values()]
+        if not scenario.etcd.registers:
+            return SimulatedCluster(self.world, self.network, servers, scenario.cluster)
+        cluster = RegisteredCluster(
+            self.world,
+            self.network,
+            servers,
+            scenario.cluster,
+            scenario.etcd,
+            history=self.history,
+            is_quiet=not scenario.faults.chances and not scenario.buggify.points,
+        )
+        self.world.plugs = [*self.world.plugs, cluster]
+        return cluster
 
     def _lives_of(self, name: str) -> History:
         """Return where a server notes its lives: each node of a cluster has its own."""
@@ -137,15 +158,19 @@ class _Run:
     async def run(self) -> None:
         """Let clients work, heal everything, and see whether all is well."""
         with trio.move_on_after(_LONGEST_S) as limit:
-            async with trio.open_nursery() as nursery:
+            async with self._cluster_there(), trio.open_nursery() as nursery:
                 for server in self.servers.values():
                     await nursery.start(server.run)
                 if self.cluster is not None:
                     nursery.start_soon(self.cluster.run)
                 async with trio.open_nursery() as clients:
+                    if self.tenants is not None:
+                        clients.start_soon(self.tenants.change, lambda: self.server.server, self.server.run_in_thread)
                     for number in range(self.scenario.clients):
                         clients.start_soon(self._be_client, f"client-{number + 1}", number)
                     await self._at_work.over.wait()
+                    if self.tenants is not None:
+                        await self.tenants.restore(self.server.server, self.server.run_in_thread)
                     self._heal()
                     await self._to_succeed.over.wait()
                     await trio.sleep(_AT_REST_AFTER_S)
@@ -164,6 +189,15 @@ class _Run:
                     server.stop()
         if limit.cancelled_caught:
             self.world.violation(f"the run was not over after {_LONGEST_S:g} s")
+
+    @asynccontextmanager
+    async def _cluster_there(self) -> AsyncGenerator[None, None]:
+        """Have the etcd of a cluster, if it has one, within the block."""
+        async with trio.open_nursery() as nursery:
+            if isinstance(self.cluster, RegisteredCluster):
+                await nursery.start(self.cluster.serve)
+            yield
+            nursery.cancel_scope.cancel()
 
     async def _be_client(self, name: str, number: int) -> None:
         """Be a client, one life after the other."""
@@ -185,12 +219,16 @@ class _Run:
         self, name: str, number: int, life: int, share: Sharing | None = None, *, last: bool = False
     ) -> None:
         """Be a client with one store; in its last life, also when faults are over."""
+        if self.cluster is not None:
+            await self.cluster.known(name)
         scenario, rates = self.scenario, self.scenario.client_clock_rates
         options = {
             "deadline_s": scenario.deadline_s / rates[number % len(rates)],
             "max_connections": scenario.max_connections,
             "verify": "never" if number >= scenario.clients - scenario.trusting else "always",
         }
+        if self.tenants is not None:
+            options["token"] = self.tenants.token(name, number)
         settings = attrs.evolve(
             self.scenario.workload,
             answers_may_be_short=Point.SHORT_ANSWER.name in self.scenario.buggify.points
@@ -249,7 +287,7 @@ class _Run:
 
     async def _see(self, workloads: Sequence[Workload], key: str, value: bytes | None) -> None:
         for one in workloads:
-            found = dict(await one.look_at_all())[key]
+            found = dict(await one.look_at_all()).get(key)
             for server in self.servers.values():
                 server.note_losses()
             may_lose = any(lives[-1].evicted or lives[-1].dropped for lives in self.history.nodes.values())
@@ -292,7 +330,7 @@ class _Run:
     def _heal(self) -> None:
         self.world.trace.add("world", "heal")
         self.faults.heal()
-        if self.cluster is not None:
+        if isinstance(self.cluster, SimulatedCluster):
             self.cluster.heal()
         self.buggify.chances = {}
         for plug in self.world.plugs:
@@ -308,6 +346,8 @@ class _Run:
         assert node.server is not None
         core = node.server.core
         core.expire_holds()
+        if self.tenants is not None:
+            self.tenants.expire_holds()
         statistics = core.statistics()
         named: tuple[str, ...] = (
             "reservations",
@@ -319,9 +359,10 @@ class _Run:
         )
         if clients is None and self.scenario.sharing.asks_ahead:  # a client keeps the space of its next put
             named = tuple(name for name in named if name not in ("reservations", "reserved_bytes"))
-        left = {name: getattr(statistics, name) for name in named if getattr(statistics, name)}
-        at_node = self.network.of_node(node.name)
-        if self.cluster is not None:  # a client may never ask this node again, and learn that it closed one
+        unpinned = attrs.evolve(statistics, pinned_bytes=statistics.pinned_bytes - statistics.protected_bytes)
+        left = {name: getattr(unpinned, name) for name in named if getattr(unpinned, name)}
+        at_node = [one for one in self.network.of_node(node.name) if one.server == node.name]
+        if self.cluster is not None or clients is None:  # a client may never use one again, and learn that it is closed
             at_node = [one for one in at_node if not one.server_end.closed]
         connections = len(at_node)
         if self.host is not None:
@@ -332,6 +373,9 @@ class _Run:
             left["connections"] = connections
         if left:
             self.world.violation(f"{when}, this is left on {node.name}: {left}")
+        if self.tenants is not None:
+            self.tenants.check_rest(when)
+            return
         footprints = sum(core.pool.footprint(length) for _, length in core.sample(1 << 20))
         if statistics.used_bytes - statistics.reserved_bytes != footprints:
             self.world.violation(f"{when}, {statistics.used_bytes} bytes are used for blocks of {footprints} bytes")

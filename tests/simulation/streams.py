@@ -222,6 +222,10 @@ class SimulatedStream:
         self._send_end()
         await trio.lowlevel.checkpoint()
 
+    def fileno(self) -> int:
+        """As of a socket that has no descriptor any more: there is none to watch."""
+        return -1
+
     def close(self) -> None:
         """Close this end: the peer reads what is on its way, then the end; what it
         sends breaks.

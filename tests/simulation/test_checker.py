@@ -2,14 +2,26 @@
 allows what the table of exceptions allows.
 """
 
+import math
 import re
 from typing import Any
 
 import pytest
 
-from infinistore.errors import ChecksumMismatch, InfiniStoreException, KeyNotFound, ProtocolError
+from infinistore.access.roles import ALL_ROLES, Role
+from infinistore.access.tenants import Tenant
+from infinistore.access.tenants import Tenants as Table
+from infinistore.errors import (
+    AuthenticationFailed,
+    ChecksumMismatch,
+    InfiniStoreException,
+    KeyNotFound,
+    PermissionDenied,
+    ProtocolError,
+)
+from infinistore.tenant_limits import TenantLimits
 from tests.simulation.checker import check
-from tests.simulation.history import Call, End, History, Hold, Life
+from tests.simulation.history import Call, End, History, Hold, Life, TableInForce
 from tests.simulation.network import Network, NetworkSettings
 from tests.simulation.promises import PAGE, PromiseException, allowed_errors, promise_exceptions
 from tests.simulation.streams import Connection
@@ -229,6 +241,65 @@ def test_what_is_held_and_replaced_is_not_held_any_more(past: Past) -> None:
     assert past.problems() == []
 
 
+def test_a_key_that_is_read_after_its_time_is_found(past: Past) -> None:
+    past.put(b"a", "k0", lasts_s=3.0)  # over at 4
+    past.get(b"a")
+    past.get(b"a")  # begins at 4
+    assert past.problems() == []
+    past.get(b"a")
+    assert found(past.problems(), r"read k0 after the time of call 0")
+
+
+def test_a_key_that_is_there_after_its_time_is_found(past: Past) -> None:
+    past.put(b"a", "k0", lasts_s=1.0)
+    past.call("exists", ["k0"], present=[("k0", True)])
+    assert past.problems() == []
+    past.call("exists", ["k0"], present=[("k0", True)])
+    assert found(past.problems(), r"nothing can be there")
+
+
+def test_a_key_that_ends_is_not_lost(lossless: Past) -> None:
+    lossless.put(b"a", "k0", lasts_s=3.0)
+    lossless.get(None)  # ends at 3
+    assert lossless.problems() == []
+
+
+def test_a_key_that_goes_before_its_time_is_found(lossless: Past) -> None:
+    lossless.put(b"a", "k0", lasts_s=3.5)
+    lossless.get(None)
+    assert found(lossless.problems(), r"k0: what call 0 \(put of client\) put was lost")
+
+
+def test_a_key_that_goes_at_the_time_that_it_had_before_is_found(lossless: Past) -> None:
+    lossless.put(b"a", "k0", lasts_s=3.0)
+    lossless.put(b"b", "k0")
+    lossless.get(None)
+    assert found(lossless.problems(), r"k0: what call 1 \(put of client\) put was lost")
+
+
+def pin(past: Past, *keys: str) -> None:
+    call = past.call("pin", list(keys))
+    past.history.holds.append(Hold(call, keys, call.ended, math.inf, pins=True))
+
+
+def test_a_pinned_key_that_goes_is_found_also_when_it_was_put_again(past: Past) -> None:
+    past.put(b"a", "k0")
+    pin(past, "k0")
+    past.put(b"b", "k0")
+    past.get(None)
+    assert found(past.problems(), r"k0: call 3 \(get_many\) did not find it, although call 1 held it")
+
+
+@pytest.mark.parametrize("end", [End.RETURNED, End.UNKNOWN])
+def test_a_key_that_may_be_unpinned_deleted_or_over_may_go(past: Past, end: End) -> None:
+    ways: dict[str, Any] = {"unpins": ["k0"], "removes": ["k1"], "puts": {"k2": b"bk2"}, "lasts_s": 0.5}
+    past.put(b"a", "k0", "k1", "k2")
+    pin(past, "k0", "k1", "k2")
+    past.call("all of them", [], connections={1: past.connection(5.0)}, end=end, **ways)
+    past.get(None, None, None)
+    assert past.problems() == []
+
+
 def test_a_batch_that_is_seen_in_part_is_found(past: Past) -> None:
     past.put(b"a", "k0", "k1")
     past.put(b"b", "k0", "k1")
@@ -333,3 +404,50 @@ def test_the_page_lists_the_errors_of_calls() -> None:
     }  # fmt: skip
     assert allowed_errors("exists") == {"StoreUnavailable", "DeadlineExceeded"}
     assert PAGE.name == "promises.md"
+
+
+def with_tenants(past: Past, *tables: tuple[float, frozenset[Role], tuple[str, ...]]) -> None:
+    """Give `client` and `other` a tenant each: the first one with these roles and
+    tokens, each from a second on.
+    """
+    past.history.tenant_of |= {"client": ("a", "token"), "other": ("b", "another")}
+    for since_s, roles, digests in tables:
+        tenants = {"a": Tenant(TenantLimits("a"), digests, roles), "b": Tenant(TenantLimits("b"), ("another",))}
+        past.history.tables.append(TableInForce(since_s, since_s, Table(tenants)))
+
+
+def test_a_tenant_that_reads_what_another_has_put_is_found(past: Past) -> None:
+    with_tenants(past, (-math.inf, ALL_ROLES, ("token",)))
+    past.put(b"a", "k0")
+    past.get(b"a")
+    assert past.problems() == []
+    past.history.calls[-1].client = "other"
+    assert found(past.problems(), r"b: call 1: other read under k0 what nobody has put")
+
+
+@pytest.mark.parametrize(
+    ("roles", "digests", "why"),
+    [
+        (ALL_ROLES, (), "its token was revoked"),
+        (ALL_ROLES - {Role.WRITE}, ("token",), "a may not write"),
+    ],
+)
+def test_a_call_that_returns_to_who_may_not_make_it_is_found(
+    past: Past, roles: frozenset[Role], digests: tuple[str, ...], why: str
+) -> None:
+    with_tenants(past, (-math.inf, ALL_ROLES, ("token",)), (2.5, roles, digests))
+    past.put(b"a", "k0")
+    past.put(b"b", "k0")  # it may have been carried out before
+    assert past.problems() == []
+    past.put(b"c", "k0")
+    assert found(past.problems(), why)
+
+
+@pytest.mark.parametrize("error", [PermissionDenied("no"), AuthenticationFailed("no")])
+def test_who_may_do_everything_is_denied_nothing(past: Past, error: InfiniStoreException) -> None:
+    with_tenants(past, (-math.inf, ALL_ROLES, ("token",)), (2.5, frozenset(), ()))
+    past.put(b"a", "k0", error=error, end=End.REFUSED)
+    assert found(past.problems(), type(error).__name__)
+    past.history.calls.clear()
+    past.put(b"a", "k0", error=error, end=End.REFUSED)
+    assert past.problems() == []

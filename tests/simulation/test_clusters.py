@@ -8,6 +8,7 @@ from infinistore.cluster.view import Node, NodeState, View
 from infinistore.errors import PartialPut
 from tests.simulation.checker import check
 from tests.simulation.clusters import ClusterSettings, single_places
+from tests.simulation.faults import FaultSettings
 from tests.simulation.history import Call, End, History, Life
 from tests.simulation.promises import PromiseException, promise_exceptions
 from tests.simulation.scenario import Scenario
@@ -74,3 +75,19 @@ def test_reads_that_are_merged_in_the_wrong_order_are_found(monkeypatch: pytest.
     scenario = Scenario.plain(1).with_cluster().shortened(40)
     workload = attrs.evolve(scenario.workload, keys=12, groups=0)
     assert simulate(attrs.evolve(scenario, cluster=ClusterSettings(nodes=2), workload=workload)).violations
+
+
+def test_blocks_that_a_cable_spoiled_may_be_found_when_all_look_at_the_cluster() -> None:
+    scenario = Scenario.plain(2).with_cluster().shortened(40)
+    outcome = simulate(
+        attrs.evolve(
+            scenario,
+            clients=1,
+            workload=attrs.evolve(scenario.workload, keys=12, groups=0, methods=("put",), value_bytes=(40,)),
+            server=attrs.evolve(scenario.server, max_batch_keys=2),  # a read ends at the first part that is spoilt
+            faults=FaultSettings(corrupt_payload=0.5),
+            cluster=ClusterSettings(nodes=2),
+        )
+    )
+    assert outcome.errors["get_many: ChecksumMismatch"] > 1  # the first is not when all look
+    assert outcome.violations == []

@@ -6,6 +6,7 @@ import random
 import pytest
 import xxhash
 
+from infinistore.disk.format import Superblock, encode_superblock
 from infinistore.disk.jobs import (
     Allocate,
     Flush,
@@ -18,6 +19,8 @@ from infinistore.disk.jobs import (
     WriteSuperblock,
 )
 from tests.simulation.disk import SECTOR_BYTES, SimulatedDisk
+from tests.simulation.disks import DiskSettings, SimulatedDisks
+from tests.simulation.world import World
 
 FILE, PAGE = "segments/0", 4096
 OLD, NEW = b"o" * PAGE, b"n" * PAGE
@@ -179,3 +182,15 @@ def test_bits_rot_and_files_are_cut_or_lost(disk: SimulatedDisk) -> None:
     assert (disk.files(), twin.files()) == ({}, {FILE: 100})
     twin.wipe()
     assert twin.files() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_crash_in_the_first_superblock_leaves_a_new_disk_or_one(seed: int) -> None:
+    world = World(seed)
+    plug = SimulatedDisks(DiskSettings(disks=1))
+    plug.start(world)
+    [disk] = plug.disks
+    superblock = Superblock(0, bytes(16), bytes(16), 1, 0, 0, 256 * 1024, 0, 0, 0)
+    disk.start([WriteSuperblock(0, 0, encode_superblock(superblock))])
+    disk.crash()
+    assert plug.open_volume(disk, random.Random(seed)).number == 0

@@ -29,6 +29,8 @@ class Trace:
         self.last: deque[Event] = deque(maxlen=_KEPT)
         self.counts: Counter[str] = Counter()
         """How many events there were of each kind."""
+        self.events = 0
+        """How many events there were."""
 
     def add(self, where: str, what: str, *details: Any) -> None:
         """Note an event. Details must not depend on the process: no addresses."""
@@ -36,6 +38,7 @@ class Trace:
         self._hash.update(repr((event.time, where, what, details)).encode())
         self.last.append(event)
         self.counts[what] += 1
+        self.events += 1
 
     @property
     def hash(self) -> str:

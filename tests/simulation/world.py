@@ -39,6 +39,9 @@ _COLLECT_EVERY_S = 5.0
 @contextmanager
 def _frozen() -> Iterator[None]:
     """Let collections look only at what the run makes, so that they take little."""
+    if gc.get_freeze_count():  # the process has done so for all its runs
+        yield
+        return
     gc.freeze()
     try:
         yield
@@ -103,6 +106,8 @@ class World:
         """How many faults there were of each kind."""
         self.calls: dict[trio.lowlevel.Task, Call] = {}
         """The call that a task of a client is making."""
+        self._collected = -1
+        """How many events there were when garbage was collected last."""
 
     def generator(self, name: str) -> random.Random:
         """Return the generator of one purpose."""
@@ -146,6 +151,8 @@ class World:
 
     def _collect(self) -> None:
         # Finalizers of what is part of a cycle run here, and at no moment that depends
-        # on the process.
-        gc.collect()
+        # on the process. A world at rest makes no garbage that anybody waits for.
+        if self.trace.events != self._collected:
+            self._collected = self.trace.events
+            gc.collect()
         self.clock.after(_COLLECT_EVERY_S, self._collect)

@@ -1,0 +1,235 @@
+"""The simulated etcd does what the real one was seen to do, and what must hold of a
+cluster that registers there is checked.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+
+import attrs
+import pytest
+import trio
+
+from infinistore.cluster.departures import Departures
+from infinistore.cluster.etcd import registration
+from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
+from infinistore.cluster.etcd.messages import (
+    Request,
+    grant_lease,
+    keep_alive,
+    put,
+    range_of,
+    read_lease,
+    read_range,
+    read_ttl,
+    read_watch,
+    transaction,
+    watch,
+)
+from infinistore.cluster.locate import EtcdPlace
+from infinistore.cluster.view import Node
+from infinistore.cluster_io.connections import EtcdConnections
+from tests.simulation.clusters import ClusterSettings
+from tests.simulation.etcd import MEMBERS, EtcdNetwork, SimulatedEtcd
+from tests.simulation.faults import BuggifySettings, FaultSettings
+from tests.simulation.network import NetworkSettings
+from tests.simulation.registered import EVENTS, EtcdSettings, RegisteredCluster
+from tests.simulation.scenario import Scenario
+from tests.simulation.simulate import Outcome, simulate
+from tests.simulation.world import World
+
+PLACE = EtcdPlace(endpoints=tuple((member, 2379) for member in MEMBERS), cluster="c")
+
+
+def with_etcd(use: Callable[[SimulatedEtcd, EtcdConnections], Awaitable[None]]) -> None:
+    world = World(1)
+    etcd = SimulatedEtcd(world, network := EtcdNetwork(world, NetworkSettings()))
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(etcd.run)
+            connections = EtcdConnections(PLACE, network.connector("client"))
+            await use(etcd, connections)
+            await connections.close()
+            nursery.cancel_scope.cancel()
+
+    world.run(run)
+
+
+async def ask(connections: EtcdConnections, request: Request, member: int = 0) -> bytes:
+    return (await connections.exchange(Exchange(member, request.path, request.encode(), "", 2.0))).body
+
+
+async def write(connections: EtcdConnections, key: str, lease: int = 0) -> None:
+    await ask(connections, transaction([], [put(key, b"1", lease)], key))
+
+
+async def open_watch(connections: EtcdConnections, start: int, member: int = 0) -> None:
+    request = watch("/a", start)
+    await connections.open_stream(OpenStream(member, request.path, request.encode(), "", 2.0))
+    line = await connections.next_line(2.0)
+    assert line is not None and read_watch(line).created
+
+
+def test_a_lease_runs_out_with_what_was_written_under_it() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        lease = read_lease(await ask(connections, grant_lease(10)))
+        await write(connections, "/a", lease)
+        await trio.sleep(9)
+        assert read_ttl(await ask(connections, keep_alive(lease))) == 10
+        await trio.sleep(9.9)
+        assert read_range(await ask(connections, range_of("/a"))).items
+        await trio.sleep(1)
+        assert not read_range(await ask(connections, range_of("/a"))).items
+        assert read_ttl(await ask(connections, keep_alive(lease))) == 0  # and no error
+
+    with_etcd(use)
+
+
+def test_without_a_leader_nothing_is_answered_and_no_lease_runs_out() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+        etcd.lose_leader(60.0)
+        for member in range(3):
+            with pytest.raises(EtcdUnavailable, match="did not answer"):
+                await ask(connections, range_of("/a"), member)
+        await trio.sleep(60 - 3 * 2 + 9)
+        assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
+
+    with_etcd(use)
+
+
+def test_a_leader_that_is_there_early_gives_leases_their_time_once() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+        etcd.lose_leader(5.0)
+        await trio.sleep(1)
+        etcd.heal()
+        await trio.sleep(9.9)
+        assert read_range(await ask(connections, range_of("/a"))).items
+        await trio.sleep(1)
+        assert not read_range(await ask(connections, range_of("/a"))).items
+
+    with_etcd(use)
+
+
+def test_a_watch_on_a_revision_that_is_compacted_is_created_then_canceled_and_stays_open() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        for _ in range(3):
+            await write(connections, "/a")
+        etcd.compact()
+        await open_watch(connections, 2)
+        line = await connections.next_line(2.0)
+        assert line is not None and read_watch(line).canceled
+        await write(connections, "/a")
+        assert await connections.next_line(100.0) is None
+
+    with_etcd(use)
+
+
+def test_a_watch_of_a_member_apart_from_the_others_is_silent_until_it_is_back() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        etcd.apart.add(MEMBERS[1])
+        await open_watch(connections, 2, member=1)
+        await write(connections, "/a")
+        assert await connections.next_line(100.0) is None
+        etcd.heal()
+        line = await connections.next_line(1.0)
+        assert line is not None and [item.key for item in read_watch(line).written] == ["/a"]
+
+    with_etcd(use)
+
+
+def test_an_answer_may_be_lost_of_what_was_carried_out() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        etcd.loses_answers = 2  # a request is sent again over a new connection, if the first was idle
+        with pytest.raises(EtcdUnavailable):
+            await write(connections, "/a")
+        assert read_range(await ask(connections, range_of("/a"))).items
+
+    with_etcd(use)
+
+
+def test_an_etcd_that_comes_back_empty_begins_again_at_the_first_revision() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        await write(connections, "/a")
+        etcd.restart(5.0, empty=True)
+        await trio.sleep(6.0)
+        found = read_range(await ask(connections, range_of("/a")))
+        assert (found.revision, found.items) == (1, ())
+
+    with_etcd(use)
+
+
+# What happens to a cluster
+
+
+def run_with(*kinds: str, events: int = 4, seed: int = 6) -> Outcome:
+    scenario = Scenario.plain(seed).with_cluster().shortened(30)
+    return simulate(
+        attrs.evolve(
+            scenario,
+            clients=2,
+            workload=attrs.evolve(scenario.workload, most_pause_s=3.0),
+            faults=FaultSettings(),
+            buggify=BuggifySettings(),
+            client_restart_chance=0.0,
+            deadline_s=5.0,
+            cluster=ClusterSettings(nodes=3),
+            etcd=EtcdSettings(registers=True, events=events, kinds=kinds, most_outage_s=25.0),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+def test_each_event_happens_and_breaks_nothing(kind: str) -> None:
+    outcome = run_with(kind)
+    assert outcome.faults[f"ETCD_{kind.upper()}"]
+    assert outcome.violations == []
+    assert outcome.ends["RETURNED"] > outcome.calls / 2
+
+
+def test_a_node_that_only_its_answers_kept_in_views_may_be_there_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CutOffThenCrashed(RegisteredCluster):
+        async def run(self) -> None:
+            await self._settled()
+            self._cut_off("node-1")
+            await trio.sleep(32.0)  # its lease has run out, and it serves; clients have just looked
+            self._servers["node-1"].crash(30.0)
+
+        def _outage_s(self) -> float:
+            return 34.0
+
+    monkeypatch.setattr("tests.simulation.simulate.RegisteredCluster", CutOffThenCrashed)
+    outcome = run_with("server_cut_off")
+    assert outcome.faults["CRASH"] == 1
+    assert outcome.violations == []
+
+
+def test_a_lost_lease_that_a_node_believes_to_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "read_ttl", lambda body: 10)
+    assert any("etcd lists None" in problem for problem in run_with("emptied").violations)
+
+
+def test_a_client_that_believes_an_empty_etcd_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinistore.cluster.etcd import follower
+
+    class Believing(Departures):
+        @property
+        def nodes(self) -> dict[str, Node]:
+            return {name: node for name, node in super().nodes.items() if name not in self.kept}
+
+    monkeypatch.setattr(follower, "Departures", Believing)
+    assert any("which is up and answers" in problem for problem in run_with("emptied").violations)
+
+
+def test_a_lease_that_runs_out_while_nothing_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "SHORTEST_PAUSE_S", 12.0)
+    assert any("nothing was wrong with it" in problem for problem in run_with("compacted").violations)
+
+
+def test_a_watch_that_is_believed_although_it_was_canceled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinistore.cluster.etcd import follower
+
+    monkeypatch.setattr(follower, "read_watch", lambda line: attrs.evolve(read_watch(line), canceled=False))
+    monkeypatch.setattr(follower, "READ_AGAIN_S", math.inf)
+    assert run_with("compacted", "server_down", events=12).violations
