@@ -94,6 +94,7 @@ class Proxy:
         """A fault has struck since the last `arm`."""
         self._fault: Fault | None = None
         self._passed = {Direction.REQUEST: 0, Direction.REPLY: 0}
+        self._kept: dict[Direction, bytearray] | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[socket.socket, tuple[_Pipe, _Pipe]] = {}
@@ -114,12 +115,21 @@ class Proxy:
         with self._lock:
             return len(self._pipes) // 2
 
-    def arm(self, fault: Fault) -> None:
-        """Count bytes from now on, and let this happen."""
+    def arm(self, fault: Fault, *, keep: bool = False) -> None:
+        """Count bytes from now on, and let this happen. `kept` returns what passes, if
+        this is to be kept.
+        """
         with self._lock:
             self.struck.clear()
             self._fault = fault
             self._passed = dict.fromkeys(Direction, 0)
+            self._kept = {direction: bytearray() for direction in Direction} if keep else None
+
+    def kept(self, direction: Direction) -> bytes:
+        """What has come since `arm`."""
+        with self._lock:
+            assert self._kept is not None, "it was not asked for"
+            return bytes(self._kept[direction])
 
     def disarm(self) -> dict[Direction, int]:
         """Do no harm from now on, and reset connections that are stalled. Returns the
@@ -269,7 +279,7 @@ class Proxy:
             pipe.ended = True
             pipe.target.shutdown(socket.SHUT_WR)
             return
-        fault = self._fault_within(pipe.direction, len(data))
+        fault = self._fault_within(pipe.direction, data)
         if pipe.garbage:
             data[:] = bytes([GARBAGE]) * len(data)
         if fault is None:
@@ -278,13 +288,16 @@ class Proxy:
         else:
             self._strike(*fault, pipe, data)
 
-    def _fault_within(self, direction: Direction, count: int) -> tuple[Fault, int] | None:
+    def _fault_within(self, direction: Direction, data: bytearray) -> tuple[Fault, int] | None:
         """Count bytes that have come; return the fault that strikes among them, if one
         does, and at which.
         """
+        count = len(data)
         with self._lock:
             before = self._passed[direction]
             self._passed[direction] += count
+            if self._kept is not None:
+                self._kept[direction] += data
             fault = self._fault
             if fault is None or fault.direction is not direction:
                 return None

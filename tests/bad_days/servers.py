@@ -37,7 +37,7 @@ class ServerProcess:
         self.process = subprocess.Popen([*command, *unix, *self._flags], stdout=subprocess.PIPE, env=environment)
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
-        found = re.search(r"tcp://127\.0\.0\.1:(\d+)", line)
+        found = re.search(r"(?:tcp|infinistores)://127\.0\.0\.1:(\d+)", line)
         assert found is not None, f"the server did not start: {line!r}"
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from infinistore.errors import (
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
+from tests.bad_days.full_backlog import full
 from tests.bad_days.operations import OLD, OPERATIONS, prepare, works_again
 from tests.bad_days.refused_threads import refused_threads
 from tests.bad_days.servers import ServerProcess, running_server_process
@@ -66,25 +68,6 @@ def silent() -> Iterator[socket.socket]:
     """A server that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield listener
-
-
-@contextmanager
-def full(listener: socket.socket, address: Any) -> Iterator[None]:
-    """Fill the backlog of a listener that accepts nobody: who connects now gets no
-    answer at all.
-    """
-    listener.listen(0)
-    waiting: list[socket.socket] = []
-    try:
-        for _ in range(4):
-            sock = socket.socket(listener.family)
-            waiting.append(sock)
-            sock.setblocking(False)
-            sock.connect_ex(address)
-        yield
-    finally:
-        for sock in waiting:
-            sock.close()
 
 
 @pytest.fixture(params=["undisturbed", "signals", "no threads"])
@@ -233,7 +216,7 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
             turns: Any = store.payload_turns  # type: ignore[attr-defined]
             turn = threading.Lock()
             with turn:
-                turns.begin(turn, time.monotonic() + 1)
+                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 1))
                 with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
                     store.put("a", b"b")
             check(error, store)

@@ -4,68 +4,20 @@ Whatever happens, a call returns what is right or raises one typed error, in tim
 block is ever half a value; and the same store works again as soon as the fault is gone.
 """
 
-import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 
 import pytest
 
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
-from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.errors import ChecksumMismatch, DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.codec import HEADER_BYTES
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
-from tests.bad_days.operations import OLD, OPERATIONS, Operation, check_contents, outcome, prepare, works_again
+from tests.bad_days.operations import OLD, OPERATIONS, Operation, prepare, works_again
+from tests.bad_days.striking import HASTY_S, NOT_STORED, UNKNOWN, broken, measure, strike
 
 pytestmark = pytest.mark.usefixtures("quick_breaker")
-UNKNOWN = "it is not known whether the request was carried out"
-NOT_STORED = "had not come in time"
-"""What a server says that gave up waiting for the payload of a put: then it is known.
-"""
-HASTY_S = 0.12
-GENEROUS_S = 2.0
-
-
-async def measure(store: AsyncStore, operation: Operation, proxy: Proxy, direct: BlockingStore) -> dict[Direction, int]:
-    """Do it once on a good day; return how many bytes went either way."""
-    error: InfiniStoreException | None = None
-    for _ in range(100):  # a hasty store may be too late on a busy machine
-        argument = prepare(operation, direct)
-        await works_again(store)
-        proxy.arm(Fault(Action.CUT, Direction.REQUEST, 2**60))
-        result, error = await outcome(operation.call(store, argument))
-        if error is None:
-            assert result == operation.expected
-            return proxy.disarm()
-    raise AssertionError("there was no good day") from error
-
-
-async def strike(
-    store: AsyncStore, operation: Operation, fault: Fault, proxy: Proxy, direct: BlockingStore
-) -> tuple[object, InfiniStoreException | None]:
-    """Live through one fault; return the outcome. Then the store works again, and
-    nothing is half stored.
-    """
-    argument = prepare(operation, direct)
-    await works_again(store)
-    proxy.arm(fault)
-    started = time.monotonic()
-    result, error = await outcome(operation.call(store, argument))
-    assert time.monotonic() - started < HASTY_S + GENEROUS_S, f"{operation}: {fault}"
-    proxy.disarm()
-    await works_again(store)
-    check_contents(direct)
-    return result, error
-
-
-def places(length: int) -> list[int]:
-    """Where faults strike: in the header, in the body, in the payload, at every end."""
-    chosen = {0, 1, HEADER_BYTES - 1, HEADER_BYTES, 64, length // 2, length - 1, length}
-    return sorted(place for place in chosen if 0 <= place <= length)
-
-
-def broken(lengths: dict[Direction, int], action: Action) -> Iterable[Fault]:
-    return (Fault(action, direction, place) for direction, length in lengths.items() for place in places(length))
 
 
 @pytest.mark.parametrize("kind", KINDS)

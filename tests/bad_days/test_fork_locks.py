@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,11 +122,12 @@ def local_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"shm://{path}"
 
 
-@pytest.mark.parametrize("place", ["tcp", "shm", "embedded"])
+@pytest.mark.parametrize("place", ["tcp", "shm", "cluster", "embedded"])
 def test_locks_of_a_store_that_are_held_at_the_fork_keep_no_child_waiting(
     place: str, server: ServerProcess, local_server: str
 ) -> None:
-    url = {"tcp": server.url, "shm": local_server}.get(place)
+    cluster = f"infinistore+static://{server.url.partition('://')[2]}"
+    url = {"tcp": server.url, "shm": local_server, "cluster": cluster}.get(place)
     with blocking.open_store(url, **({} if url else SMALL_POOL)) as store:
         store.put("long", bytes(100_000))
         store.get("long")
@@ -153,6 +154,25 @@ def test_a_child_forked_within_a_call_leaves_it_though_another_thread_held_the_l
         operations.close()
 
 
+def test_a_child_leaves_the_rdma_device_of_a_cluster_to_its_parent(server: ServerProcess) -> None:
+    url = f"infinistore+static://{server.url.partition('://')[2]}"
+    with blocking.open_store(url) as store:
+        inherited: Any = store
+        done: list[str] = []
+        device = SimpleNamespace(abandon=lambda: done.append("abandoned"), close=lambda: done.append("closed"))
+        inherited.rdma.device = device
+
+        def check() -> None:
+            assert done == ["abandoned"]
+            inherited.close()
+            assert done == ["abandoned"]
+
+        with held_by_another_thread(locks_of(inherited.rdma)):
+            in_child(within(20, check))
+        assert inherited.rdma.device is device
+        inherited.rdma.device = None
+
+
 def test_a_child_is_refused_at_once_when_all_connections_were_in_use(server: ServerProcess) -> None:
     with blocking.open_store(server.url, deadline_s=60) as store:
         inherited: Any = store
@@ -171,7 +191,7 @@ def all_in_use(store: Any) -> Iterator[None]:
         for turns in (store.payload_turns, store.lookup_turns):
             for _ in range(turns.free):
                 turn = stack.enter_context(_locked())
-                turns.begin(turn, time.monotonic() + 10)
+                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 10))
         yield
 
 

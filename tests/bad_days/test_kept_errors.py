@@ -19,7 +19,7 @@ from tests.bad_days.clients import run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.held import held_after, no_error_kept
 from tests.bad_days.operations import OPERATIONS, Operation, outcome, prepare, works_again
-from tests.bad_days.test_faults import HASTY_S, measure
+from tests.bad_days.striking import HASTY_S, measure
 
 pytestmark = pytest.mark.usefixtures("quick_breaker")
 PLACES = ["tcp://127.0.0.1:{port}", "infinistore://localhost:{port}", "unix://{folder}/none", "tcp://no.such.invalid:1"]

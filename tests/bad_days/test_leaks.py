@@ -19,7 +19,7 @@ from infinistore.errors import InfiniStoreException
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.operations import OLD, OPERATIONS, check_contents, outcome, prepare, works_again
-from tests.bad_days.test_faults import measure
+from tests.bad_days.striking import measure
 
 pytestmark = pytest.mark.usefixtures("quick_breaker")
 DAYS = 1000
@@ -62,6 +62,7 @@ def bad_days(lengths: dict[Direction, int]) -> Iterator[Fault]:
                 yield Fault(Action.CORRUPT, Direction.REPLY, length - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direct: BlockingStore) -> None:
     prepare(GET, direct)

@@ -61,7 +61,7 @@ def test_what_is_retried_is_what_the_table_says(operation: Any) -> None:
 def test_every_error_that_is_named_exists_and_every_error_of_a_store_is_named() -> None:
     named = set(
         re.findall(
-            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Unreachable|Memory|Large|Small|NotFound|Put))`",
+            r"`([A-Z][A-Za-z]+(?:Error|Exceeded|Mismatch|Failed|Unavailable|Unreachable|Memory|Large|Small|NotFound|Put|Denied|Replaced))`",
             PAGE,
         )
     )

@@ -159,7 +159,7 @@ def test_a_wait_ends_with_the_deadline_however_far_that_is(
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(select, "poll", lambda: clock)
     with Busy(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        stream = BlockingSocketStream(sock, spin_s=0)
+        stream = BlockingSocketStream(sock, spin_us=0)
         stream.deadline = clock.now + deadline_s
         with pytest.raises(TimeoutError):
             stream.send_all([memoryview(b"x")]) if sends else stream.receive_into([memoryview(bytearray(1))])

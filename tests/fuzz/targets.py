@@ -7,17 +7,24 @@ the next is empty.
 
 import logging
 import mmap
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import trio
+import xxhash
 
+from infinistore.access.editing import add_tenant, remove_tenant, replace_tokens
+from infinistore.access.parsing import parse_tenants
+from infinistore.access.policy import OneTenant
+from infinistore.access.tokens import digest_of
 from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.core.pool_state import decode_state, encode_state
 from infinistore.disk.format import (
     LEAD,
     SUPERBLOCK_BYTES,
@@ -253,7 +260,7 @@ class _Said:
 
 def http(data: bytes) -> None:
     """What is said to the management API of a server that is starting."""
-    application = Management(ServerConfig(), "token").application()
+    application = Management(ServerConfig(), OneTenant("token")).application()
 
     async def serve() -> None:
         slots = ConnectionSlots(HttpLimits())
@@ -335,6 +342,45 @@ def _read_structure(name: str, found: bytes) -> None:
                 assert len(header[2]) == header[0].segments
 
 
+def pool_state(data: bytes) -> None:
+    """The state of a pool that another process has handed over: the body of one, or all
+    of it. What is taken can be written again.
+    """
+    whole = struct.pack("=8sQQQ", b"INFPOOL\n", 1, len(data), xxhash.xxh3_64_intdigest(data)) + data
+    for found in (data, whole):
+        with suppress(ValueError):
+            state = decode_state(found)
+            assert decode_state(b"".join(encode_state(state))) == state
+
+
+def tenants(data: bytes) -> None:
+    """Read a tenants file, and edit what was read: each edit is what was meant, or is
+    refused, in one line.
+    """
+    text = data.decode("utf-8", "replace")
+    token = "new." + "x" * 43
+    edits: list[Callable[[str], str]] = [
+        lambda text: add_tenant(text, "file", "new", digest_of(token), keys={"max_bytes": "1GiB"}, note="today"),
+    ]
+    try:
+        found = parse_tenants(text, "file")
+    except ConfigError as error:
+        problem = str(error)
+    else:
+        problem = "file:"
+        for name in list(found.tenants)[:1]:
+            edits.append(partial(remove_tenant, name="file", tenant=name))
+            edits.append(partial(replace_tokens, name="file", tenant=name, digests=[digest_of(token)]))
+        for edit in edits:
+            try:
+                edited = edit(text)
+            except ConfigError:  # written as it cannot be edited, or it has a tenant `new`
+                continue
+            parse_tenants(edited, "file")
+    if not problem.startswith("file:") or len(problem.splitlines()) != 1:
+        raise AssertionError(f"a line that names the file was promised: {problem!r}")
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "decoder": decoder,
     "server": server,
@@ -343,5 +389,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "http": http,
     "manifest": manifest,
     "disk": disk,
+    "pool_state": pool_state,
+    "tenants": tenants,
 }
 """Each by its name, which is also that of its folder in `corpus`."""
