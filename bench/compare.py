@@ -1,77 +1,324 @@
-"""`bench/local.py` and `bench/tcp.py` with the package here and with that of another
-checkout, in turns.
+"""This store, and those that people would take instead, in one run.
 
-    python bench/compare.py PATH [--pairs 10] [--only tcp]
+    make compare COMPARE_ARGS="--quick"
+    python bench/compare.py [--quick] [--systems TCP Redis] [--shapes "64 x 64 KiB"]
+                            [--operations put get] [--clients 1 2] [--rounds 3]
 
-Each pair is one run with either package, one right after the other, in an order that is
-drawn. A ratio is the cost here / there, whichever way the figure itself counts: above
-1.0 this checkout is slower. It is the median of the pairs; the interval has 95 % of
-2,000 bootstrap samples of it. The exit code is 1 if an interval lies above 1.05.
+Redis (redis-py with hiredis), memcached (pymemcache and pylibmc), Mooncake's store with
+its zero-copy calls, and as limits raw sockets and memcpy. Each server has as much
+memory, each client is a process, all are on this machine. In each round all stores take
+turns, in an order that is drawn, so that a neighbour's load falls on all of them; what
+is shown are the medians of the rounds. A client calls as fast as it can, one call after
+the other. It writes new keys, from memory larger than the last-level cache, and reads
+blocks in an order of its own; a batch that was read is compared byte by byte before it
+is measured.
 
-A pair takes some minutes: this is for an otherwise idle machine.
+Results are in `bench/out/compare.json` and `compare.md` (`--out`). `--plots FOLDER` draws them,
+too. The original InfiniStore is not among them: its server does not start without an
+RDMA device.
 """
 
 import argparse
 import json
-import os
+import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from peers.report import Machine, Result, markdown, versions
+from peers.systems import SYSTEMS, Server, System, process_cpu_s, servers
+from peers.work import KIB, MIB, OPERATIONS, SHAPES, SOURCE_BYTES, Shape, fill_source
 
 BENCH = Path(__file__).parent
-PROGRAMS = ("local", "tcp")
-MOST = 1.05
-YARDSTICKS = ("pymemcache get", "pymemcache exists", "raw echo")
+_BEFORE_S = 0.02
+"""From telling clients when to begin until then."""
+_TARGET_BYTES = 64 * MIB
+_CALL_S = 60.0
 
 
-def run(program: str, checkout: Path) -> dict[str, float]:
-    """Run a program of this folder with the package of a checkout."""
-    # `python -m` looks into the working directory first, and a program only where it is
-    # told to.
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(BENCH / f"{program}.py"), "--quick", "--json"]
-    done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+class Clients:
+    """The processes that are clients of one store."""
+
+    def __init__(self, system: System, server: Server, source: Path, until_end: ExitStack) -> None:
+        self._system = system
+        self.server = server
+        self._source = source
+        self._until_end = until_end
+        self._workers: list[subprocess.Popen[str]] = []
+
+    @property
+    def count(self) -> int:
+        """Return how many processes there are."""
+        return len(self._workers)
+
+    def start(self, count: int) -> None:
+        """Start processes until there are so many."""
+        while len(self._workers) < count:
+            number = len(self._workers)
+            target_bytes = max(16 * MIB, _TARGET_BYTES // (1 << number.bit_length()))
+            command = [sys.executable, str(BENCH / "peers" / "worker.py"), self._system.client]
+            command += [self._system.address(self.server.address), str(self._source), str(target_bytes), str(number)]
+            self._workers.append(self._until_end.enter_context(_worker(command)))
+            self._answer(self._workers[-1])
+
+    def ask(self, count: int, **request: Any) -> list[dict[str, Any]]:
+        """Ask the first of them the same; return their answers."""
+        for worker in self._workers[:count]:
+            _tell(worker, request)
+        return [self._answer(worker) for worker in self._workers[:count]]
+
+    def share(self, count: int, **request: Any) -> None:
+        """Have the first of them do a part each."""
+        for number, worker in enumerate(self._workers[:count]):
+            _tell(worker, request | {"part": [number, count]})
+        for worker in self._workers[:count]:
+            self._answer(worker)
+
+    def server_cpu_s(self) -> float:
+        """Return the processor time that the server's processes have used."""
+        return sum(process_cpu_s(process) for process in self.server.processes)
+
+    def server_bytes(self) -> int:
+        """Return the memory that the server's processes have, shared memory included."""
+        return sum(_resident_bytes(process) for process in self.server.processes)
+
+    def _answer(self, worker: "subprocess.Popen[str]") -> dict[str, Any]:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if line.startswith("{"):  # libraries write to standard output, too
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise Failed(answer["error"])
+                return answer
+        raise Failed("its client ended")
 
 
-def cost(name: str, figure: float) -> float:
-    """Return what grows when the store becomes slower."""
-    is_time = name.endswith((" time", " us")) or ", us" in name
-    return figure if is_time else 1 / figure
+class Failed(Exception):
+    """A store does not do what it is asked to; the text is its answer."""
 
 
-def interval(ratios: list[float], generator: random.Random) -> tuple[float, float]:
-    """Return where the median of the ratios lies with a probability of 95 %."""
-    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
+class Cell(NamedTuple):
+    """What is measured of each store."""
+
+    operation: str
+    shape: Shape
+    clients: int
+
+    def concerns(self, system: System) -> bool:
+        """Say whether this store does that."""
+        return (
+            self.operation in system.operations
+            and (self.shape.blocks > 1 or not system.batches_only)
+            and self.clients <= system.most_clients
+        )
+
+
+def measure(cell: Cell, clients: Clients, seconds: float) -> dict[str, Any]:
+    """Run one cell once; return its figures."""
+    clients.ask(cell.clients, do="prepare", op=cell.operation, shape=list(cell.shape), clients=cell.clients)
+    server = clients.server_cpu_s()
+    answers = clients.ask(cell.clients, do="run", at=time.monotonic() + _BEFORE_S, seconds=seconds)
+    server = clients.server_cpu_s() - server
+    calls = sum(answer["calls"] for answer in answers)
+    times = sorted(time_ns for answer in answers for time_ns in answer["times"])
+    moved = calls * cell.shape.batch_bytes
+    if cell.operation in ("put", "mix"):
+        clients.ask(cell.clients, do="forget")
+    return {
+        "calls_per_s": sum(answer["calls"] / answer["seconds"] for answer in answers),
+        "p50_us": times[len(times) // 2] / 1000,
+        "p99_us": times[min(len(times) - 1, len(times) * 99 // 100)] / 1000,
+        "client_cpu_s_per_gb": sum(answer["cpu"] for answer in answers) / moved * 1e9,
+        "server_cpu_s_per_gb": server / moved * 1e9,
+    }
+
+
+def cells(arguments: argparse.Namespace) -> Iterator[tuple[Shape, list[Cell]]]:
+    """Give what is to be measured, shape by shape: each store has the blocks of one."""
+    for shape in arguments.shapes:
+        operations = [one for one in arguments.operations if one != "exists" or shape == SHAPES[0]]
+        yield shape, [Cell(one, shape, count) for one in operations for count in arguments.clients]
+
+
+def run(
+    arguments: argparse.Namespace, clients: Mapping[str, Clients], out: Console, failures: dict[str, str]
+) -> list[Result]:
+    """Measure everything, and show how far it has come."""
+    results: list[Result] = []
+    generator = random.Random(1)
+    systems = {system.name: system for system in SYSTEMS if system.name in clients}
+    planned = list(cells(arguments))
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task("", total=sum(len(some) for _, some in planned) * arguments.rounds)
+        for shape, some in planned:
+            progress.update(task, description=f"{shape}: blocks to read")
+            _fill(shape, clients, failures)
+            for cell in some:
+                progress.update(task, description=f"{cell.operation}, {shape}, {cell.clients} clients")
+                figures: dict[str, list[dict[str, Any]]] = {}
+                for _ in range(arguments.rounds):
+                    names = [name for name, system in systems.items() if cell.concerns(system)]
+                    for name in generator.sample(names, len(names)):
+                        if f"{name}: {shape}" not in failures:
+                            try:
+                                figures.setdefault(name, []).append(measure(cell, clients[name], arguments.seconds))
+                            except Failed as error:
+                                failures[f"{name}: {shape}"] = f"{cell.operation}, {cell.clients} clients: {error}"
+                    progress.advance(task)
+                results += [_median(cell, systems[name], runs) for name, runs in figures.items()]
+            _clear(shape, clients, failures)
+    return results
+
+
+def _fill(shape: Shape, clients: Mapping[str, Clients], failures: dict[str, str]) -> None:
+    """Put what is to be read, and have every client read it once. Those of one server
+    share it.
+    """
+    by_server: dict[int, list[str]] = {}
+    for name, some in clients.items():
+        by_server.setdefault(id(some.server) if some.server.address else id(some), []).append(name)
+    for names in by_server.values():
+        for number, name in enumerate(names):
+            try:
+                if not number:
+                    clients[name].share(1, do="fill", shape=list(shape))
+                clients[name].ask(clients[name].count, do="check", shape=list(shape))
+            except Failed as error:
+                failures[f"{name}: {shape}"] = f"blocks to read: {error}"
+
+
+def _clear(shape: Shape, clients: Mapping[str, Clients], failures: dict[str, str]) -> None:
+    for name, some in clients.items():
+        try:
+            some.share(1, do="clear", shape=list(shape))
+        except Failed as error:
+            failures.setdefault(f"{name}: {shape}", f"removing blocks: {error}")
+
+
+def _median(cell: Cell, system: System, runs: Sequence[Mapping[str, float]]) -> Result:
+    figures = {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+    return Result(cell.operation, cell.shape, cell.clients, system.name, system.ours, system.limit, figures)
+
+
+def memory(clients: Mapping[str, Clients]) -> dict[str, int]:
+    """Put the same blocks into each server; return the bytes of memory that it has
+    then beside them, or beside the pool where it has taken that from the start.
+    """
+    shape = Shape(64, 64 * KIB)
+    beside: dict[str, int] = {}
+    for name, some in clients.items():
+        if some.server.processes and not any(clients[other].server is some.server for other in beside):
+            some.share(1, do="fill", shape=list(shape))
+            beside[name] = some.server_bytes() - max(some.server.pool_bytes, shape.stored * shape.size)
+            some.share(1, do="clear", shape=list(shape))
+    return beside
+
+
+@contextmanager
+def _worker(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def _tell(worker: "subprocess.Popen[str]", request: Mapping[str, Any]) -> None:
+    assert worker.stdin is not None
+    try:
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+    except BrokenPipeError:
+        raise Failed("its client ended") from None
+
+
+def _resident_bytes(process: int) -> int:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    names = {str(shape): shape for shape in SHAPES}
+    parser.add_argument("--quick", action="store_true", help="three shapes, one and four clients, short runs")
+    parser.add_argument(
+        "--systems", nargs="+", choices=[one.name for one in SYSTEMS], metavar="NAME", help="only these"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=names, metavar="SHAPE", help=f"of {', '.join(names)}")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    parser.add_argument("--clients", nargs="+", type=int, help="how many at a time (1 2 4 8)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, help="how long one run of a cell is (0.3)")
+    parser.add_argument("--out", type=Path, default=BENCH / "out", metavar="FOLDER", help="where results go")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw SVGs into this folder")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    some = arguments.shapes or (["4 KiB", "64 KiB", "64 x 64 KiB"] if quick else list(names))
+    arguments.shapes = [names[name] for name in some]
+    arguments.clients = arguments.clients or ([1, 4] if quick else [1, 2, 4, 8])
+    arguments.seconds = arguments.seconds or (0.15 if quick else 0.3)
+    return arguments
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--only", choices=PROGRAMS)
-    arguments = parser.parse_args()
-    here, there = BENCH.parent, arguments.checkout.resolve()
-    generator = random.Random(1)
-    slower = False
-    for program in [arguments.only] if arguments.only else PROGRAMS:
-        ratios: dict[str, list[float]] = {}
-        for _ in range(arguments.pairs):
-            figures = {checkout: run(program, checkout) for checkout in generator.sample([here, there], 2)}
-            for name, figure in figures[here].items():
-                if not any(name.startswith(yardstick) for yardstick in YARDSTICKS):
-                    ratios.setdefault(name, []).append(cost(name, figure) / cost(name, figures[there][name]))
-        for name, paired in ratios.items():
-            low, high = interval(paired, generator)
-            slower = slower or low > MOST
-            mark = "  SLOWER" if low > MOST else ""
-            print(f"{program}: {name:75} {statistics.median(paired):6.3f}  {low:6.3f} to {high:6.3f}{mark}", flush=True)
-    return int(slower)
+    arguments = _arguments(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
+    out = Console()
+    chosen = [system for system in SYSTEMS if not arguments.systems or system.name in arguments.systems]
+    failures: dict[str, str] = {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="infinistore-compare-") as name, ExitStack() as until_end:
+        folder = Path(name)
+        source = folder / "source"
+        content = bytearray(SOURCE_BYTES)
+        fill_source(content)
+        source.write_bytes(content)
+        running, missing = until_end.enter_context(servers({system.server for system in chosen}, folder))
+        clients: dict[str, Clients] = {}
+        for system in chosen:
+            if system.server in missing:
+                failures[system.name] = missing[system.server]
+                continue
+            starting = Clients(system, running[system.server], source, until_end)
+            try:
+                starting.start(min(max(arguments.clients), system.most_clients))
+                clients[system.name] = starting
+            except Failed as error:
+                failures[system.name] = f"its client does not start: {error}"
+        taken = memory(clients)
+        results = run(arguments, clients, out, failures)
+    machine = Machine(platform.processor() or platform.machine(), versions(), " ".join(sys.argv[1:]))
+    machine = machine._replace(seconds=round(time.monotonic() - began))
+    text = markdown(machine, results, taken, failures)
+    found: dict[str, Any] = {"machine": machine._asdict(), "memory": taken, "failures": failures}
+    found["results"] = [result._asdict() for result in results]
+    written = arguments.out
+    written.mkdir(parents=True, exist_ok=True)
+    (written / "compare.md").write_text(text, encoding="utf-8")
+    (written / "compare.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    if arguments.plots:
+        from peers.plots import draw  # matplotlib
+
+        draw(results, arguments.plots)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

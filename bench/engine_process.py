@@ -5,8 +5,8 @@ The program's argument is its settings, as JSON. It prints a line of JSON when i
 ready, and then answers each line of JSON on its standard input, {"prompts": [[token,
 ...], ...], "max_tokens": 8, "salt": ""}, with one that tells for each prompt its
 tokens, after how many seconds the first one came, and how many tokens of the prompt
-were not computed. What it has to say goes to standard error. At the end of its input it
-ends.
+were not computed; without prompts, it forgets its own prefix cache. What it has to say
+goes to standard error. At the end of its input it ends.
 """
 
 import json
@@ -64,6 +64,10 @@ class EngineProcess:
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return [Answer(*answer) for answer in self._answer()]
+
+    def reset(self) -> None:
+        """Have it forget its own prefix cache, where it has one."""
+        self.ask([])
 
     def close(self) -> None:
         """End it: it writes to its store what it still has to."""

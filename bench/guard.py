@@ -39,6 +39,8 @@ BOUND, BOUND_FOR_OTHER_BUILDS = 0.08, 0.12
 """By how much an operation may become more expensive. Two builds of one version of
 CPython differed by up to 9.9 %.
 """
+SURCHARGE = 0.10
+"""How many more instructions a batch may take in a cluster of one node than without."""
 SAME_BUILD = 0.02
 """By how much the calibration may differ where Python is the very same."""
 NUMBERS = Path(__file__).with_suffix(".json")
@@ -113,6 +115,17 @@ def count(groups: Sequence[str], packages: Sequence[Path | None] = (None,), plan
     return found
 
 
+def surcharges(now: Counts) -> dict[str, float]:
+    """Return by which part each operation with a batch of 64 is more expensive in a
+    cluster of one node than without: 0.1 for 10 %.
+    """
+    prefix = "cluster of one, "
+    plain = {name: now.operations.get(name.removeprefix(prefix)) for name in now.operations if name.startswith(prefix)}
+    return {
+        name: now.operations[name] / number - 1 for name, number in plain.items() if number and name.endswith(" 64")
+    }
+
+
 def read_numbers(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
@@ -163,6 +176,10 @@ def compare(now: Counts, kept: Counts) -> list[str]:
             wrong.append(f"'{name}' takes {change:.1%} more instructions ({numbers}); allowed are {bound:.0%}")
         elif change < -bound:
             print(f"'{name}' takes {-change:.1%} fewer instructions. Keep that: {HOW_TO_RECORD}")
+    for name, extra in surcharges(now).items():
+        print(f"'{name}' takes {extra:+.1%} of what it takes without a cluster")
+        if extra > SURCHARGE:
+            wrong.append(f"'{name}' takes {extra:.1%} more instructions than without a cluster; allowed are 10 %")
     if wrong and now.versions != kept.versions:
         print(f"The numbers were recorded with {kept.versions}, and here are {now.versions}.")
     return wrong

@@ -228,9 +228,10 @@ def read(bench: Bench) -> dict[str, float]:
 
     from infinistore import blocking
     from infinistore.integrations.internal.record import Record
+    from infinistore.integrations.vllm.groups import Group
     from infinistore.integrations.vllm.names import block_names, layer_labels
     from infinistore.integrations.vllm.settings import ConnectorSettings
-    from infinistore.integrations.vllm.step import Load, Step
+    from infinistore.integrations.vllm.step import Blocks, Load, Step
     from infinistore.integrations.vllm.worker import WorkerSide
 
     config = json.loads((bench.model / "config.json").read_text())
@@ -238,11 +239,13 @@ def read(bench: Bench) -> dict[str, float]:
     count = max(bench.lengths) // BLOCK_TOKENS
     hashes, ids = [f"{number:032x}" for number in range(count)], list(range(count))
     cache = torch.rand(len(layers), count, heads, BLOCK_TOKENS, 128)
-    names = block_names({}, model="read", namespace="bench", layers=layers, shards=1)
+    labels = layer_labels(layers)
+    names = block_names({}, model="read", namespace="bench", layers=tuple(labels.values()), shards=1)
+    groups = [Group(names.layers, BLOCK_TOKENS)]
     with blocking.open_store(bench.url) as store:
         record = Record(logging.getLogger("bench"), bench.url)
         settings = ConnectorSettings(url=bench.url)
-        worker = WorkerSide(store, names, settings, record, labels=layer_labels(layers))
+        worker = WorkerSide(store, names, settings, record, groups=groups, layers=labels)
         worker.register(dict(zip(layers, cache, strict=True)), count)
         array: Any = cache.numpy()
         memory = memoryview(array).cast("B")
@@ -255,7 +258,7 @@ def read(bench: Bench) -> dict[str, float]:
         store.put_many(blocks)
 
         def by_connector() -> None:
-            worker.begin(Step(loads=[Load("r", hashes, ids)]))
+            worker.begin(Step(loads=[Load("r", [Blocks(hashes, ids)])]))
             worker.start_loads()
             while not worker.poll(())[1]:
                 pass

@@ -34,7 +34,10 @@ def running(settings: dict[str, Any]) -> Iterator[Ask]:
         os.environ.setdefault(name, value)
 
     from vllm import LLM
+    from vllm.config import KVEventsConfig
 
+    if "kv_events_config" in settings:
+        settings = {**settings, "kv_events_config": KVEventsConfig(**settings["kv_events_config"])}
     engine: Any = LLM(**{**_SETTINGS, **settings}).llm_engine
     yield lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
     engine.engine_core.shutdown()
@@ -43,6 +46,8 @@ def running(settings: dict[str, Any]) -> Iterator[Ask]:
 def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str) -> list[Answer]:
     from vllm import SamplingParams, TokensPrompt
 
+    if not prompts:
+        engine.reset_prefix_cache()
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):

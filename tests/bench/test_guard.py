@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).parents[2]
+sys.path.append(str(PROJECT / "bench"))
+from guard import Counts, compare, surcharges  # noqa: E402
 
 needs_valgrind = pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 
@@ -33,6 +35,21 @@ def test_an_operation_that_takes_15_percent_more_fails_and_is_named_and_others_a
     assert "'protocol: Get of 64' takes 15." in first
     assert "LeaseReply" not in planted.stderr
     assert "make bench-guard RECORD=1" in last
+
+
+def test_a_batch_in_a_cluster_of_one_node_may_take_a_tenth_more(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {"socket: get": 100, "socket: get_many 64": 1000, "socket: lease 64": 1000}
+    of_one = {f"cluster of one, {name}": number for name, number in plain.items()}
+    dear = of_one | {"cluster of one, socket: get": 200, "cluster of one, socket: lease 64": 1101}
+    now = Counts(plain | dear, 1.0, {})
+    assert surcharges(now) == {
+        "cluster of one, socket: get_many 64": 0.0,
+        "cluster of one, socket: lease 64": pytest.approx(0.101),
+    }
+    (wrong,) = compare(now, now)
+    assert "lease 64' takes 10.1% more instructions than without a cluster" in wrong
+    assert compare(Counts(plain | of_one, 1.0, {}), now) == []
+    assert surcharges(Counts(dear, 1.0, {})) == {}  # the plain store was not counted
 
 
 def test_without_numbers_for_this_python_nothing_passes(tmp_path: Path) -> None:
