@@ -110,6 +110,9 @@ def test_the_memory_limit_has_room_for_the_pool(rendered: dict[str, dict[str, An
     [
         ({"insecure": True, "pool": {"sizeGiB": 10}, "resources": {"memoryLimitMiB": 10751}}, "at least 10752"),
         ({}, "set token.secret"),
+        ({"tls": {"secret": "kv-tls"}}, "set token.secret"),
+        ({"token": {"secret": "a"}, "tenants": {"secret": "b"}}, "set token.secret or tenants.secret"),
+        ({"insecure": True, "tls": {"clientCertificates": True}}, "needs tls.secret"),
         ({"insecure": True, "mode": "both"}, "mode"),
         ({"insecure": True, "pool": {"sizeGB": 10}}, "sizeGB"),
         ({"insecure": True, "pool": {"sizeGiB": 0}}, "sizeGiB"),
@@ -118,6 +121,44 @@ def test_the_memory_limit_has_room_for_the_pool(rendered: dict[str, dict[str, An
 def test_values_that_cannot_work_are_refused(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(helm.HelmError, match=problem):
         render(values)
+
+
+def test_servers_with_tls_are_probed_and_scraped_by_https_with_the_files_of_the_secret(tmp_path: Path) -> None:
+    values = values_of("pool") | {"tls": {"secret": "kv-tls"}, "serviceMonitor": {"enabled": True}}
+    rendered = render(values)
+    config = config_of(rendered, tmp_path)
+    assert str(config.tls_cert) == "/etc/infinistore-tls/tls.crt"
+    assert str(config.tls_key) == "/etc/infinistore-tls/tls.key"
+    assert str(config.tls_peer_ca) == "/etc/infinistore-tls/ca.crt"  # of the other nodes
+    assert config.tls_client_ca is None
+    pod = pod_of(rendered)
+    (container,) = pod["containers"]
+    assert {"name": "tls", "mountPath": "/etc/infinistore-tls", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "tls", "secret": {"secretName": "kv-tls", "defaultMode": 0o440}} in pod["volumes"]
+    assert {container[name]["httpGet"]["scheme"] for name, _ in probes(container)} == {"HTTPS"}
+    (endpoint,) = rendered["ServiceMonitor"]["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {
+        "serverName": "kv-infinistore.prod.svc",
+        "ca": {"secret": {"name": "kv-tls", "key": "ca.crt"}},
+    }
+
+
+def test_clients_must_show_certificates_where_the_values_say_so(tmp_path: Path) -> None:
+    values = {"token": {"secret": "kv-token"}, "tls": {"secret": "kv-tls", "clientCertificates": True}}
+    config = config_of(render(values), tmp_path)
+    assert str(config.tls_client_ca) == "/etc/infinistore-tls/ca.crt"
+    assert config.tls_peer_ca is None  # no cluster
+
+
+def test_the_file_of_tenants_replaces_the_token(tmp_path: Path) -> None:
+    monitor = {"enabled": True, "token": {"secret": "prometheus-token"}}
+    rendered = render({"tenants": {"secret": "kv-tenants"}, "serviceMonitor": monitor})
+    assert str(config_of(rendered, tmp_path).tenants) == "/etc/infinistore-tenants/tenants.yaml"
+    volumes = pod_of(rendered)["volumes"]
+    assert {"name": "tenants", "secret": {"secretName": "kv-tenants", "defaultMode": 0o440}} in volumes
+    (endpoint,) = rendered["ServiceMonitor"]["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "prometheus-token", "key": "token"}}
 
 
 def test_a_limit_of_the_pool_and_5_percent_is_accepted() -> None:

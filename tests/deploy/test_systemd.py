@@ -63,6 +63,7 @@ def test_the_server_understands_what_the_unit_and_its_configuration_say(tmp_path
     settings = settings_of_the_unit()
     variables = dict(line.split("=", 1) for line in settings["Environment"])
     assert variables.pop("INFINISTORE_TOKEN_FILE") == "%d/token"
+    assert [variables.pop("FDSTORE")] == settings["FileDescriptorStoreMax"]
 
     config = load_server_config(file=UNITS / "infinistore.yaml", environment=variables)
 

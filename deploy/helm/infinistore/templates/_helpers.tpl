@@ -28,8 +28,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* The settings of a server, as its configuration file. */}}
 {{- define "infinistore.settings" -}}
-{{- if and (not .Values.token.secret) (not .Values.insecure) }}
-{{- fail "other pods could read and write everything: set token.secret to the name of a secret with the token, or insecure: true" }}
+{{- if and (not .Values.token.secret) (not .Values.tenants.secret) (not .Values.insecure) }}
+{{- fail "other pods could read and write everything: set token.secret to the name of a secret with the token, tenants.secret, or insecure: true" }}
+{{- end }}
+{{- if and .Values.token.secret .Values.tenants.secret }}
+{{- fail "set token.secret or tenants.secret: with tenants, each has tokens of its own" }}
+{{- end }}
+{{- if and .Values.tls.clientCertificates (not .Values.tls.secret) }}
+{{- fail "tls.clientCertificates needs tls.secret, the name of a secret with tls.crt, tls.key and ca.crt" }}
 {{- end }}
 {{- $settings := dict
   "host" "0.0.0.0"
@@ -44,6 +50,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if eq .Values.mode "node" }}{{ $_ := set $settings "unix_socket" "/run/infinistore/infinistore.sock" }}{{ $_ := set $settings "unix_socket_access" "group" }}{{ end }}
 {{- if .Values.pool.hugePages.enabled }}{{ $_ := set $settings "huge_pages" true }}{{ end }}
 {{- if .Values.token.secret }}{{ $_ := set $settings "token_file" (printf "/etc/infinistore-token/%s" .Values.token.key) }}{{ end }}
+{{- if .Values.tenants.secret }}{{ $_ := set $settings "tenants" (printf "/etc/infinistore-tenants/%s" .Values.tenants.key) }}{{ end }}
+{{- with .Values.tls }}
+{{- if .secret }}
+{{- $_ := set $settings "tls_cert" "/etc/infinistore-tls/tls.crt" }}
+{{- $_ := set $settings "tls_key" "/etc/infinistore-tls/tls.key" }}
+{{- if .clientCertificates }}{{ $_ := set $settings "tls_client_ca" "/etc/infinistore-tls/ca.crt" }}{{ end }}
+{{- if and $.Values.cluster .privateAuthority }}{{ $_ := set $settings "tls_peer_ca" "/etc/infinistore-tls/ca.crt" }}{{ end }}
+{{- end }}
+{{- end }}
 {{- if .Values.insecure }}{{ $_ := set $settings "insecure" true }}{{ end }}
 {{- if .Values.disk.enabled }}{{ $_ := set $settings "disk" (printf "/var/lib/infinistore/disk:%dGiB" (int64 .Values.disk.sizeGiB)) }}{{ end }}
 {{- if .Values.rdma.required }}{{ $_ := set $settings "require_rdma" true }}{{ end }}
@@ -96,6 +111,7 @@ spec:
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile: {type: RuntimeDefault}
   {{- $node := eq .Values.mode "node" }}
+  {{- $scheme := ternary ", scheme: HTTPS" "" (ne .Values.tls.secret "") }}
   {{- $private := gt (int .Values.shards) 1 }}
   {{- if or $node $private }}
   initContainers:
@@ -146,14 +162,14 @@ spec:
         - {name: management, containerPort: {{ .Values.managePort }}}
       # It answers while the pool is allocated, which may take minutes.
       livenessProbe:
-        httpGet: {path: /healthz, port: management}
+        httpGet: {path: /healthz, port: management{{ $scheme }}}
         timeoutSeconds: 5
         failureThreshold: 6
       readinessProbe:
-        httpGet: {path: /readyz, port: management}
+        httpGet: {path: /readyz, port: management{{ $scheme }}}
         timeoutSeconds: 5
       startupProbe:
-        httpGet: {path: /healthz, port: management}
+        httpGet: {path: /healthz, port: management{{ $scheme }}}
         periodSeconds: 2
         failureThreshold: 60
       securityContext:
@@ -185,6 +201,12 @@ spec:
         {{- if .Values.token.secret }}
         - {name: token, mountPath: /etc/infinistore-token, readOnly: true}
         {{- end }}
+        {{- if .Values.tls.secret }}
+        - {name: tls, mountPath: /etc/infinistore-tls, readOnly: true}
+        {{- end }}
+        {{- if .Values.tenants.secret }}
+        - {name: tenants, mountPath: /etc/infinistore-tenants, readOnly: true}
+        {{- end }}
         {{- if .Values.disk.enabled }}
         - {name: disk, mountPath: /var/lib/infinistore}
         {{- end }}
@@ -202,6 +224,14 @@ spec:
       secret:
         secretName: {{ .Values.token.secret }}
         defaultMode: 0440
+    {{- end }}
+    {{- range $name, $secret := dict "tls" .Values.tls.secret "tenants" .Values.tenants.secret }}
+    {{- if $secret }}
+    - name: {{ $name }}
+      secret:
+        secretName: {{ $secret }}
+        defaultMode: 0440
+    {{- end }}
     {{- end }}
     {{- if and .Values.disk.enabled $node }}
     - name: disk
