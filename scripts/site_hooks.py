@@ -1,17 +1,22 @@
 """Hooks of MkDocs: bring into the site what its pages link to outside of docs/, and the
-parts of other files that pages show.
+parts of other files that pages show, and draw its diagrams.
 
 A page of the repository, such as CONTRIBUTING.md, becomes a page of the site; any other
 file becomes a file of the site; a folder becomes a page that lists its files. Links are
 changed to match, so that a link works in the repository and on the site.
+
+A block of Mermaid becomes two pictures, for light and for dark pages. The theme would
+load Mermaid itself from another host when a page is read.
 """
 
+import hashlib
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import merman
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -22,6 +27,9 @@ HOME = "index.md"
 """What the README is on the site."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 PART = re.compile(r"^<!-- from (\S+): (.+?) -->$", re.MULTILINE)
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+THEMES = {"light": "neutral", "dark": "dark"}
+"""The theme of Mermaid for each kind of page."""
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -57,15 +65,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 source = PROJECT / target
                 content = _listing(source) if source.is_dir() else source.read_text(encoding="utf-8")
                 files.append(File.generated(config, uri, content=content))
+        for diagram in MERMAID.findall(file.content_string):
+            for pages in THEMES:
+                files.append(File.generated(config, _picture(diagram, pages), content=_draw(diagram, pages)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fill in the parts of other files, and lead the links to the pages of the site."""
+    """Fill in the parts of other files, and lead the links to the pages and the pictures of the site."""
+    folder = posixpath.dirname(page.file.src_uri) or "."
+    markdown = MERMAID.sub(lambda found: _pictures(found[1], folder), markdown)
     markdown = PART.sub(lambda found: _part(found[1], found[2], page), markdown)
     code = FENCED.findall(markdown)
     prose = [LINK.sub(lambda found: _link(found, page.file.src_uri), text) for text in FENCED.split(markdown)]
     return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
+
+
+def _picture(diagram: str, pages: str) -> str:
+    """What the picture of a diagram is called on the site."""
+    return f"diagrams/{hashlib.sha256(diagram.encode()).hexdigest()[:16]}-{pages}.svg"
+
+
+def _pictures(diagram: str, folder: str) -> str:
+    """The Markdown that shows a diagram on a page in a folder."""
+    return "\n".join(
+        f"![Diagram]({posixpath.relpath(_picture(diagram, pages), folder)}#only-{pages})" for pages in THEMES
+    )
+
+
+def _draw(diagram: str, pages: str) -> str:
+    source = f'%%{{init: {{"theme": "{THEMES[pages]}"}}}}%%\n{diagram}'
+    return str(merman.Merman().render_svg(source, '{"svg": {"pipeline": "readable"}}'))
 
 
 def _in_repository(uri: str, path: str) -> str | None:

@@ -6,16 +6,14 @@ the screen shows it.
 The load is that of the benchmark, `bench/monitor_load.py`.
 """
 
-import re
 import sys
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import attrs
 import trio
-from rich.console import Console
+from pictures import recorder, write
 
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
@@ -56,14 +54,10 @@ def main() -> None:
             snapshot = trio.run(watch, url)
     # Where it was is nobody's business, and other than where disks usually are.
     snapshot = attrs.evolve(snapshot, disks=[attrs.evolve(disk, path="/mnt/nvme0") for disk in snapshot.disks])
-    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
+    console = recorder(WIDTH)
     for one in screen(snapshot, Controls(), WIDTH, HEIGHT):
         console.print(one)
-    picture = console.export_svg(title="infinistore monitor", unique_id="monitor")
-    # No fonts from elsewhere: a reader's own monospaced font does, and a document
-    # should not call other hosts.
-    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
-    (HERE / "monitor.svg").write_text(picture + "\n", encoding="utf-8")
+    write(console, "monitor", "infinistore monitor")
 
 
 if __name__ == "__main__":

@@ -16,16 +16,13 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
 import pytest
 import rich_click as click
 import yaml
 
 from infinistore.cli.root import root
+from tests.documentation.blocks import PROJECT, Block, blocks, of_pages
 
-PROJECT = Path(__file__).resolve().parents[2]
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "toml", "mermaid", ""}
 
 TUTORIALS = ["docs/tutorials/five-minutes.md", "docs/tutorials/moving.md", "docs/tutorials/two-hosts.md"]
@@ -33,47 +30,21 @@ INSTALLS = re.compile(r"^(python3 -m venv|source|pip) |vllm serve|infinistore do
 """What a tutorial does that a test leaves out: the package is installed here, and no
 vLLM is.
 """
-RUN = {"README.md": "first and third", "docs/index.md": "all", "docs/tensors.md": "tests/tensors runs it"}
-NOT_RUN = {
-    "README.md": "the second needs a server, which `five-minutes` starts",
-    "docs/add-a-mover.md": "parts of examples/loopback_mover.py, which tests/end_to_end runs",
-    "docs/add-an-allocator.md": "a class of the reader's",
-    "docs/disk.md": "a disk of the reader's",
-    "docs/moving-from-infinistore.md": "the tutorial `moving` runs the same without PyTorch",
-    "docs/opening-a-store.md": "only shows calls",
-    "docs/operations.md": "needs a server of the reader's; tests/clients does the same",
-    "docs/rdma.md": "needs an RDMA device; tests/rdma does the same",
-    "docs/security.md": "needs certificates of the reader's; tests/clients does the same",
-    "docs/transformers.md": "needs a model; tests/integrations does the same",
+RUN = {
+    "README.md": "here, and in test_fragments.py",
+    "docs/index.md": "here",
+    "docs/tensors.md": "in tests/tensors",
+    "docs/transformers.md": "in tests/integrations",
+    "docs/add-a-mover.md": "in tests/clients, as parts of examples/loopback_mover.py and of test_mover_contract.py",
+    "docs/add-an-allocator.md": "in test_fragments.py",
+    "docs/disk.md": "in test_fragments.py",
+    "docs/moving-from-infinistore.md": "in test_fragments.py",
+    "docs/opening-a-store.md": "in test_fragments.py",
+    "docs/operations.md": "in test_fragments.py",
+    "docs/rdma.md": "in test_fragments.py, without a device",
+    "docs/security.md": "in test_fragments.py",
 }
-
-
-@attrs.frozen
-class Block:
-    """A block of code on a page."""
-
-    page: Path
-    language: str
-    code: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.page.relative_to(PROJECT)}:{self.line}"
-
-
-def blocks(*languages: str) -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        found += [
-            Block(page, match[1], match[2], text[: match.start()].count("\n") + 1) for match in FENCE.finditer(text)
-        ]
-    return [block for block in found if not languages or block.language in languages]
-
-
-def of_pages(pages: list[str]) -> list[Block]:
-    return [block for block in blocks() if str(block.page.relative_to(PROJECT)) in pages]
+"""Where the programs of each page run."""
 
 
 def names(block: Block) -> str:
@@ -84,10 +55,10 @@ def test_every_block_says_what_language_it_is_in() -> None:
     assert {block.language for block in blocks()} <= LANGUAGES
 
 
-def test_the_pages_that_are_named_here_have_programs() -> None:
-    """A page that is not named has programs that are only compiled: name it."""
+def test_the_programs_of_every_page_run() -> None:
+    """A page that is not named has programs that nothing runs."""
     pages = {str(block.page.relative_to(PROJECT)) for block in blocks("python")}
-    assert {*TUTORIALS, *RUN, *NOT_RUN} - pages == set()
+    assert pages == {*RUN, *(page for page in TUTORIALS if page in pages)}
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=names)

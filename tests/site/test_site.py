@@ -74,6 +74,10 @@ def test_pages_load_whole_in_light_and_dark_and_from_nowhere_else(browser: Any, 
         reply = page.goto(f"{address}/{name}", wait_until="networkidle")
         assert reply.status == 200
         assert page.locator("h1").first.is_visible()
+        for picture in page.locator("article img").all():
+            loaded = "image => image.decode().then(() => image.naturalWidth)"
+            assert not picture.is_visible() or picture.evaluate(loaded)
+        assert page.locator("article code", has_text="flowchart").count() == 0  # a diagram that was not drawn
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         if folder := os.environ.get("SCREENSHOTS"):
             page.screenshot(path=f"{folder}/{name.replace('/', '-')}-{scheme}.png")

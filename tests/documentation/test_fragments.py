@@ -1,0 +1,167 @@
+"""The programs on pages that are no tutorials run, too. Each test gives them what the
+reader has: a server, a certificate, a disk, a cache.
+"""
+
+import ast
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import trio
+
+import infinistore
+from infinistore import blocking
+from infinistore.errors import StoreUnavailable
+from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.documentation.blocks import PROJECT, programs
+from tests.transports.certificates import issue
+
+FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server_process() as process:
+        yield process
+
+
+def with_server(code: str, server: ServerProcess) -> str:
+    """The program for the server of a test, wherever it has one."""
+    for host in ("127.0.0.1", "host", "kv1.example"):
+        code = code.replace(f"//{host}:22345", f"//127.0.0.1:{server.port}")
+    return code.replace("service_port=22345", f"service_port={server.port}")
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """Run a fragment with these names, and return all names that it has then. Each of
+    its statements that awaits runs in Trio, or in asyncio if it names `aio`.
+    """
+    for statement in ast.parse(code).body:
+        compiled = compile(ast.Module([statement], []), "fragment", "exec", flags=FLAGS, dont_inherit=True)
+        if compiled.co_flags & inspect.CO_COROUTINE:
+            made = FunctionType(compiled, names)
+
+            async def awaited(made: FunctionType = made) -> None:
+                found: Coroutine[Any, Any, None] = made()
+                await found
+
+            if "aio." in ast.unparse(statement):
+                asyncio.run(awaited())
+            else:
+                trio.run(awaited)
+        else:
+            exec(compiled, names)
+    return names
+
+
+def program(page: str, containing: str) -> str:
+    (found,) = (block.code for block in programs(page) if containing in block.code)
+    return found
+
+
+def printed(code: str, folder: Path) -> str:
+    """What a whole program prints."""
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def pytest_of(folder: Path, *arguments: str) -> None:
+    """Run the tests in a folder, which is also where they import from."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def test_the_program_for_trio_in_the_readme(server: ServerProcess, tmp_path: Path) -> None:
+    assert printed(with_server(program("README.md", "trio.run"), server), tmp_path) == "True\n"
+
+
+def test_the_stores_that_can_be_opened(server: ServerProcess) -> None:
+    run(with_server(program("docs/opening-a-store.md", "aio.open_store").replace("1 << 30", "1 << 22"), server))
+
+
+def test_the_store_with_a_disk(tmp_path: Path) -> None:
+    code = program("docs/disk.md", "disk=").replace("/mnt/nvme0:1TiB", f"{tmp_path}/nvme0:64MiB")
+    run(code.replace("64 << 30", "1 << 22"), blocking=blocking, blocks={"a": b"1", "b": b"2"})
+    with blocking.open_store(pool_bytes=1 << 22, disk=f"{tmp_path}/nvme0:64MiB") as store:
+        while (found := store.stats().disk) and found.disks[0].state == "recovering":
+            os.sched_yield()
+        assert bytes(store.get("b")) == b"2"
+
+
+def test_the_program_for_the_original(server: ServerProcess, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    printed(with_server(program("docs/moving-from-infinistore.md", "InfinityConnection"), server), tmp_path)
+    with blocking.open_store(server.url) as store:
+        assert store.exists_many(["key1", "key2"]) == [True, True]
+
+
+def test_the_gauges_of_a_client_of_a_cluster(server: ServerProcess) -> None:
+    class Gauge:
+        def __init__(self) -> None:
+            self.value: float | None = None
+
+        def set(self, value: float) -> None:
+            self.value = value
+
+    lost_reads, view_age = Gauge(), Gauge()
+    with blocking.open_store(f"infinistore+static://127.0.0.1:{server.port}") as store:
+        code = program("docs/operations.md", "lost_reads.set")
+        run(code, store=store, lost_reads=lost_reads, view_age=view_age)
+    assert lost_reads.value == 0
+    assert view_age.value is not None
+
+
+def test_the_store_by_tls(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    code = program("docs/security.md", "infinistores://").replace("ca=ca.pem", f"ca={files.ca}")
+    with running_server_process("--tls-cert", str(files.cert), "--tls-key", str(files.key)) as server:
+        run(with_server(code, server))
+        with pytest.RaisesGroup(StoreUnavailable, allow_unwrapped=True, flatten_subgroups=True):
+            run(with_server(code.replace(str(files.ca), str(issue(tmp_path, ca="two", stem="two").ca)), server))
+
+
+@pytest.mark.parametrize("what", ["device=", "start:end", "other_block"])
+def test_the_programs_for_rdma_without_a_device(what: str, server: ServerProcess) -> None:
+    """As their page says, they run without one; tests/rdma runs such with one."""
+    code = with_server(program("docs/rdma.md", what), server)
+    if what == "device=":
+        run(code, infinistore=infinistore)
+        return
+    cache = bytearray(os.urandom(8192))
+    opened = f"async with infinistore.open_store('{server.url}') as store:\n"
+    slices = {"block": slice(0, 4096), "other_block": slice(4096, 8192), "start": 0, "end": 4096}
+    kept = bytes(cache[:4096])
+    run(
+        opened + "".join(f"    {line}\n" for line in code.splitlines()),
+        infinistore=infinistore, kv_cache=memoryview(cache), key="a", **slices,
+    )  # fmt: skip
+    with blocking.open_store(server.url) as store:
+        assert bytes(store.get("a")) == kept
+    assert bytes(cache[4096:]) == kept or what == "start:end"
+
+
+@pytest.mark.slow
+def test_the_contract_tests_an_allocator_of_another_package(tmp_path: Path) -> None:
+    example = (PROJECT / "examples" / "first_fit_allocator.py").read_text()
+    (tmp_path / "some_package.py").write_text(example.replace("FirstFitAllocator", "BuddyAllocator"))
+    (tmp_path / "test_buddy.py").write_text(program("docs/add-an-allocator.md", "TestBuddy"))
+    pytest_of(tmp_path)
+
+
+def test_the_parts_of_a_mover_are_those_of_the_example() -> None:
+    """Which tests/clients/test_outside_movers.py runs."""
+    example = (PROJECT / "examples" / "loopback_mover.py").read_text()
+    for line in program("docs/add-a-mover.md", "LOOPBACK =").split("\n\n"):
+        assert line in example
