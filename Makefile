@@ -18,13 +18,17 @@ BIN := $(VENV)/bin
 TEST_TORCH ?=
 TEST_STAMP := $(VENV)/.installed-test$(if $(filter none,$(TEST_TORCH)),-without-torch)
 PYTEST_ARGS ?=
+# One more than there are cores, because many tests wait; and no more than eight.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TTFT_ARGS ?=
+COMPARE_ARGS ?=
+SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test dist docs lock test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft pyverbs check generate format changelog bench bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-slow dist docs lock audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -34,8 +38,11 @@ demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## se
 	$(BIN)/infinistore demo $(DEMO_ARGS)
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
-test: $(TEST_STAMP) ## set up, then run all the tests; PYTEST_ARGS adds arguments
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest $(PYTEST_ARGS)
+test: $(TEST_STAMP) ## set up, then run the tests, apart from the slow ones, on all cores; PYTEST_ARGS adds arguments
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-slow: $(TEST_STAMP) ## set up, then run the tests that take more than a few seconds each
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 stress: $(TEST_STAMP) ## clients by shared memory that are stopped and killed, for MINUTES (3); DISK=1 gives their server a disk, SEED goes the same way again
 	$(BIN)/python -m tests.stress --seconds $$(( $(MINUTES) * 60 )) $(if $(DISK),--disk) $(if $(SEED),--seed $(SEED))
@@ -70,11 +77,13 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
 	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
-	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="--timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
+	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
 	$(MAKE) test-deploy || failed="$$failed test-deploy"; \
 	$(MAKE) test-docs || failed="$$failed test-docs"; \
 	$(MAKE) test-packages || failed="$$failed test-packages"; \
-	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="--timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
+	$(MAKE) test-integrations || failed="$$failed test-integrations"; \
+	$(MAKE) serve-bench SERVE_BENCH_ARGS="--tokens 768 --prompts 20 --ways connector lmcache cluster disk windows pair kill overhead" || failed="$$failed serve-bench"; \
+	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
 	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
 	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \
 	done; \
@@ -111,6 +120,15 @@ lock: .venvs/packages/.installed ## write requirements/server.lock, with hashes;
 	.venvs/packages/bin/uv pip compile pyproject.toml --extra disk --universal --python-version 3.11 --generate-hashes --quiet \
 	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" --output-file requirements/server.lock
 
+# An index has to tell the advisories: where none can be reached, nothing is audited, and that is a failure.
+audit: .venvs/audit/.installed ## compare what requirements/*.lock pin with the vulnerabilities that an index of advisories knows
+	@failed=; \
+	for lock in requirements/*.lock; do \
+	    echo "== $$lock"; \
+	    .venvs/audit/bin/pip-audit --strict --progress-spinner off --require-hashes --disable-pip --requirement $$lock || failed="$$failed $$lock"; \
+	done; \
+	[ -z "$$failed" ] || { echo "vulnerable, or not audited for want of an index of advisories:$$failed" >&2; exit 1; }
+
 soak-cluster: $(TEST_STAMP) ## a cluster on hosts of its own with a fault every few seconds, for MINUTES (3), as root; SEED does the same again
 	@$(BIN)/python -m tests.cluster_network.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
@@ -138,6 +156,9 @@ test-integrations: $(ENGINE_STAMPS) ## set up the engines' environments, then te
 ttft: .venvs/vllm/.installed ## time to first token, cold and warm, in vLLM and transformers; TTFT_ARGS adds arguments
 	.venvs/vllm/bin/python bench/ttft.py $(TTFT_ARGS)
 
+serve-bench: .venvs/vllm/.installed ## vLLM over HTTP, asked by its own bench serve, cold and warm; SERVE_BENCH_ARGS adds arguments, --help tells which
+	.venvs/vllm/bin/python bench/serve_bench.py $(SERVE_BENCH_ARGS)
+
 check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, changelog entries
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
@@ -156,10 +177,13 @@ changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
 	$(BIN)/towncrier build --draft --version next
 
 # A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
-# and a target of its own, for itself and what it runs; guard.py and compare.py compare with something.
+# and a target of its own, for itself and what it runs; and so has compare.py; guard.py and versions.py compare with something.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|[a-z]+_engine|guard|compare|disk_beside)\.py'); \
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|serve_bench|prefill_decode_proxy|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
+
+compare: .venvs/compare/.installed ## measure this store and Redis, memcached and Mooncake in turns; COMPARE_ARGS adds arguments
+	.venvs/compare/bin/python bench/compare.py $(COMPARE_ARGS)
 
 bench-guard: $(VENV)/.installed-base ## count the hot operations' instructions: RECORD=1 keeps the numbers, AGAINST=PATH compares
 	$(BIN)/python bench/guard.py $(if $(RECORD),--record) $(if $(AGAINST),--against $(AGAINST))
@@ -179,7 +203,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
-$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/compare/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed .venvs/audit/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
 	install --requirement requirements/$*.txt --editable .; \

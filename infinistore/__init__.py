@@ -30,7 +30,9 @@ from infinistore.errors import (
     LimitExceeded,
     OutOfMemory,
     PartialPut,
+    PermissionDenied,
     ProtocolError,
+    ServerReplaced,
     StoreUnavailable,
     TlsFailed,
     TransferFailed,
@@ -43,6 +45,7 @@ from infinistore.version import __version__
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
     from infinistore.client import open_store
+    from infinistore.dropin.arguments import Desc
     from infinistore.dropin.config import LINK_ETHERNET, LINK_IB, TYPE_RDMA, TYPE_TCP, ClientConfig, ServerConfig
     from infinistore.dropin.connection import InfinityConnection
     from infinistore.dropin.logger import Logger
@@ -60,6 +63,7 @@ __all__ = [
     "ClientConfig",
     "ConfigError",
     "DeadlineExceeded",
+    "Desc",
     "DeviceMemoryUnreachable",
     "DiskFailed",
     "InfiniStoreException",
@@ -72,8 +76,10 @@ __all__ = [
     "Logger",
     "OutOfMemory",
     "PartialPut",
+    "PermissionDenied",
     "ProtocolError",
     "ServerConfig",
+    "ServerReplaced",
     "StoreUnavailable",
     "TlsFailed",
     "TransferFailed",
@@ -97,6 +103,7 @@ _LAZY_NAMES = {
     "TYPE_RDMA": "infinistore.dropin.config",
     "TYPE_TCP": "infinistore.dropin.config",
     "ClientConfig": "infinistore.dropin.config",
+    "Desc": "infinistore.dropin.arguments",
     "InfinityConnection": "infinistore.dropin.connection",
     "Logger": "infinistore.dropin.logger",
     "ServerConfig": "infinistore.dropin.config",

@@ -14,14 +14,15 @@ by `config_sources.py`.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import attrs
 
-from infinistore import cluster_settings, security_settings
+from infinistore import cluster_settings, limit_settings, security_settings
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, socket_place
 from infinistore.config_sources import load
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
+from infinistore.numa import numa_node as declare_numa_node
 from infinistore.settings import (
     VARIABLE_PREFIX,
     RefusedSetting,
@@ -34,6 +35,7 @@ from infinistore.settings import (
     number,
     settings_of,
     size,
+    spinning,
     switch,
     text,
 )
@@ -80,7 +82,7 @@ class ServerConfig:
         "host",
         text("HOST"),
         "127.0.0.1",
-        "Address to listen on. Beyond loopback it requires --token-file or --insecure",
+        "Address to listen on. Beyond loopback it requires --token-file, --tenants or --insecure",
         group=_NETWORK,
     )
     service_port: int = declare(
@@ -94,7 +96,7 @@ class ServerConfig:
         "manage_host",
         text("HOST"),
         "127.0.0.1",
-        "Address of the management API. Beyond loopback it requires --token-file or --insecure",
+        "Address of the management API. Beyond loopback it requires --token-file, --tenants or --insecure",
         group=_NETWORK,
     )
     manage_port: int | None = declare(
@@ -122,9 +124,17 @@ class ServerConfig:
     )
     shm_writes: str = declare(
         "shm_writes",
-        choice("on", "off"),
-        "on",
-        "Whether clients on this machine may write to the pool; with off they send their puts",
+        choice("auto", "on", "off"),
+        "auto",
+        "Whether clients on this machine may write to the pool; if not, they send their puts. Auto: unless several "
+        "tenants share it",
+        group=_NETWORK,
+    )
+    take_over: bool = declare(
+        "take_over",
+        switch(),
+        "off",
+        "Take the place of the server that listens on the Unix socket, with its cache; without one, start empty",
         group=_NETWORK,
     )
     drain_timeout_s: float = declare(
@@ -134,13 +144,14 @@ class ServerConfig:
         "How long a server that is told to stop waits for running requests",
         group=_NETWORK,
     )
-    spin_us: int | None = declare(
+    spin_us: int | Literal["adaptive", "off"] | None = declare(
         "spin_time",
-        integer(0, 10_000, "MICROSECONDS"),
+        spinning(10_000),
         None,
-        "How long to spin for the next request of a fast client before sleeping; 0 disables spinning",
+        "How long to spin for the next request of a fast client before sleeping. Adaptive: up to 400 microseconds, "
+        "while that pays and takes the processor from nobody",
         group=_NETWORK,
-        default_text="400; with --shards 0, unless there are two cores for each",
+        default_text="adaptive; with --shards off, unless there are two cores for each",
     )
     shards: int = declare(
         "shards",
@@ -195,6 +206,7 @@ class ServerConfig:
         "Back the pool with huge pages, which must be reserved on the machine",
         group=_MEMORY,
     )
+    numa_node: int | None = declare_numa_node()
     disks: tuple[DiskPlace, ...] = declare(
         "disk",
         disk_places(),
@@ -294,11 +306,16 @@ class ServerConfig:
         group=_RDMA,
     )
     token_file: Path | None = security_settings.token_file()  # noqa: RUF009
+    tenants: Path | None = security_settings.tenants()  # noqa: RUF009
     insecure: bool = security_settings.insecure()
     manage_allowed_hosts: tuple[str, ...] = security_settings.manage_allowed_hosts()
     tls_cert: Path | None = security_settings.tls_cert()  # noqa: RUF009
     tls_key: Path | None = security_settings.tls_key()  # noqa: RUF009
     tls_client_ca: Path | None = security_settings.tls_client_ca()  # noqa: RUF009
+    audit_log: str | None = security_settings.audit_log()
+    tls_peer_ca: Path | None = security_settings.tls_peer_ca()  # noqa: RUF009
+    peer_token_file: Path | None = security_settings.peer_token_file()  # noqa: RUF009
+    unix_socket_group: str | None = security_settings.unix_socket_group()
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
@@ -323,13 +340,8 @@ class ServerConfig:
         "Maximum number of keys in one request; clients split larger batches",
         group=_LIMITS,
     )
-    max_key_bytes: int = declare(
-        "max_key_size",
-        size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
-        "1024",
-        "Maximum length of a key, in bytes of UTF-8",
-        group=_LIMITS,
-    )
+    max_key_bytes: int = limit_settings.max_key_bytes()
+    max_protected_ratio: float = limit_settings.max_protected_ratio()
     log_level: str = declare(
         "log_level",
         choice("error", "warning", "info", "debug"),
@@ -356,8 +368,16 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     found = security_settings.conflicts_of_security(config)
     if config.unix_socket == "auto" and config.unix_socket_access != "user":
         found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
+    if config.unix_socket_group is not None and config.unix_socket_access != "group":
+        found.append((("unix_socket_group",), "needs --unix-socket-access group"))
     if config.service_port == config.manage_port != 0:
         found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
+    if config.take_over and config.shards > 1:
+        found.append((("take_over", "shards"), "goes with one process only; a server of several starts empty"))
+    if config.take_over and config.unix_socket == "off":
+        found.append((("take_over", "unix_socket"), "needs the Unix socket of the other server"))
+    if config.take_over and config.unix_socket == "auto" and config.service_port == 0:
+        found.append((("take_over", "service_port"), "needs the port of the other server, or --unix-socket PATH"))
     found += cluster_settings.conflicts_of_cluster(config)
     found += conflicts_of_shards(
         config.shards,

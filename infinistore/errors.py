@@ -31,7 +31,9 @@ __all__ = [
     "LimitExceeded",
     "OutOfMemory",
     "PartialPut",
+    "PermissionDenied",
     "ProtocolError",
+    "ServerReplaced",
     "StoreUnavailable",
     "TlsFailed",
     "TransferFailed",
@@ -141,9 +143,20 @@ class ChecksumMismatch(InfiniStoreException):
 
 
 class AuthenticationFailed(InfiniStoreException):
-    """The server requires a token, and the client's token is missing or wrong."""
+    """The server does not know who this is: the token is missing or wrong, or was
+    revoked. Or it knows, and its Unix socket is not for this user.
+    """
 
     code: ClassVar[int] = 13
+
+
+class PermissionDenied(InfiniStoreException):
+    """The tenant lacks the role that the request needs. Nothing was done.
+
+    The message names the role.
+    """
+
+    code: ClassVar[int] = 21
 
 
 class UnknownReservation(InfiniStoreException):
@@ -197,13 +210,24 @@ class TransferFailed(StoreUnavailable):
 
 
 class TlsFailed(StoreUnavailable):
-    """There is no encrypted connection: one end does not speak TLS, or does not accept
-    the certificate of the other. Nothing of the request was sent.
+    """There is no encrypted connection: one end does not speak TLS, does not accept the
+    certificate of the other, or got bytes that were changed on their way. The store is
+    as it was.
 
     The message says what to do.
     """
 
     code: ClassVar[int] = 20
+
+
+class ServerReplaced(StoreUnavailable):
+    """Another process takes the server's place. Nothing of the request was done.
+
+    Clients try again, and raise this only where they cannot: to commit a reservation of
+    the earlier process. Reserve again and write the blocks again.
+    """
+
+    code: ClassVar[int] = 22
 
 
 class DeviceMemoryUnreachable(InfiniStoreException, ValueError):

@@ -11,7 +11,7 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import parse_qsl
 
 import attrs
@@ -20,12 +20,14 @@ from infinistore.errors import ConfigError
 from infinistore.sizes import format_size, parse_size
 
 __all__ = [
+    "ADAPTIVE",
     "FALSE_WORDS",
     "TRUE_WORDS",
     "VARIABLE_PREFIX",
     "Kind",
     "RefusedSetting",
     "Setting",
+    "Spin",
     "choice",
     "declare",
     "integer",
@@ -36,6 +38,7 @@ __all__ = [
     "path",
     "settings_of",
     "size",
+    "spinning",
     "switch",
     "text",
     "url_options",
@@ -44,6 +47,9 @@ __all__ = [
 
 VARIABLE_PREFIX: Final = "INFINISTORE_"
 _METADATA_KEY: Final = "infinistore.setting"
+ADAPTIVE: Final = "adaptive"
+Spin: TypeAlias = int | Literal["adaptive", "off"]
+"""How long to spin, in microseconds; 0 is off."""
 TRUE_WORDS: Final = ("1", "true", "yes", "on")
 FALSE_WORDS: Final = ("0", "false", "no", "off")
 
@@ -279,6 +285,34 @@ def integer_or_off(low: int, high: int, metavar: str = "N") -> Kind:
             inner.check(value)
 
     return Kind(f"{metavar}|off", parse, check)
+
+
+def spinning(high: int | None) -> Kind:
+    """How long to spin: microseconds, up to `high` if there is one; adaptive; or off,
+    which is 0.
+    """
+    inner = integer(0, high, "MICROSECONDS")
+
+    def parse(raw: Any) -> Spin:
+        word = str(raw).strip().lower()
+        if word == ADAPTIVE:
+            return ADAPTIVE
+        if word in FALSE_WORDS:  # YAML reads a bare `off` as false
+            return 0
+        try:
+            number: int = inner.parse(raw)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {ADAPTIVE}, or off") from None
+        return number
+
+    def check(value: Spin) -> None:
+        if value not in (ADAPTIVE, "off"):
+            try:
+                inner.check(value)
+            except ValueError as error:
+                raise ValueError(f"{error}, or {ADAPTIVE}, or off") from None
+
+    return Kind(f"MICROSECONDS|{ADAPTIVE}|off", parse, check)
 
 
 def number(low: float, high: float, metavar: str, unit: str = "", *, above: bool = False) -> Kind:

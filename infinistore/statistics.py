@@ -89,17 +89,12 @@ class StoreStatistics:
     reserved_bytes: int
     """Space of unfinished writes."""
     pinned_bytes: int
-    """Space of blocks that are leased, held, or read without a request.
-
-    Each block counts once. Pinned blocks cannot be evicted.
-    """
+    """Space of blocks that are leased, held, protected, or read without a request, each
+    counted once. They cannot be evicted."""
     held_bytes: int
     """The part of `pinned_bytes` that holds pin; each block counts once."""
     condemned_bytes: int
-    """The part of `pinned_bytes` whose key was deleted or replaced.
-
-    It is freed with its last pin.
-    """
+    """The part of `pinned_bytes` whose key is gone. It is freed with its last pin."""
     quarantined_bytes: int
     """Space reserved or leased by lost clients that could still write.
 
@@ -129,6 +124,12 @@ class StoreStatistics:
     """Blocks dropped because their bytes did not match their checksum."""
     evicted: EvictionStatistics
     allocator: AllocatorStatistics
+    protected_keys: int = attrs.field(default=0, kw_only=True)
+    """Keys that `pin` keeps from eviction. (These three are 0 if not reported.)"""
+    protected_bytes: int = attrs.field(default=0, kw_only=True)
+    """The part of `pinned_bytes` that they take."""
+    expired: int = attrs.field(default=0, kw_only=True)
+    """Keys whose time to live was over."""
 
 
 @attrs.frozen
@@ -151,10 +152,7 @@ class ServerStatistics:
     connections_total: int
     connections_refused: int
     strangers_open: int = attrs.field(default=0, kw_only=True)
-    """Connections that have not completed their hello, not in `connections_open`.
-
-    0 if the server's release does not report it.
-    """
+    """Connections that have not completed their hello, not in `connections_open`."""
     strangers_dropped: int = attrs.field(default=0, kw_only=True)
     """How many of these were closed for others; 0 if it is not reported."""
     requests: int
@@ -339,9 +337,7 @@ class ListedNode:
 
 @attrs.frozen
 class DrainStatistics:
-    """How far a server is that drains on request. Groups are keys with one hash tag;
-    those of the last drain, but for the totals.
-    """
+    """How far the last drain on request is. Groups are keys with one hash tag."""
 
     state: str
     """ "none", "draining" or "drained"."""
@@ -352,9 +348,15 @@ class DrainStatistics:
     """Those that were with their new owners already."""
     failed_groups: int
     """Those that could not be moved as a whole."""
-    moved_groups_total: int
-    """Since the server started."""
+    moved_groups_total: int  # since the server started
     moved_bytes_total: int
+    size_bytes: int = 0
+    """What the blocks to be moved have together."""
+    done_bytes: int = 0
+    """What of this was moved, was there, is gone, or could not be moved."""
+    elapsed_s: int = 0
+    left_s: float | None = None
+    """About how long the rest takes; None if that cannot be said."""
 
 
 @attrs.frozen
@@ -400,6 +402,8 @@ class Stats:
     """None if the store has no disks."""
     cluster: "ClusterStatistics | None" = None
     """Only from a cluster, whose nodes' statistics the other records add up."""
+    drain: DrainStatistics | None = None
+    """Only from a node of a cluster that drains on request, or has done so."""
 
 
 @attrs.frozen(kw_only=True)
@@ -431,6 +435,12 @@ class ClusterStatistics:
     """Keys that puts stored on fewer nodes than they should have."""
     warmed_blocks: int
     """Blocks copied to nodes that had joined."""
+    hedges: int = 0
+    """How often a node was late with its part of a read, so that the other copies were
+    asked, too.
+    """
+    hedges_won: int = 0
+    """How often these answered first."""
     moved_slots: int = 0
     """Groups of keys that changed hands, as far as this client had met them before: of
     the 65,536 slots that keys fall into, those that have got another owner.

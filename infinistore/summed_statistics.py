@@ -28,7 +28,7 @@ from infinistore.statistics import (
     StoreStatistics,
 )
 
-__all__ = ["summed"]
+__all__ = ["summed", "summed_disks", "summed_store"]
 
 _MOST_CLIENTS: Final = 256
 _MOST_PREFIXES: Final = 64
@@ -47,10 +47,10 @@ def summed(several: Sequence[Stats]) -> Stats:
     return Stats(
         transport=_words(one.transport for one in several),
         transport_reason=_words((one.transport_reason for one in several), separator="; "),
-        store=_store([one.store for one in several]),
+        store=summed_store([one.store for one in several]),
         server=_server(servers) if len(servers) == len(several) else None,
         details=_details(details) if len(details) == len(several) else None,
-        disk=_disk(disks) if disks else None,
+        disk=summed_disks(disks) if disks else None,
     )
 
 
@@ -64,7 +64,8 @@ def _words(words: Iterable[str], separator: str = ", ") -> str:
     return separator.join(dict.fromkeys(words))
 
 
-def _store(stores: Sequence[StoreStatistics]) -> StoreStatistics:
+def summed_store(stores: Sequence[StoreStatistics]) -> StoreStatistics:
+    """Return the statistics of stores, at least one, as those of one."""
     allocators: list[AllocatorStatistics] = [one.allocator for one in stores]
     evicted: list[EvictionStatistics] = [one.evicted for one in stores]
     allocator = _added(
@@ -150,5 +151,6 @@ def _prefixes(several: Iterable[PrefixStatistics]) -> list[PrefixStatistics]:
     return heapq.nlargest(_MOST_PREFIXES, added, key=lambda one: one.payload_bytes)
 
 
-def _disk(tiers: Sequence[DiskTierStatistics]) -> DiskTierStatistics:
+def summed_disks(tiers: Sequence[DiskTierStatistics]) -> DiskTierStatistics:
+    """Return the statistics of the disks of stores, at least one, as those of one."""
     return _added(tiers, disks=[disk for tier in tiers for disk in tier.disks])

@@ -5,6 +5,7 @@ another one that is there.
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,25 @@ def test_a_python_that_does_not_run_is_not_replaced_by_another() -> None:
 
 def test_the_environment_can_be_named_too() -> None:
     assert " .venv/bin/pytest" in commands_of("test", f"PYTHON={sys.executable}", "VENV=.venv")[-1]
+
+
+@pytest.mark.parametrize("finds", [0, 1], ids=["nothing", "something"])
+def test_an_audit_covers_every_lock_and_fails_if_one_cannot_be_audited(finds: int, tmp_path: Path) -> None:
+    """An index without advisories, or out of reach, is no good news."""
+    audit = tmp_path / "pip-audit"
+    audit.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit {finds}\n')
+    audit.chmod(0o755)
+    recipe = "\n".join(commands_of("audit"))
+    recipe = recipe[recipe.index("failed=;") :].replace(".venvs/audit/bin/pip-audit", str(audit))
+
+    done = subprocess.run(["bash", "-c", recipe], cwd=PROJECT, capture_output=True, text=True, check=False)
+
+    locks = sorted(path.name for path in (PROJECT / "requirements").glob("*.lock"))
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.rpartition("/")[2] for line in asked] == locks
+    assert all("--strict" in line and "--require-hashes" in line for line in asked)
+    assert done.returncode == finds
+    assert ("for want of an index of advisories: requirements/server.lock" in done.stderr) == bool(finds)
 
 
 @pytest.mark.parametrize(("torch", "extra"), [("", "test-tensors"), ("none", "test")])

@@ -354,7 +354,9 @@ def test_a_server_that_is_killed_midway_is_an_error_and_not_the_end(tmp_path: Pa
 @pytest.mark.parametrize("nice", [0, 7])
 def test_the_thread_stands_back_for_the_computation(store: BlockingStore, nice: int) -> None:
     class Noting(GatedStore):
-        def put_batch(self, batch: Batch | DeviceBatch, replace: bool = True) -> list[str]:
+        def put_batch(
+            self, batch: Batch | DeviceBatch, replace: bool = True, *, ttl_s: float | None = None
+        ) -> list[str]:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             return []
 
