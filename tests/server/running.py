@@ -8,7 +8,7 @@ behind the server's back.
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -32,8 +32,10 @@ from infinistore.transports.sockets.trio_streams import SocketStream, accept, co
 from infinistore.transports.tls.contexts import client_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
-from tests.transports.certificates import Files
 from tests.transports.memory_network import Chunks, MemoryListener, MemoryStream, whole
+
+if TYPE_CHECKING:
+    from tests.transports.certificates import Files
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -240,13 +242,13 @@ async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:
     return await (listener.accept_stream() if isinstance(listener, MemoryListener) else accept(listener, *rest))
 
 
-async def connect_tls(address: tuple[str, int], files: Files) -> TlsStream:
+async def connect_tls(address: tuple[str, int], files: "Files") -> TlsStream:
     """A client's end of TLS, which has sent nothing yet."""
     session = TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1")
     return TlsStream(await connect_tcp(*address), session)
 
 
-async def peer_with(server: RunningServer, token: str, transport: str = "tcp", files: Files | None = None) -> Peer:
+async def peer_with(server: RunningServer, token: str, transport: str = "tcp", files: "Files | None" = None) -> Peer:
     """A client that was let in with a token: over TLS if there are `files`, else in the
     clear, or by the Unix socket.
     """
