@@ -110,7 +110,8 @@ def _problems_of_tenants(history: History, exceptions: frozenset[PromiseExceptio
     yield from wrongly_allowed(history)
     for tenant in sorted({name for name, _ in history.tenant_of.values()}):
         part = history.of_tenant(tenant)
-        for problem in (*_Checker(part, exceptions).problems(), *wrong_errors(part)):
+        found = _problems_of_nodes(part, exceptions) if part.nodes else _Checker(part, exceptions).problems()
+        for problem in (*found, *wrong_errors(part)):
             yield f"{tenant}: {problem}"
 
 

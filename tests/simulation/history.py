@@ -186,6 +186,8 @@ class History:
     """The tenant of each client, and the digest of its token."""
     tables: list[TableInForce] = attrs.field(factory=list)
     """The tables of tenants, in order."""
+    may_lose_nodes: bool = True
+    """Whether anything goes wrong for which a client may take a node for lost."""
     has_disks: bool = False
     disks_failed: bool = False
     """Whether anything else went wrong with a disk than that the power failed."""
@@ -222,7 +224,8 @@ class History:
             self,
             calls=[call for call in self.calls if call.client in clients],
             holds=[hold for hold in self.holds if hold.match.client in clients],
-            lives=[attrs.evolve(life, evicted=tenant in life.evicted_of) for life in self.lives],
+            lives=_lives_of(tenant, self.lives),
+            nodes={name: _lives_of(tenant, lives) for name, lives in self.nodes.items()},
             corrupted_puts=[(key, put) for key, put in self.corrupted_puts if put.client in clients],
         )
 
@@ -242,3 +245,8 @@ class History:
         if not call.verified:
             self.unchecked_keys.update(call.puts)
         return call
+
+
+def _lives_of(tenant: str, lives: Sequence[Life]) -> list[Life]:
+    """Return the lives of a server as one of its tenants sees them."""
+    return [attrs.evolve(life, evicted=tenant in life.evicted_of) for life in lives]

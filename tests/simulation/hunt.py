@@ -38,6 +38,8 @@ class Plant:
     """The modules that are replaced, and the source text of each instead."""
     shared_memory: str = ""
     """The name of a bug of `shared_memory_mutants`, if it is one."""
+    needs: str = ""
+    """What a world must have besides what follows from the modules: "tenants"."""
 
 
 @attrs.frozen
@@ -108,7 +110,9 @@ def _has_what_is_broken(plant: Plant, scenario: "Scenario") -> bool:
         "infinistore.core.tenant": scenario.tenants.tenants,
         "infinistore.server.session.session": scenario.tenants.tenants,
     }
-    return all(has[part] for part in has for name in plant.sources if name.startswith(part))
+    if not all(has[part] for part in has for name in plant.sources if name.startswith(part)):
+        return False
+    return plant.needs != "tenants" or bool(scenario.tenants.tenants)
 
 
 def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:

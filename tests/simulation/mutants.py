@@ -48,7 +48,7 @@ class Result:
 
 def planted() -> dict[str, Plant]:
     """Return all that is planted, by name."""
-    replaced = {one.name: Plant(one.sources()) for one in PLANTED}
+    replaced = {one.name: Plant(one.sources(), needs=one.needs) for one in PLANTED}
     return replaced | {name: Plant(shared_memory=name) for name in MUTANTS}
 
 

@@ -211,7 +211,7 @@ class ServerNode:
                 core = self._make_core(config, pool, environment)
             else:
                 policy, tenancy = await self.tenants.open(
-                    config, self._limits(config), environment, resources, environment.create_arena
+                    self.name, config, self._limits(config), environment, resources
                 )
                 core = tenancy.whole
             if settings.expects_hazards:
@@ -281,7 +281,7 @@ class ServerNode:
         life.evicted = any(attrs.astuple(statistics.evicted))
         life.dropped = statistics.checksum_drops > 0
         if self.tenants is not None:
-            self.tenants.note_losses(life)
+            self.tenants.note_losses(self.name, life)
         if self.server.context.disk is not None:
             disks = self.server.context.disk.tier.statistics().disks
             life.recycled = any(one.volume.recycled_segments for one in disks)

@@ -22,6 +22,8 @@ class Planted:
     """What is there; it is there once."""
     new: str
     beside: "Planted | None" = None
+    needs: str = ""
+    """What a world must have besides what follows from the module: "tenants"."""
 
     def sources(self) -> dict[str, str]:
         """Return the source of each module with the bug, by name; errors as of
@@ -248,6 +250,14 @@ PLANTED = [
         "infinistore.client.cluster.reads",
         "            call.counters.lost_reads += len(positions)\n            outcome =",
         "            outcome =",
+    ),
+    Planted(
+        "a refusal of a tenant taken for the loss of a node",
+        "infinistore.client.cluster.calls",
+        "LOST: Final = (StoreUnavailable, DeadlineExceeded)\n",
+        "from infinistore.errors import PermissionDenied\n\n"
+        "LOST: Final = (StoreUnavailable, DeadlineExceeded, PermissionDenied)\n",
+        needs="tenants",
     ),
     Planted(
         "a keep-alive without a time to live believed",

@@ -25,6 +25,8 @@ _KINDS = (
 """What kinds of scenarios seeds have, in turn."""
 _TENANTS_AT = 10
 """Where the plain one of these is that has tenants every other time."""
+_CLUSTER_WITH_TENANTS_AT = 5
+"""Where the cluster is that has tenants one time in four, and no etcd then."""
 _MANY_KEYS = 24
 """More than fit into the smallest pools and disks."""
 
@@ -78,6 +80,8 @@ class Scenario:
                 scenario = scenario.with_etcd()
         if seed % len(_KINDS) == _TENANTS_AT and seed // len(_KINDS) % 2:
             scenario = scenario.with_tenants()
+        if seed % len(_KINDS) == _CLUSTER_WITH_TENANTS_AT and seed // len(_KINDS) % 4 == 0:
+            scenario = scenario.with_tenants_in_cluster()
         if kind != "crowded":
             scenario = scenario.with_retention()
         chance = random.Random(f"{seed}/trust")
@@ -133,6 +137,23 @@ class Scenario:
             clients=max(self.clients, tenants.tenants),
             server=attrs.evolve(self.server, unix_socket="off", grows_to_bytes=None, expects_hazards=False),
             sharing=SharingSettings(),
+        )
+
+    def with_tenants_in_cluster(self) -> "Scenario":
+        """Return the same cluster with tenants. In half of them nothing goes wrong but
+        what happens to tenants, so that no node is ever lost.
+        """
+        scenario = self.with_tenants()
+        scenario = attrs.evolve(scenario, tenants=attrs.evolve(scenario.tenants, has_rates=False))
+        if random.Random(f"{self.seed}/tenants in a cluster").random() < 0.5:
+            return scenario
+        return attrs.evolve(
+            scenario,
+            faults=FaultSettings(),
+            buggify=BuggifySettings(),
+            network=attrs.evolve(scenario.network, most_delay_s=0.002),
+            cluster=attrs.evolve(scenario.cluster, stops=0, lookup_deadline_s=0.4),
+            deadline_s=5.0,
         )
 
     def with_disks(self) -> "Scenario":

@@ -65,7 +65,10 @@ def simulate(scenario: Scenario, plugs: Sequence[Plug] = ()) -> Outcome:
     host = SharedHost(scenario.sharing) if scenario.sharing.clients else None
     disks = SimulatedDisks(scenario.disks) if scenario.disks.disks else None
     world = World(scenario.seed, [*plugs, *(plug for plug in (host, disks) if plug is not None)])
-    history = History(has_disks=disks is not None)
+    history = History(
+        has_disks=disks is not None,
+        may_lose_nodes=bool(scenario.faults.chances or scenario.buggify.points or scenario.cluster.stops),
+    )
     log = _ErrorsAreViolations(world)
     logger = logging.getLogger("infinistore")
     logger.addHandler(log)
@@ -123,7 +126,8 @@ class _Run:
         self.tenants: SimulatedTenants | None = None
         if scenario.tenants.tenants:
             self.tenants = SimulatedTenants(world, scenario.tenants, scenario.server.pool_bytes, history)
-            self.server.tenants = self.tenants
+            for server in self.servers.values():
+                server.tenants = self.tenants
         self._at_work = _Countdown(scenario.clients)
         self._healed = trio.Event()
         self._to_succeed = _Countdown(scenario.clients)
@@ -157,6 +161,7 @@ class _Run:
 
     async def run(self) -> None:
         """Let clients work, heal everything, and see whether all is well."""
+        running = [partial(getattr, server, "server") for server in self.servers.values()]
         with trio.move_on_after(_LONGEST_S) as limit:
             async with self._cluster_there(), trio.open_nursery() as nursery:
                 for server in self.servers.values():
@@ -165,12 +170,12 @@ class _Run:
                     nursery.start_soon(self.cluster.run)
                 async with trio.open_nursery() as clients:
                     if self.tenants is not None:
-                        clients.start_soon(self.tenants.change, lambda: self.server.server, self.server.run_in_thread)
+                        clients.start_soon(self.tenants.change, running, self.server.run_in_thread)
                     for number in range(self.scenario.clients):
                         clients.start_soon(self._be_client, f"client-{number + 1}", number)
                     await self._at_work.over.wait()
                     if self.tenants is not None:
-                        await self.tenants.restore(self.server.server, self.server.run_in_thread)
+                        await self.tenants.restore(running, self.server.run_in_thread)
                     self._heal()
                     await self._to_succeed.over.wait()
                     await trio.sleep(_AT_REST_AFTER_S)
@@ -273,7 +278,14 @@ class _Run:
         """When nothing goes wrong any more and everybody has heard of the last view,
         let one client at a time write, and all see it.
         """
-        workloads = self._last
+        by_tenant: dict[str, list[Workload]] = {}
+        for workload in self._last:
+            by_tenant.setdefault(self.history.tenant_of.get(workload.client, ("", ""))[0], []).append(workload)
+        for workloads in by_tenant.values():
+            await self._look_with(workloads)
+
+    async def _look_with(self, workloads: Sequence[Workload]) -> None:
+        """Let clients that see the same keys look at the cluster."""
         with trio.move_on_after(_HEALED_WITHIN_S) as limit:
             for number in range(self.scenario.workload.keys):
                 key = self.scenario.workload.key(number)
@@ -347,7 +359,7 @@ class _Run:
         core = node.server.core
         core.expire_holds()
         if self.tenants is not None:
-            self.tenants.expire_holds()
+            self.tenants.expire_holds(node.name)
         statistics = core.statistics()
         named: tuple[str, ...] = (
             "reservations",
@@ -374,7 +386,7 @@ class _Run:
         if left:
             self.world.violation(f"{when}, this is left on {node.name}: {left}")
         if self.tenants is not None:
-            self.tenants.check_rest(when)
+            self.tenants.check_rest(node.name, when)
             return
         footprints = sum(core.pool.footprint(length) for _, length in core.sample(1 << 20))
         if statistics.used_bytes - statistics.reserved_bytes != footprints:

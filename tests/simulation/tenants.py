@@ -1,4 +1,4 @@
-"""A server with tenants: their limits, what they may do, and tables that change.
+"""Servers with tenants: their limits, what they may do, and tables that change.
 
 Each client is of one tenant, and comes with one of its tokens. While clients work, the
 table is replaced as by a reload: tokens are revoked and come back, roles are taken away
@@ -10,10 +10,10 @@ for it loses nothing to others.
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import trio
@@ -24,7 +24,6 @@ from infinistore.access.tenants import Tenant
 from infinistore.access.tenants import Tenants as Table
 from infinistore.access.tokens import digest_of, make_token
 from infinistore.config import ServerConfig
-from infinistore.core import Arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.sharing import Sharer
 from infinistore.core.tenant_store import TenantStore
@@ -32,7 +31,7 @@ from infinistore.core.tenants import Tenants
 from infinistore.server import Server
 from infinistore.server.environment import Environment
 from infinistore.server.pools.opening import open_groups
-from infinistore.server.pools.tenancy import Tenancy
+from infinistore.server.pools.tenancy import Group, Tenancy
 from infinistore.server.security.tenants import TenantsReload
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 from tests.simulation.history import History, Life, TableInForce
@@ -42,6 +41,8 @@ __all__ = ["SimulatedTenants", "TenantSettings"]
 
 _GROUP = "apart"
 _LEAST_BYTES = 16 * 1024
+Servers: TypeAlias = Sequence[Callable[[], Server | None]]
+"""What returns the server that runs now on each node."""
 
 
 @attrs.frozen
@@ -54,6 +55,9 @@ class TenantSettings:
     """How long one table is in force at most."""
     groups: int = 1
     """How many trust groups they are in: 1 or 2."""
+    has_rates: bool = True
+    """Whether some have to wait when they ask for much. In a cluster, a node that has
+    somebody wait longer than a lookup may take is a lost one to him."""
 
     @classmethod
     def choose(cls, chance: random.Random) -> "TenantSettings":
@@ -67,7 +71,9 @@ class TenantSettings:
 
 
 class SimulatedTenants:
-    """The tenants of one server, in all of its lives."""
+    """The tenants of one server, or of the nodes of a cluster, in all of their lives.
+    All nodes have the same table, but for the moments in which it is replaced.
+    """
 
     def __init__(self, world: World, settings: TenantSettings, pool_bytes: int, history: History) -> None:
         self.settings = settings
@@ -82,7 +88,7 @@ class SimulatedTenants:
         self._first = self._table(self._limits(), {})
         self.table = self._first
         """What the file says now."""
-        self._tenancy: Tenancy | None = None
+        self._tenancies: dict[str, Tenancy] = {}
         self._turn = trio.Lock()
         self._is_over = False
         history.tables.append(TableInForce(-math.inf, -math.inf, self.table))
@@ -118,6 +124,8 @@ class SimulatedTenants:
                 requests_per_s=chance.choice([None, None, None, 200.0]),
                 bytes_per_s=chance.choice([None, None, None, 200_000.0]),
             )
+            if not self.settings.has_rates:
+                limits[name] = attrs.evolve(limits[name], requests_per_s=None, bytes_per_s=None)
         return limits
 
     def _table(self, limits: dict[str, TenantLimits], without: dict[str, Any]) -> Table:
@@ -137,8 +145,8 @@ class SimulatedTenants:
         groups = {name: size for name, size in self._group_bytes.items() if name != DEFAULT_GROUP}
         return Table(tenants, groups)
 
-    async def change(self, server: Callable[[], Server | None], run_in_thread: Callable[..., Awaitable[Any]]) -> None:
-        """Replace the table again and again."""
+    async def change(self, servers: Servers, run_in_thread: Callable[..., Awaitable[Any]]) -> None:
+        """Replace the table of these servers again and again."""
         for _ in range(self.settings.events):
             await trio.sleep(self.settings.most_pause_s * self._random.random())
             without = {
@@ -150,20 +158,23 @@ class SimulatedTenants:
             async with self._turn:
                 if self._is_over:
                     return
-                await self._replace(self._table(limits, without), server(), run_in_thread)
+                await self._replace(self._table(limits, without), servers, run_in_thread)
 
-    async def restore(self, server: Server | None, run_in_thread: Callable[..., Awaitable[Any]]) -> None:
+    async def restore(self, servers: Servers, run_in_thread: Callable[..., Awaitable[Any]]) -> None:
         """Let the first table be in force again."""
         self._is_over = True
         async with self._turn:
-            await self._replace(self._first, server, run_in_thread)
+            await self._replace(self._first, servers, run_in_thread)
 
-    async def _replace(self, table: Table, server: Server | None, run_in_thread: Callable[..., Awaitable[Any]]) -> None:
+    async def _replace(self, table: Table, servers: Servers, run_in_thread: Callable[..., Awaitable[Any]]) -> None:
         self._world.fault("TENANTS_CHANGED", "tenants")
         self.table = table
         in_force = TableInForce(self._world.clock.now, math.inf, table)
         self._history.tables.append(in_force)
-        if server is not None and isinstance(server.policy, TenantPolicy):
+        for find in servers:  # one after the other: some have it, and others not yet
+            server = find()
+            if server is None or not isinstance(server.policy, TenantPolicy):
+                continue  # it has this table when it starts
 
             def load(_: ServerConfig) -> Table:
                 return table
@@ -178,18 +189,18 @@ class SimulatedTenants:
 
     async def open(
         self,
+        node: str,
         config: ServerConfig,
         limits: CoreLimits,
         environment: Environment,
         resources: ExitStack,
-        create_arena: Callable[[int, int], Arena],
     ) -> tuple[TenantPolicy, Tenancy]:
         """Make what a server that starts has of them."""
         policy = TenantPolicy(self.table)
         tenancy, _ = await open_groups(
-            config, self.table, limits, environment, resources, make_arena=create_arena, tables=False
+            config, self.table, limits, environment, resources, make_arena=environment.create_arena, tables=False
         )
-        self._tenancy = tenancy
+        self._tenancies[node] = tenancy
         for group in tenancy.groups().values():
             TenantsWatch(self._world, group.tenants)
         return policy, tenancy
@@ -201,33 +212,38 @@ class SimulatedTenants:
             await server.apply_limits(self.table.limits)
             server.policy.replace(self.table)
 
-    def stores(self) -> Iterator[tuple[str, Tenants, TenantStore]]:
-        """Return the store of each tenant that has used it, with those it shares its
-        pool with.
+    def stores(self, node: str) -> Iterator[tuple[str, Tenants, TenantStore]]:
+        """Return the store of each tenant that has used it on a node, with those it
+        shares its pool with.
         """
-        if self._tenancy is not None:
-            for group in self._tenancy.groups().values():
-                for name, store in group.tenants.used_stores().items():
-                    yield name, group.tenants, store
+        for group in self._groups_of(node):
+            for name, store in group.tenants.used_stores().items():
+                yield name, group.tenants, store
 
-    def expire_holds(self) -> None:
+    def _groups_of(self, node: str) -> list[Group]:
+        return [*self._tenancies[node].groups().values()] if node in self._tenancies else []
+
+    def expire_holds(self, node: str) -> None:
         """End the holds whose time is over."""
-        for _, _, store in self.stores():
+        for _, _, store in self.stores(node):
             store.expire_holds()
 
-    def note_losses(self, life: Life) -> None:
+    def note_losses(self, node: str, life: Life) -> None:
         """Note which tenants have lost blocks to eviction."""
-        life.evicted_of = {name for name, _, store in self.stores() if any(store.space.evicted.values())}
-        for group in () if self._tenancy is None else self._tenancy.groups().values():  # of stores that are no more
+        life.evicted_of = {name for name, _, store in self.stores(node) if any(store.space.evicted.values())}
+        for group in self._groups_of(node):  # of stores that are no more
             past = group.tenants.past.items()
             life.evicted_of |= {name for name, figures in past if any(attrs.astuple(figures.evicted))}
 
-    def check_rest(self, when: str) -> None:
-        """Check that each tenant has what its blocks take, no more than it may, and
-        nothing that is leased or reserved.
+    def check_rest(self, node: str, when: str) -> None:
+        """Check that each tenant has on a node what its blocks take, no more than it
+        may, and nothing that is leased or reserved.
         """
+        # What a tenant has too much is taken when it puts something: in a cluster,
+        # perhaps nothing comes to this node after its limits were lowered.
+        may_have_more = len(self._tenancies) > 1 and self.settings.events > 0
         pools: dict[Tenants, int] = {}
-        for name, tenants, store in self.stores():
+        for name, tenants, store in self.stores(node):
             found = store.statistics()
             pools[tenants] = pools.get(tenants, 0) + found.used_bytes
             footprints = sum(store.pool.footprint(length) for _, length in store.sample(1 << 20))
@@ -238,6 +254,8 @@ class SimulatedTenants:
                     f"{when}, {name} has pinned {found.pinned_bytes} and {found.reserved_bytes} bytes"
                 )
             limits = store.tenant_limits
+            if may_have_more:
+                continue
             if found.used_bytes > (limits.max_bytes or math.inf) or found.keys > (limits.max_keys or math.inf):
                 self._world.violation(f"{when}, {name} has {found.keys} keys and {found.used_bytes} bytes: {limits}")
         for tenants, used_bytes in pools.items():

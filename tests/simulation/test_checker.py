@@ -443,6 +443,17 @@ def test_a_call_that_returns_to_who_may_not_make_it_is_found(
     assert found(past.problems(), why)
 
 
+def test_a_refusal_that_counts_as_the_loss_of_a_node_is_found_where_none_is_lost(past: Past) -> None:
+    with_tenants(past, (-math.inf, ALL_ROLES, ("token",)), (0.5, ALL_ROLES - {Role.READ}, ("token",)))
+    past.history.nodes["node-1"] = []
+    past.get(None)  # it may have been answered before
+    past.get(None)
+    past.history.calls[-1].lost = True
+    assert past.problems() == []
+    past.history.may_lose_nodes = False
+    assert found(past.problems(), "a may not read")
+
+
 @pytest.mark.parametrize("error", [PermissionDenied("no"), AuthenticationFailed("no")])
 def test_who_may_do_everything_is_denied_nothing(past: Past, error: InfiniStoreException) -> None:
     with_tenants(past, (-math.inf, ALL_ROLES, ("token",)), (2.5, frozenset(), ()))

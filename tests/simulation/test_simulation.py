@@ -100,6 +100,16 @@ def test_nothing_is_wrong_with_tenants(seed: int) -> None:
     assert outcome.faults["TENANTS_CHANGED"]
 
 
+@pytest.mark.parametrize("seed", [5, 53, 101, 533])
+def test_nothing_is_wrong_with_tenants_in_a_cluster(seed: int) -> None:
+    scenario = Scenario.from_seed(seed).shortened(25)
+    assert scenario.tenants.tenants
+    assert scenario.cluster.nodes
+    outcome = simulate(scenario)
+    assert outcome.violations == []
+    assert outcome.faults["TENANTS_CHANGED"]
+
+
 @pytest.mark.slow
 def test_most_calls_succeed_although_every_kind_of_fault_happens() -> None:
     """Otherwise runs would check little."""
