@@ -92,7 +92,9 @@ def _buffers(host: Host) -> Iterator[Finding]:
     core = {name: host.number(f"proc/sys/net/core/{name}_max") for name in ("rmem", "wmem")}
     told = ", ".join(f"{name}_max {describe_size(size)}" for name, size in core.items() if size is not None)
     if told:
-        yield good(_TOPIC, "buffers by hand", f"{told}; not used: the kernel sizes InfiniStore's buffers")
+        yield good(
+            _TOPIC, "buffers by hand", f"{told}; the kernel sizes buffers of TCP, wmem_max bounds those of Unix sockets"
+        )
 
 
 def _clock(host: Host) -> Finding:

@@ -49,6 +49,20 @@ async def test_more_views_than_one_system_call_takes_arrive_in_order() -> None:
     right.close()
 
 
+async def test_a_unix_socket_takes_more_than_by_default_while_nobody_reads() -> None:
+    plain, other = socket.socketpair()
+    by_default = plain.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    left, right = pair()
+    taken = 0
+    with suppress(BlockingIOError):
+        while True:
+            taken += left.socket.send(bytes(64 * KIB))
+    assert taken > by_default
+    assert await receive_exactly(right, taken) == bytes(taken)
+    for stream in (plain, other, left, right):
+        stream.close()
+
+
 async def test_received_bytes_fill_the_views_from_the_front() -> None:
     left, right = pair()
     await left.send_all([memoryview(b"abcdef")])

@@ -22,8 +22,6 @@ from infinistore.protocol.states import State
 __all__ = ["HasSocket", "Owed", "Pins"]
 
 _MOST_AT_ONCE = 128
-# the kernel gives less; room for hundreds of messages that the server has not read
-_SEND_BUFFER_BYTES = 1024 * 1024
 
 
 class HasSocket(Protocol):
@@ -54,7 +52,6 @@ class Pins(Returns[Owed]):
         super().__init__()
         self._stream = stream
         self._connection = connection
-        self._has_room = False
         self.reserved = False
         """Whether a reservation is open that a caller means to commit."""
         self._close: Callable[[], None] | None = None
@@ -69,10 +66,6 @@ class Pins(Returns[Owed]):
 
         Call it only inside `with pins.lock`.
         """
-        if not self._has_room:
-            self._has_room = True
-            with suppress(OSError):
-                self._stream.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _SEND_BUFFER_BYTES)
         return Watch(self, owed)
 
     @property
