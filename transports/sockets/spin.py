@@ -70,6 +70,11 @@ class Spinner:
         self._hits = 0
         self._burned_s = 0.0
 
+    @property
+    def spins(self) -> bool:
+        """Whether it ever spins."""
+        return self._spin_s > 0
+
     def moved(self, stream: object) -> None:
         """Note that bytes have moved on a stream."""
         self._last_at = now = self.clock()

@@ -44,7 +44,7 @@ class SocketStream:
 
     def __init__(self, sock: socket.socket, spinner: Spinner | None = None) -> None:
         self.socket = sock
-        self._spinner = spinner
+        self._spinner = spinner if spinner is not None and spinner.spins else None
         self._credit = _YIELD_AFTER_BYTES
         self._awake_until = 0.0
         self._drowsy = False
@@ -98,7 +98,7 @@ class SocketStream:
             if count is None and self._spinner is not None and not self._drowsy:
                 count = self._spin(self._spinner, views)
             if count is None:
-                if self._is_awake():
+                if self._awake_until and self._is_awake():
                     await self._yield()
                 else:
                     await self._wait(trio.lowlevel.wait_readable, deadline)

@@ -2,7 +2,7 @@
 come in pieces, for which others may have to wait.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinistore.protocol.effects import LongBody
 from infinistore.protocol.server_connection import Received, ServerConnection
@@ -32,12 +32,12 @@ class Receiving:
         self._end = end
         self._body: BodyGrant | None = None
 
-    async def next(self) -> Received | None:
-        """Wait for the next request, of which nothing is to be taken from the
-        connection; None at the end of the stream.
+    async def next(self, room: Sequence[memoryview] | None) -> Received | None:
+        """Wait for the next request, which has not come whole; None at the end of the
+        stream. `room` is that of the connection.
         """
         connection = self._connection
-        if (room := connection.room) is not None:
+        if room is not None:
             count = await self._stream.receive_into(room)
             connection.arrived(count)
             if not count:

@@ -5,7 +5,7 @@ server's limits. They decide how to answer a request.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from operator import gt
 from typing import TYPE_CHECKING, TypeVar
@@ -185,16 +185,13 @@ class Conversation:
             raise too_small(request, lease.lengths)
         return lease
 
-    async def reply(self, reply: Reply) -> None:
+    def reply(self, reply: Reply) -> Awaitable[None]:
         """Send a reply without payload. The time is limited, so that a client that
         reads no replies does not keep the session for ever.
         """
-        await self._send_reply(reply, (), self._reply_within_s)
+        return self._send_reply(self.connection.begin_reply(reply), self._reply_within_s)
 
-    async def _send_reply(self, reply: Reply, payload: Sequence[memoryview], within_s: float) -> None:
-        views = self.connection.begin_reply(reply, payload)
-        if payload and sum(map(len, payload)) <= JOINED_BYTES:
-            views = [memoryview(b"".join(views))]
+    async def _send_reply(self, views: Sequence[memoryview], within_s: float) -> None:
         try:
             await self.stream.send_all(views, within_s)
         except TimeoutError:
@@ -220,12 +217,14 @@ class Conversation:
         """
         return await drive(exchange, self.stream, within_s=within_s)
 
-    async def send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> None:
+    def send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> Awaitable[None]:
         """Send a reply with blocks as its payload."""
         payload_bytes = sum(map(len, views))
         self.traffic.sent_bytes += payload_bytes
-        within_s = self.limits.transfer_s(payload_bytes, received.deadline_us)
-        await self._send_reply(reply, views, within_s)
+        sent = self.connection.begin_reply(reply, views)
+        if 0 < payload_bytes <= JOINED_BYTES:
+            sent = [memoryview(b"".join(sent))]
+        return self._send_reply(sent, self.limits.transfer_s(payload_bytes, received.deadline_us))
 
 
 async def send_fatal_error(connection: ServerConnection, stream: Stream, error: InfiniStoreException) -> None:

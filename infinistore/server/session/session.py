@@ -334,8 +334,9 @@ class Session:
         if rates is not None and not await rates.rest_first(self.socket):
             return
         while not self._finishing:
-            received = connection.take()
-            if received is None and (received := await self._receiving.next()) is None:
+            room = connection.room
+            received = connection.take() if room is None else None
+            if received is None and (received := await self._receiving.next(room)) is None:
                 return
             start = recorder.clock()
             traffic.requests += 1
