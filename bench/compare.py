@@ -62,14 +62,15 @@ class Clients:
         return len(self._workers)
 
     def start(self, count: int) -> None:
-        """Start processes until there are so many."""
-        while len(self._workers) < count:
-            number = len(self._workers)
+        """Start processes until there are so many, all at once."""
+        began = len(self._workers)
+        for number in range(began, count):
             target_bytes = max(16 * MIB, _TARGET_BYTES // (1 << number.bit_length()))
             command = [sys.executable, str(BENCH / "peers" / "worker.py"), self._system.client]
             command += [self._system.address(self.server.address), str(self._source), str(target_bytes), str(number)]
             self._workers.append(self._until_end.enter_context(_worker(command)))
-            self._answer(self._workers[-1])
+        for worker in self._workers[began:]:
+            self._answer(worker)
 
     def ask(self, count: int, **request: Any) -> list[dict[str, Any]]:
         """Ask the first of them the same; return their answers."""

@@ -8,15 +8,21 @@ number of calls from one client at a time, in an order that changes. What is com
 the processor time of their threads as the kernel counts it, in user and kernel mode
 together; waiting does not count, so that other load matters less. Ratios are those of
 each round, server / bare; beside their median stand their quartiles.
+
+Each is asked again at once, and then 300 us after each answer. The client of the bare
+server does next to nothing, so that its next request comes before that server sleeps,
+which halves what it takes; after a pause, both servers have gone to sleep.
 """
 
 import argparse
+import itertools
 import json
 import random
 import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +34,7 @@ from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 
 KIB = 1024
 CALLS = 300
+PAUSES_S = {"at once": 0.0, "after 300 us": 300e-6}
 _BARE_SERVER = """
 import sys, trio
 async def serve(stream):
@@ -106,6 +113,13 @@ def moved_bytes(call: Callable[[], object]) -> tuple[int, int]:
     return sent, received
 
 
+def compute(seconds: float) -> None:
+    """Keep this core busy for so long."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
 def processor_s(process: int) -> float:
     """Return what all threads of a process have taken so far, in seconds."""
     files = Path(f"/proc/{process}/task").glob("*/schedstat")
@@ -143,7 +157,7 @@ def main() -> None:
             "put 4 KiB": lambda: store.put("key", value),
         }
         results: dict[str, Any] = {}
-        for name, call in calls.items():
+        for (name, call), (when, pause_s) in itertools.product(calls.items(), PAUSES_S.items()):
             bare = Bare(int(port), *moved_bytes(call))
             sides = {"server": (call, process), "bare": (bare.call, bare_process)}
             taken: dict[str, list[float]] = {side: [] for side in sides}
@@ -153,19 +167,22 @@ def main() -> None:
                     before = processor_s(of_process)
                     for _ in range(CALLS):
                         one()
+                        if pause_s:
+                            compute(pause_s)
                     if number >= 2:
                         taken[side].append((processor_s(of_process) - before) / CALLS)
             bare.close()
             ratios = [one / other for one, other in zip(taken["server"], taken["bare"], strict=True)]
             medians = {side: round(1e6 * statistics.median(times), 1) for side, times in taken.items()}
-            results[name] = {"us": medians, "ratio": [round(one, 2) for one in statistics.quantiles(ratios)]}
+            ratio = [round(one, 2) for one in statistics.quantiles(ratios)]
+            results[f"{name}, {when}"] = {"us": medians, "ratio": ratio}
     if arguments.json:
         print(json.dumps(results))
         return
     for name, result in results.items():
         us, (low, middle, high) = result["us"], result["ratio"]
         print(
-            f"{name:10} {us['server']:6.1f} us of the server, {us['bare']:6.1f} us bare:"
+            f"{name:24} {us['server']:6.1f} us of the server, {us['bare']:6.1f} us bare:"
             f" {middle:.2f} [{low:.2f}, {high:.2f}]"
         )
 

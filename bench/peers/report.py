@@ -1,5 +1,5 @@
 """What came of `bench/compare.py`, in Markdown: a table for each operation and number
-of clients, and the rows that this store loses.
+of clients, what several clients get together, and the rows that this store loses.
 """
 
 import importlib.metadata
@@ -79,6 +79,10 @@ def markdown(
             parts.append(f"## {operation}, {_clients(clients)}\n\n{_table(some)}")
     if processor := _processor(results):
         parts.append(f"## CPU seconds a GB, client + server, 1 client\n\n{processor}")
+    if together := _together(results):
+        parts.append(f"## Calls a second of all clients together, by those of one alone\n\n{together}")
+    if copied := _beside_copies(results):
+        parts.append(f"## Shared memory by as many processes that only copy\n\n{copied}")
     if memory:
         rows = [f"| {name} | {taken / 2**20:.0f} MiB |" for name, taken in memory.items()]
         title = "## Memory of the server beside 256 MiB in blocks of 64 KiB\n"
@@ -156,6 +160,36 @@ def _processor(results: Sequence[Result]) -> str:
         ]
         rows.append(f"| {system} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _together(results: Sequence[Result]) -> str:
+    """Return what becomes of our rates with more clients; what falls is bold."""
+    counts = sorted({result.clients for result in results} - {1})
+    rates = {(*one.cell, one.system): one.figures["calls_per_s"] for one in results if one.ours}
+    rows = _head("what", "store", *map(_clients, counts))
+    for operation, shape, clients, system in rates:
+        several = [rates.get((operation, shape, count, system)) for count in counts]
+        if clients == 1 and any(several):
+            alone = rates[operation, shape, 1, system]
+            cells = ["" if rate is None else f"{rate / alone:.2f}" for rate in several]
+            cells = [f"**{cell}**" if cell.startswith("0") else cell for cell in cells]
+            rows.append(f"| {operation} {shape} | {system} | {' | '.join(cells)} |")
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
+def _beside_copies(results: Sequence[Result]) -> str:
+    """Return how our batches by shared memory compare with memcpy in as many processes."""
+    copies = {result.cell: result.bytes_per_s for result in results if result.system == "memcpy"}
+    mapped = [one for one in results if one.system.startswith("shared memory") and one.shape.blocks > 1]
+    counts = sorted({result.clients for result in mapped})
+    ratios = {(*one.cell, one.system): one.bytes_per_s / copies[one.cell] for one in mapped if one.cell in copies}
+    rows = _head("what", "how", *map(_clients, counts))
+    for operation, shape, system in dict.fromkeys((one.operation, one.shape, one.system) for one in mapped):
+        found = [ratios.get((operation, shape, count, system)) for count in counts]
+        if any(found):
+            cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in found]
+            rows.append(f"| {operation} {shape} | {system} | {' | '.join(cells)} |")
+    return "\n".join(rows) if len(rows) > 2 else ""
 
 
 def _lost(results: Sequence[Result]) -> str:
