@@ -19,6 +19,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
 from infinistore.protocol.body_fields import STRUCTURE, UNSTRUCTURE, Structure, Unstructure
 from infinistore.protocol.messages import KINDS, Message, Numbers, StatisticsReply
+from infinistore.protocol.single_bodies import READ, WRITE
 from infinistore.protocol.versions import MAJOR, Offer
 
 __all__ = [
@@ -95,7 +96,10 @@ def encode_head(
     Raises:
         VersionMismatch: the receiver does not understand this message.
     """
-    body: bytes = msgpack.Packer().pack(unstructure[type(message)](message))
+    write = WRITE.get(type(message))
+    body: bytes | None = None if write is None else write(message)
+    if body is None:
+        body = msgpack.Packer().pack(unstructure[type(message)](message))
     body_bytes = len(body)
     header = _HEADER.pack(
         MAGIC,
@@ -155,6 +159,13 @@ def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE) -
             an empty key.
         ProtocolError: the body is malformed.
     """
+    if (read := READ.get(kind)) is not None and len(body) <= SHORT_BODY_BYTES:
+        try:
+            found = read(bytes(body))
+        except (IndexError, UnicodeDecodeError):  # too short, or no text
+            found = None
+        if found is not None:
+            return found
     cls = KINDS[kind]
     try:
         if cls is StatisticsReply:
