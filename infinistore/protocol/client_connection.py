@@ -167,7 +167,7 @@ class ClientConnection:
             raise StoreUnavailable("the server closed the connection instead of replying")
         header, body = frame
         kind = KINDS[header.kind]
-        if kind not in (REPLIES[type(request.message)], ErrorReply):
+        if kind is not REPLIES[type(request.message)] and kind is not ErrorReply:
             raise ProtocolError(f"{kind.__name__} is no reply to {type(request.message).__name__}")
         reply: Any = decode_body(header.kind, body, self._structure or self._meet(header))
         fatal = kind is ErrorReply and reply.fatal

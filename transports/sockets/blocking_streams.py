@@ -126,6 +126,10 @@ class BlockingSocketStream:
         unexpected.
         """
         try:
+            # The usual case: to receive nothing would raise, which takes longer. The
+            # number of a closed socket may be another's by now.
+            if self.socket.fileno() >= 0 and not self._readable.poll(0):
+                return False
             self.socket.recv(1, LOOK)
         except BlockingIOError:
             return False

@@ -2,9 +2,9 @@
 takes.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from operator import gt
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from infinistore.client.memory.pins import Pins
 from infinistore.errors import ChecksumMismatch, ProtocolError
@@ -56,16 +56,23 @@ class Channel:
         """Reads what the server still has to say to a call that is over. It is awaited
         before anything else is asked."""
 
-    async def ask(
+    def ask(
         self, request: Request, payload: Iterable[Sequence[memoryview]] = (), payload_bytes: int = 0
-    ) -> Reply:
+    ) -> Coroutine[Any, Any, Reply]:
         """Send a request, and return the reply. Arguments and errors are those of
         `ClientConnection.request`.
         """
         if self.late is not None:
-            await self.read_late_reply()
-        deadline_us = max(1, int((self.deadline - self.clock()) * 1e6))  # as remaining_us
-        return await self.connection.request(request, payload, payload_bytes=payload_bytes, deadline_us=deadline_us)
+            return self._ask_after_late(request, payload, payload_bytes)
+        # As remaining_us, without a call. One coroutine less is one less to resume.
+        deadline_us = max(1, int((self.deadline - self.clock()) * 1e6))
+        return self.connection.request(request, payload, payload_bytes=payload_bytes, deadline_us=deadline_us)
+
+    async def _ask_after_late(
+        self, request: Request, payload: Iterable[Sequence[memoryview]], payload_bytes: int
+    ) -> Reply:
+        await self.read_late_reply()
+        return await self.ask(request, payload, payload_bytes)
 
     async def read_late_reply(self) -> None:
         """Read what the server still has to say to the last call, if it does."""
