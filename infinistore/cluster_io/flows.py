@@ -1,7 +1,7 @@
 """Runs the flows of `infinistore.cluster.etcd` on Trio."""
 
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import trio
 
@@ -23,6 +23,9 @@ from infinistore.cluster_io.connections import EtcdConnections
 __all__ = ["AskInstance", "FlowRunner"]
 
 _T = TypeVar("_T")
+_ASK_AGAIN_S: Final = 0.2
+"""After that, a node is asked by another connection, too: if the first packet of one is
+lost, it is sent again only after a second."""
 
 AskInstance: TypeAlias = Callable[[Node], Awaitable[str]]
 """Returns the instance of the server at a node's address; empty if none answers."""
@@ -91,8 +94,15 @@ class FlowRunner:
         answered: set[str] = set()
 
         async def ask(node: Node) -> None:
-            if await self._ask_instance(node) == node.instance:
-                answered.add(node.id)
+            async def once() -> None:
+                if await self._ask_instance(node) == node.instance:
+                    answered.add(node.id)
+                asking.cancel_scope.cancel()
+
+            async with trio.open_nursery() as asking:
+                asking.start_soon(once)
+                await trio.sleep(_ASK_AGAIN_S)
+                asking.start_soon(once)
 
         with trio.move_on_after(effect.timeout_s):
             async with trio.open_nursery() as nursery:
