@@ -1,5 +1,7 @@
 """A lost node: what it has is missing, and nothing else is; puts say what they did."""
 
+import socket
+import time
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 from infinistore.client.cluster.calls import CallInView, ClusterCalls
 from infinistore.client.cluster.nodes import PING, Nodes
 from infinistore.client.connection.calls import Calls
+from infinistore.client.drivers.blocking_cluster import _PatientStream
 from infinistore.client.options.options import Options
 from infinistore.cluster.view import Node
 from infinistore.errors import AuthenticationFailed, PartialPut, StoreUnavailable
@@ -207,3 +210,15 @@ def test_whoever_opens_a_store_has_more_patience_than_a_lookup() -> None:
     asked = lookup.send(None)
     assert [part.within_s for part in asked.parts] == [Options().lookup_deadline_s]
     lookup.close()
+
+
+def test_an_answer_that_came_while_its_client_waited_for_a_core_is_no_silence() -> None:
+    left, right = socket.socketpair()
+    stream = _PatientStream(left, 0, lambda: None, 0.4)
+    stream.deadline = time.monotonic() - 1
+    with right:
+        right.send(b"an answer")
+        assert stream.receive_into([memoryview(bytearray(9))]) == 9
+        with pytest.raises(TimeoutError):
+            stream.receive_into([memoryview(bytearray(9))])
+    stream.close()

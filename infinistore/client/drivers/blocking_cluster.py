@@ -200,7 +200,8 @@ class _PatientStream(BlockingSocketStream):
         while True:
             left_s = self.deadline - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError
+                self._look_once_more(until_ready)
+                return
             if until_ready.poll(min(left_s, self._patience_s) * 1000):
                 return
             if left_s > self._patience_s:
