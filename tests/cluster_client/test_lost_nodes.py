@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ import pytest
 
 from infinistore.client.cluster.calls import CallInView, ClusterCalls
 from infinistore.client.cluster.nodes import PING, Nodes
+from infinistore.client.cluster.reads import lease, read
 from infinistore.client.connection.calls import Calls
 from infinistore.client.drivers.blocking_cluster import _PatientStream
 from infinistore.client.options.options import Options
-from infinistore.cluster.view import Node
-from infinistore.errors import AuthenticationFailed, PartialPut, StoreUnavailable
+from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
+from infinistore.cluster.view import Node, NodeState
+from infinistore.errors import AuthenticationFailed, DeadlineExceeded, PartialPut, StoreUnavailable
+from infinistore.kept_errors import KeptError
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.cluster_client.clusters import Cluster, Given, Member
 
@@ -210,6 +214,45 @@ def test_whoever_opens_a_store_has_more_patience_than_a_lookup() -> None:
     asked = lookup.send(None)
     assert [part.within_s for part in asked.parts] == [Options().lookup_deadline_s]
     lookup.close()
+
+
+@pytest.mark.parametrize(
+    "request_for",
+    [
+        Exists,
+        Get,
+        lambda keys: GetInto(Batch(keys, [memoryview(bytearray(9)) for _ in keys])),
+        lambda keys: Lease(keys, verify=False),
+    ],
+    ids=["exists", "get", "get_into", "lease"],
+)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_call_waits_for_a_silent_node_once_wherever_its_keys_may_be(request_for: Any, copies: int) -> None:
+    """So a lookup takes no longer than one that has one place to look at."""
+    states = (NodeState.SERVING, NodeState.JOINING, NodeState.SERVING, NodeState.DRAINING)
+    given = Given([Node(name, f"tcp://{name}:1", state=state) for name, state in zip("abcd", states, strict=True)])
+    given.give(given.view.nodes, copies=copies)
+    nodes: Any = Nodes(
+        given,
+        lambda address, instance: SimpleNamespace(
+            name=address.host, calls=Calls(address, Options(), lambda: 0.0, Random())
+        ),
+    )
+    calls = ClusterCalls(nodes, {}, Options(hedged_reads=False), lambda: 0.0)
+    request = request_for(NAMES)
+    call: Any = (lease if isinstance(request, Lease) else read)(CallInView(calls, nodes.begin()), request)
+    asked: Counter[str] = Counter()
+    found: Any = None
+    try:
+        effect = call.send(None)
+        while True:
+            asked.update(part.store.name for part in effect.parts)
+            effect = call.send([KeptError(DeadlineExceeded("planned")) for _ in effect.parts])
+    except StopIteration as stop:
+        found = stop.value
+    assert asked == Counter("abcd")
+    assert calls.counters.lost_reads == len(NAMES)
+    assert not any(found.handed if isinstance(request, Lease) else found)
 
 
 def test_an_answer_that_came_while_its_client_waited_for_a_core_is_no_silence() -> None:

@@ -6,7 +6,7 @@ whose node is lost. What was found elsewhere than on a node that has just joined
 copied there, in the background.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -110,17 +110,20 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     places = places_of(call, keys)
     found: list[Any] = [absent] * len(keys)
     lost: set[int] = set()
+    silent: set[int] = set()
     damaged: dict[int, tuple[int, KeptError]] = {}
     on_disk = 0
     warm: dict[tuple[int, int], list[int]] = {}
     left: Sequence[int] = [position for position, place in enumerate(places) if place]
     asked = 0
     while left:
-        parts = _by_place(places, left, asked)
+        parts = _by_place(places, left, asked, silent, lost)
         hedges = [] if asked else hedges_for(call, request, parts, places)
         outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
         for (index, positions), outcome in zip(parts, outcomes, strict=True):
             if isinstance(outcome, KeptError):
+                if is_lost(outcome):
+                    silent.add(index)
                 _note_failed(call, (index, positions), outcome, lost, damaged)
                 continue
             on_disk += outcome.on_disk if isinstance(outcome, Found) else 0
@@ -159,11 +162,21 @@ def _note_failed(
         raise call.error(index, outcome)
 
 
-def _by_place(places: Sequence[Sequence[int]], left: Sequence[int], rank: int) -> list[tuple[int, Sequence[int]]]:
-    """Return the nodes that come at this rank, each with the positions of its keys."""
+def _by_place(
+    places: Sequence[Sequence[int]], left: Sequence[int], rank: int, silent: Container[int], lost: set[int]
+) -> list[tuple[int, Sequence[int]]]:
+    """Return the nodes that come at this rank, each with the positions of its keys.
+
+    A call waits for a lost node once: those that are `silent` are not asked again, and
+    what they might have is `lost`.
+    """
     parts: dict[int, list[int]] = {}
     for position in left:
-        parts.setdefault(places[position][rank], []).append(position)
+        index = places[position][rank]
+        if index in silent:
+            lost.add(position)
+        else:
+            parts.setdefault(index, []).append(position)
     return list(parts.items())
 
 
@@ -233,7 +246,9 @@ async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
     parts = [
         part
         for rank in range(max(map(len, places), default=0))
-        for part in _by_place(places, [position for position, place in enumerate(places) if len(place) > rank], rank)
+        for part in _by_place(
+            places, [position for position, place in enumerate(places) if len(place) > rank], rank, (), set()
+        )
     ]
     outcomes = await call.ask([(index, Exists([keys[i] for i in positions])) for index, positions in parts])
     found = [-1] * len(keys)
@@ -258,13 +273,15 @@ async def lease(call: CallInView, request: Lease) -> Leased:
         parts = view.parts(request.keys)
     else:
         places = places_of(call, request.keys)
-        parts = _by_place(places, [position for position, place in enumerate(places) if place], 0)
+        parts = _by_place(places, [position for position, place in enumerate(places) if place], 0, (), set())
     leased: list[tuple[Sequence[int], Leased]] = []
     there: set[int] = set()
     lost: set[int] = set()
+    silent: set[int] = set()
+    left: Sequence[int] = ()
     asked = 0
     try:
-        while parts:
+        while parts or left:
             hedges = [] if asked else hedges_for(call, request, parts, places)
             outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
             for (_, positions), outcome in zip(parts, outcomes, strict=True):
@@ -272,6 +289,7 @@ async def lease(call: CallInView, request: Lease) -> Leased:
                     leased.append((positions, outcome))
             for (index, positions), outcome in zip(parts, outcomes, strict=True):
                 if is_lost(outcome):
+                    silent.add(index)
                     lost.update(positions)
                 elif isinstance(outcome, KeptError):
                     raise call.error(index, outcome)
@@ -279,7 +297,7 @@ async def lease(call: CallInView, request: Lease) -> Leased:
                     there.update(p for p, seen in zip(positions, outcome.handed, strict=True) if seen is not None)
             asked += 1
             left = [position for position, place in enumerate(places) if len(place) > asked and position not in there]
-            parts = _by_place(places, left, asked)
+            parts = _by_place(places, left, asked, silent, lost)
     except InfiniStoreException:
         for _, part in leased:
             part.leave(quietly=True, stacklevel=1)
