@@ -1,7 +1,5 @@
 """A lost node: what it has is missing, and nothing else is; puts say what they did."""
 
-import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -14,7 +12,6 @@ from infinistore.client.cluster.calls import CallInView, ClusterCalls
 from infinistore.client.cluster.nodes import PING, Nodes
 from infinistore.client.cluster.reads import lease, read
 from infinistore.client.connection.calls import Calls
-from infinistore.client.drivers.blocking_cluster import _PatientStream
 from infinistore.client.options.options import Options
 from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
 from infinistore.cluster.view import Node, NodeState
@@ -253,15 +250,3 @@ def test_a_call_waits_for_a_silent_node_once_wherever_its_keys_may_be(request_fo
     assert asked == Counter("abcd")
     assert calls.counters.lost_reads == len(NAMES)
     assert not any(found.handed if isinstance(request, Lease) else found)
-
-
-def test_an_answer_that_came_while_its_client_waited_for_a_core_is_no_silence() -> None:
-    left, right = socket.socketpair()
-    stream = _PatientStream(left, 0, lambda: None, 0.4)
-    stream.deadline = time.monotonic() - 1
-    with right:
-        right.send(b"an answer")
-        assert stream.receive_into([memoryview(bytearray(9))]) == 9
-        with pytest.raises(TimeoutError):
-            stream.receive_into([memoryview(bytearray(9))])
-    stream.close()

@@ -197,15 +197,11 @@ class _PatientStream(BlockingSocketStream):
         self._patience_s = SILENT_AFTER * patience_s
 
     def _wait(self, until_ready: select.poll) -> None:
-        while True:
-            left_s = self.deadline - time.monotonic()
-            if left_s <= 0:
-                self._look_once_more(until_ready)
+        while self.deadline - time.monotonic() > self._patience_s:
+            if until_ready.poll(self._patience_s * 1000):
                 return
-            if until_ready.poll(min(left_s, self._patience_s) * 1000):
-                return
-            if left_s > self._patience_s:
-                self._check_there()
+            self._check_there()
+        super()._wait(until_ready)
 
     def _check_there(self) -> None:
         store = self._store()
