@@ -193,6 +193,15 @@ def test_blocks_below_half_a_mebibyte_lie_side_by_side_and_larger_ones_where_the
     assert placed(allocator, units, units) == [(0, start * UNIT, units * UNIT) for start in starts]
 
 
+@pytest.mark.parametrize("batch", [(8, 16), (16, 8)])
+def test_the_largest_block_of_a_batch_chooses_first(batch: tuple[int, int]) -> None:
+    allocator = pool(200)
+    blocks = placed(allocator, *[1] * 200)
+    allocator.free([*blocks[1:17], *blocks[30:54]])
+    starts = {16: 1, 8: 30}
+    assert placed(allocator, *batch) == [(0, starts[units] * UNIT, units * UNIT) for units in batch]
+
+
 def test_a_batch_may_lie_in_several_arenas() -> None:
     allocator = pool(3, 3)
     assert placed(allocator, *[1] * 6) == [(arena, unit * UNIT, UNIT) for arena in (0, 1) for unit in range(3)]
