@@ -5,6 +5,7 @@ from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.api.prefix_match import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
+from infinistore.client.removed import RemovedKeys
 from infinistore.client.requests import Found, Prefetched
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Prefetched",
     "PrefixMatch",
     "Registration",
+    "RemovedKeys",
     "open_store",
 ]

@@ -103,6 +103,8 @@ class StoreUnavailable(InfiniStoreException):
     code: ClassVar[int] = 7
     outcome_is_unknown: bool = False
     """Whether the request may have been carried out, or may be later."""
+    store_is_closed: bool = False
+    """Whether the store was closed, or opened before a fork: no later call succeeds."""
 
 
 class DeadlineExceeded(InfiniStoreException):

@@ -60,7 +60,7 @@ EVERYWHERE = (
     (rf"(?<![\w)\]])\(await (self\.\w+\({IN_PARENTHESES}\))\)", r"\1"),
     (r"\bawait ", ""),
     (r"\basync (def|with|for)\b", r"\1"),
-    (r"\bAsync(Store|Lease|Reservation)\b", r"Blocking\1"),
+    (r"\bAsync(Store|Lease|Reservation|Removals)\b", r"Blocking\1"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
     (r"\b(api)\.(store|leases)\b", r"\1.blocking_\2"),
     (r"\b[Aa]n asynchronous\b", "a blocking"),

@@ -133,6 +133,9 @@ class Request(Generic[_T_co]):
     """Whether it may be tried again when its outcome is not known."""
     moves_blocks: ClassVar[bool] = False
     """Whether it moves blocks, so that it takes one of the connections for those."""
+    waits: ClassVar[bool] = False
+    """Whether the server may wait for something, so that it takes a connection that
+    nobody else queues for."""
     pins: ClassVar[bool] = False
     """Whether what it pins may outlive the call."""
 

@@ -58,6 +58,10 @@ class Index:
         """Return one byte per key: 1 if it is there, 0 if not. Does not touch."""
         return bytes(map(self._entries.__contains__, keys))
 
+    def those_there(self, keys: Iterable[str]) -> list[str]:
+        """Return those of the keys that are there, each once. Does not touch."""
+        return list(filter(self._entries.__contains__, dict.fromkeys(keys)))
+
     def leading(self, keys: Iterable[str]) -> list[str]:
         """Return the keys up to the first one that is missing. Does not touch."""
         return list(takewhile(self._entries.__contains__, keys))

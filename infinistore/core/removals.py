@@ -18,6 +18,7 @@ from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of
 from infinistore.core.index import Index
 from infinistore.core.journal import Change, Journal
 from infinistore.core.pool import Pool
+from infinistore.core.removal_log import RemovalLog
 from infinistore.core.retention import Retention
 from infinistore.core.retired import Retired
 
@@ -38,6 +39,8 @@ class Removals:
         """Keys whose time to live was over."""
         self.checksum_drops = 0
         """Blocks dropped because their bytes did not match their checksum."""
+        self.log: RemovalLog | None = None
+        """What keeps the last removals, while somebody follows them."""
         self._pool = pool
         self._retired = retired
         self._retention = retention
@@ -53,9 +56,13 @@ class Removals:
         that is named twice goes once."""
         self.announce(entries)
         scanned = self._retired.scan_for(entries)
+        log = self.log
+        gone = index.those_there(keys) if log is not None and log.is_kept else ()
         removed = index.remove(keys)
         self._retention.removed(keys)
         self._retired.add(entries if removed == len(entries) else list(set(entries)), scanned=scanned)
+        if log is not None and gone:
+            log.note(gone)
         return removed
 
     def replace(self, index: Index, keys: Sequence[str], entries: Sequence[Entry]) -> None:

@@ -44,6 +44,7 @@ from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.prepared import Written
+from infinistore.core.removal_log import RemovalLog
 from infinistore.core.retention import Retention
 from infinistore.core.singles import Singles
 from infinistore.core.space import EvictionCause
@@ -88,9 +89,10 @@ class StoreCore:
         self._space = space = make.space(
             pool, pins, retired, removals, retention, watermarks=watermarks or Watermarks(), growth=self.growth
         )
-        self._holds = holds = Holds(
-            pool, pins, retired, self.limits, clock=clock, random=random or random_module.SystemRandom()
-        )
+        random = random or random_module.SystemRandom()
+        self.removal_log = removals.log = RemovalLog(clock, random)
+        """The last removals, while somebody follows them."""
+        self._holds = holds = Holds(pool, pins, retired, self.limits, clock=clock, random=random)
         self._hazard_pins = hazard_pins = HazardPins(pins, retired)
         retired.scan_hazards, retired.unread_hazards = hazard_pins.scan, hazard_pins.unread
         others = {"retired": retired, "holds": holds, "hazard_pins": hazard_pins, "journal": journal}

@@ -6,11 +6,13 @@ them again, and then be evicted. So what was in memory when the purge began is d
 by name, from both tiers, and that is waited for, too.
 """
 
+from collections.abc import Sequence
+
 from infinistore.disk.guarded_tier import GuardedTier
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Wait
 
-__all__ = ["Purging"]
+__all__ = ["Purging", "names_on_disk"]
 
 _SLICE_KEYS = 4096
 
@@ -50,3 +52,11 @@ class Purging:
         not answer by the deadline."""
         for wait in self.waits:
             wait.check(in_time=True)
+
+
+def names_on_disk(tier: GuardedTier | DiskTier, keys: Sequence[str]) -> list[str]:
+    """Return those of these keys that are on disk only, if somebody follows removals:
+    that a disk forgets them is not a removal from memory."""
+    if not tier.core.removal_log.is_kept:
+        return []
+    return [key for key, place in zip(keys, tier.exists(keys), strict=True) if place == 2]  # on disk

@@ -23,6 +23,7 @@ from infinistore.protocol.rdma_messages import (
     RdmaGetReply,
     RdmaPut,
 )
+from infinistore.protocol.removal_messages import Removed, RemovedReply
 from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
 from infinistore.protocol.shared_memory_messages import (
     Abort,
@@ -92,6 +93,8 @@ __all__ = [
     "RdmaPut",
     "Release",
     "ReleaseHold",
+    "Removed",
+    "RemovedReply",
     "Reply",
     "Request",
     "Reserve",
@@ -344,6 +347,7 @@ Request: TypeAlias = (
     | Prefetch
     | Pin
     | TimesLeft
+    | Removed
     | MapArenas
     | MapTables
     | Reserve
@@ -372,6 +376,7 @@ Reply: TypeAlias = (
     | PrefetchReply
     | PinReply
     | TimesLeftReply
+    | RemovedReply
     | MapArenasReply
     | MapTablesReply
     | ReserveReply
@@ -402,6 +407,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Prefetch: PrefetchReply,
     Pin: PinReply,
     TimesLeft: TimesLeftReply,
+    Removed: RemovedReply,
     MapArenas: MapArenasReply,
     MapTables: MapTablesReply,
     Reserve: ReserveReply,

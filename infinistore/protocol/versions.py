@@ -42,6 +42,8 @@ class Capability(enum.Flag):
     """A server says when another process takes its place, and hands its pool over."""
     RETENTION = 128
     """The client pins keys, and says after what time blocks end."""
+    REMOVALS = 256
+    """The client follows which keys are removed."""
 
 
 class NewerFields(enum.Enum):

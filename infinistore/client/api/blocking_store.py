@@ -23,6 +23,7 @@ from infinistore.client.api.arguments import (
 )
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.removals import BlockingRemovals
 from infinistore.client.memory.buffers import BufferLike
 from infinistore.client.memory.device_memory import DeviceBatch, registrable
 from infinistore.client.memory.registration import Registration
@@ -326,6 +327,19 @@ class BlockingStore(ABC):
         """
         check_page(prefix, limit, after)
         return self._call(ListKeys(prefix, limit, after))
+
+    def removals(self, wait_s: float = 10.0) -> BlockingRemovals:
+        """Follow which keys the store removes: `for batch in store.removals()`.
+
+        Each batch has the keys that were evicted or deleted, or whose time to live was
+        over, and that a read does not find; none after `wait_s` seconds (10 at most)
+        without any. `batch.gap` tells that removals were missed, `batch.problem` that
+        the server did not answer. It goes on from there; closing the store ends it.
+
+        Raises:
+            VersionMismatch: the server is of an older release.
+        """
+        return BlockingRemovals(self._call, wait_s)
 
     def evict(self, min_ratio: float, max_ratio: float) -> int:
         """Evict cold blocks if more than `max_ratio` of the pool is used.

@@ -9,8 +9,9 @@ from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
 from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_hold
 from infinistore.client.cluster.reads import exists, lease, read
 from infinistore.client.cluster.writes import check_done, commit, delete, flush, pin, put, reserve
-from infinistore.client.connection.effects import Outcome
-from infinistore.client.requests import Evict, GetStatistics, ListKeys, Purge, Request
+from infinistore.client.connection.effects import Outcome, Sleep
+from infinistore.client.removed import Followed, Removed, RemovedKeys
+from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Purge, Request
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats
 from infinistore.summed_statistics import summed
@@ -18,6 +19,9 @@ from infinistore.summed_statistics import summed
 __all__ = ["HANDLERS"]
 
 _T = TypeVar("_T")
+_REMOVAL_WAIT_S: Final = 1.0
+"""How long each node waits for a removal: a removal on one is told when all others have
+answered, too."""
 
 
 async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]:
@@ -88,6 +92,42 @@ async def statistics(call: CallInView, request: GetStatistics) -> Stats:
     )
 
 
+async def removed(call: CallInView, request: Removed) -> Followed:
+    """Ask all nodes which keys were removed, and wait a second for one at most; tell
+    those that no node has.
+
+    A node that has joined, left or lost its log makes a gap. One that does not answer
+    is asked again, from where it was.
+
+    Raises:
+        StoreUnavailable: no node answers.
+    """
+    nodes = [node.node.id for node in call.view.nodes]
+    short = attrs.evolve(request, wait_s=min(request.wait_s, _REMOVAL_WAIT_S))
+    outcomes: list[Outcome] = await call.ask([(index, short.at(node)) for index, node in enumerate(nodes)])
+    if all(map(is_lost, outcomes)):
+        await Sleep(short.wait_s)
+        raise outcomes[0].again() if outcomes else StoreUnavailable("the cluster has no nodes; start one")
+    places = {node: place for node, place in request.places.items() if node in nodes}
+    missed: int | None = 0 if len(places) == len(request.places) else None
+    found: dict[str, None] = {}
+    for node, outcome in zip(nodes, outcomes, strict=True):
+        if is_lost(outcome):
+            continue
+        followed: Followed = outcome
+        if request.places and node not in request.places:
+            missed = None
+        places[node] = followed.places[""]
+        found.update(dict.fromkeys(followed.removed.keys))
+        more = followed.removed.missed
+        missed = None if missed is None or more is None else missed + more
+    keys = list(found)
+    if keys:
+        there = await exists(call, Exists(keys))
+        keys = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+    return Followed(places, RemovedKeys(keys, missed))
+
+
 HANDLERS: Final[Handlers] = {
     requests.Put: put,
     requests.PutFromDevice: put,
@@ -104,6 +144,7 @@ HANDLERS: Final[Handlers] = {
     requests.Pin: pin,
     requests.Flush: flush,
     requests.Prefetch: prefetch,
+    Removed: removed,
     requests.ListKeys: list_keys,
     requests.Evict: evict,
     requests.Purge: purge,

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from infinistore.client.closed import closed
 from infinistore.client.cluster.hedging.answer_times import AnswerTimes
 from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.client.requests import Exists
 from infinistore.cluster.membership import Membership
 from infinistore.cluster.placement import Placement
 from infinistore.cluster.view import Node, NodeState, View
-from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.errors import ConfigError
 from infinistore.forks import FORKED, let_go_in_child
 
 __all__ = ["PING", "NodeStore", "Nodes", "OpenStore", "ViewInUse", "part_of"]
@@ -135,7 +136,7 @@ class Nodes(Generic[_Store]):
     def check_open(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self.closed:
-            raise StoreUnavailable(self.closed)
+            raise closed(self.closed)
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """Return the pools of all nodes, as far as they are mapped into this process;

@@ -44,13 +44,15 @@ from infinistore.protocol.states import State
 from infinistore.transports.cuda.memory import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names
 
-__all__ = ["LOOKUP_CONNECTIONS", "PLAIN", "Attempt", "Calls", "Terms", "unknown_outcome"]
+__all__ = ["LOOKUP_CONNECTIONS", "PLAIN", "WAITING_CONNECTIONS", "Attempt", "Calls", "Terms", "unknown_outcome"]
 
 _T = TypeVar("_T")
 _Stream = TypeVar("_Stream", bound=ClientStream)
 _Error = TypeVar("_Error", StoreUnavailable, DeadlineExceeded)
 LOOKUP_CONNECTIONS = 2
 """How many connections a store has for look-ups, besides those for blocks."""
+WAITING_CONNECTIONS = 8
+"""How many connections it has for requests that wait, besides those."""
 _OUTCOME_UNKNOWN = (
     "it is not known whether the request was carried out: ask the store, or do it again if that does no harm"
 )
@@ -186,7 +188,7 @@ class Calls(Generic[_Stream]):
         pool, breaker, kept = self.pool, self.breaker, request.kept
         bound = kept is not None and kept.link is not None  # to what is open on one connection
         while True:
-            attempt.probe = 0 if breaker.open_until is None else breaker.check()
+            attempt.probe = 0 if breaker.open_until is None else await self._check(request)
             attempt.stage = _Stage.CONNECTING
             connection: Connection[_Stream] | None = None
             interrupted = False
@@ -222,6 +224,13 @@ class Calls(Generic[_Stream]):
                     pool.leave(connection, kept, interrupted=interrupted)
             await Sleep(delay_s)
             pool.check_open()
+
+    async def _check(self, request: Request[Any]) -> int:
+        """As the circuit breaker does; a request that waits waits for that, too."""
+        open_until = self.breaker.open_until
+        if request.waits and open_until is not None:
+            await Sleep(min(1.0, max(0.01, open_until - self.clock())))
+        return self.breaker.check()
 
     async def _take(self, attempt: Attempt, request: Request[Any]) -> Connection[_Stream]:
         """Return a connection for a request: its own, one that nobody uses, or a new

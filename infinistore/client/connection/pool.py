@@ -7,11 +7,11 @@ from contextlib import suppress
 from socket import SHUT_RDWR
 from typing import Generic, TypeVar
 
+from infinistore.client.closed import closed
 from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream
 from infinistore.client.connection.turns import Turn
 from infinistore.client.memory.views import Kept
-from infinistore.errors import StoreUnavailable
 from infinistore.forks import FORKED
 
 __all__ = ["ConnectionPool"]
@@ -35,7 +35,7 @@ class ConnectionPool(Generic[_Stream]):
     def check_open(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self.closed:
-            raise StoreUnavailable(self.closed)
+            raise closed(self.closed)
 
     def add(self, connection: Connection[_Stream]) -> None:
         """Take note of a connection that was made."""

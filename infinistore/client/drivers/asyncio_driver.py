@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
 from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
@@ -202,7 +202,7 @@ class _EmbeddedAsyncioStore(AsyncStore):
             while True:
                 effect = exchange.send(None)
                 if isinstance(effect, AwaitDisk):
-                    await asyncio.wrap_future(effect.done)
+                    await asyncio.wait([asyncio.wrap_future(effect.done)], timeout=effect.within_s)
                 else:
                     await asyncio.sleep(0)
         except StopIteration as stop:
@@ -239,6 +239,7 @@ class RemoteAsyncioStore(AsyncStore):
 
             self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_slots = Slots(options.max_connections)
+        self.waiting_slots = Slots(WAITING_CONNECTIONS)
         self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
         self._owes_a_turn = False
         self._environment = environment
@@ -292,6 +293,8 @@ class RemoteAsyncioStore(AsyncStore):
         attempt = self.calls.attempt(idempotent=request.idempotent, within_s=within_s)
         limit_s = self.calls.options.deadline_s if within_s is None else within_s
         slots = self.payload_slots if request.moves_blocks else self.lookup_slots
+        if request.waits:
+            slots = self.waiting_slots
         if self._owes_a_turn:  # and now, when nothing is lost if this is cancelled
             self._owes_a_turn = False
             await asyncio.sleep(0)

@@ -3,11 +3,12 @@
 import threading
 import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.blocking_store import BlockingStore
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
 from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.connection.turns import Turn, Turns, new_turn
@@ -186,7 +187,7 @@ class _EmbeddedBlockingStore(BlockingStore):
             while True:
                 effect = exchange.send(None)
                 if isinstance(effect, AwaitDisk):
-                    effect.done.result()
+                    wait([effect.done], effect.within_s)
         except StopIteration as stop:
             return cast("_T", stop.value)
         finally:
@@ -221,6 +222,7 @@ class RemoteBlockingStore(BlockingStore):
 
             self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_turns = Turns(options.max_connections)
+        self.waiting_turns = Turns(WAITING_CONNECTIONS)
         self.lookup_turns = Turns(LOOKUP_CONNECTIONS)
         self._environment = environment
         self._sharded: ClusterBlockingStore | None = None  # since its server was found to have shards
@@ -272,6 +274,8 @@ class RemoteBlockingStore(BlockingStore):
         limit_s = calls.options.deadline_s if within_s is None else within_s
         attempt = Attempt(calls.clock() + limit_s, turn, None, request.idempotent, within_s)
         turns = self.payload_turns if request.moves_blocks else self.lookup_turns
+        if request.waits:
+            turns = self.waiting_turns
         if ending is not None:
             ending.begun(attempt, turns, pool)
         with turn:

@@ -1,5 +1,6 @@
 """`open_store` for Trio."""
 
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, Attempt, Calls, Terms
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
 from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
@@ -215,7 +216,8 @@ async def _disk(effect: AwaitDisk) -> None:
             token.run_sync_soon(done.set)
 
     effect.done.add_done_callback(wake)
-    await done.wait()
+    with trio.move_on_after(math.inf if effect.within_s is None else effect.within_s):
+        await done.wait()
 
 
 class RemoteTrioStore(AsyncStore):
@@ -244,6 +246,7 @@ class RemoteTrioStore(AsyncStore):
 
             self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_slots = trio.Semaphore(options.max_connections)
+        self.waiting_slots = trio.Semaphore(WAITING_CONNECTIONS)
         self.lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
         self._environment = environment
         self._sharded: ClusterTrioStore | None = None  # since its server was found to have shards
@@ -293,6 +296,8 @@ class RemoteTrioStore(AsyncStore):
         calls.pool.check_open()
         attempt = calls.attempt(idempotent=request.idempotent, within_s=within_s)
         slots = self.payload_slots if request.moves_blocks else self.lookup_slots
+        if request.waits:
+            slots = self.waiting_slots
         try:
             with trio.CancelScope(deadline=attempt.deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()

@@ -16,10 +16,12 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
 from infinistore.client import requests
+from infinistore.client.closed import closed
 from infinistore.client.memory.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.memory.views import Leased, ReservedRoom, Returns, Watch, views_at
-from infinistore.client.operations.disk_waits import AwaitDisk
+from infinistore.client.operations.disk_waits import AwaitDisk, await_removal
 from infinistore.client.options.options import Options
+from infinistore.client.removed import Followed, Removed
 from infinistore.client.requests import Batch, Found, Matched, Prefetched, check_all_there
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation
@@ -27,8 +29,9 @@ from infinistore.core.entry import NO_CHECKSUM
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
+from infinistore.core.removal_log import MAX_TOLD_KEYS, Told
 from infinistore.core.store import StoreCore
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
+from infinistore.errors import BufferTooSmall, ChecksumMismatch
 from infinistore.forks import FORKED, let_go_in_child
 from infinistore.protocol.effects import Pause
 from infinistore.sizes import in_units
@@ -136,7 +139,7 @@ class EmbeddedStore:
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self._closed:
-            raise StoreUnavailable(self._closed)
+            raise closed(self._closed)
 
 
 class EmbeddedOperations:
@@ -375,6 +378,14 @@ class EmbeddedOperations:
             left = self._core.retention.times_left(request.keys)
         return [0 if time_s is None else ceil(time_s * 1e6) if time_s else None for time_s in left]
 
+    async def removed(self, request: Removed) -> Followed:
+        """Ask which keys were removed, and wait for one."""
+        return await await_removal(self._lock, self._core.removal_log, self._told, request)
+
+    def _told(self, place: tuple[int, int]) -> Told:
+        core = self._core
+        return core.removal_log.told(place, MAX_TOLD_KEYS, core.index.contains_many)
+
     async def list_keys(self, request: requests.ListKeys) -> list[str]:
         """One page of keys, in code point order."""
         with self._lock:
@@ -410,6 +421,7 @@ class EmbeddedOperations:
         requests.TimesLeft: times_left,
         requests.Flush: flush,
         requests.Prefetch: prefetch,
+        Removed: removed,
         requests.ListKeys: list_keys,
         requests.Evict: evict,
         requests.Purge: purge,

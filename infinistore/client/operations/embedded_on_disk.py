@@ -15,8 +15,9 @@ from infinistore.client.operations.disk_waits import AwaitDisk
 from infinistore.client.operations.embedded import EmbeddedOperations, hold_token
 from infinistore.client.operations.embedded_disks import EmbeddedDisks
 from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
+from infinistore.core.removal_log import MAX_TOLD_KEYS, Told
 from infinistore.disk.fetching import Fetch
-from infinistore.disk.purging import Purging
+from infinistore.disk.purging import Purging, names_on_disk
 from infinistore.statistics import Stats
 
 __all__ = ["OperationsOnDisk"]
@@ -93,6 +94,10 @@ class OperationsOnDisk(EmbeddedOperations):
     def _release_hold(self, hold_id: int) -> bool:
         return self._disks.tier.release_hold(hold_id)
 
+    def _told(self, place: tuple[int, int]) -> Told:
+        tier = self._disks.tier
+        return tier.core.removal_log.told(place, MAX_TOLD_KEYS, tier.exists)
+
     async def prefetch(self, request: requests.Prefetch) -> Prefetched:
         """Have blocks read ahead."""
         with self._lock:
@@ -113,7 +118,9 @@ class OperationsOnDisk(EmbeddedOperations):
         """Delete keys; return how many were there."""
         with self._lock:
             disks = self._disks
+            on_disk = names_on_disk(disks.tier, request.keys)
             deletion = disks.tier.delete(request.keys, self._deadline)
+            disks.tier.core.removal_log.note(on_disk)
             done = disks.waiting(deletion.wait)
         await AwaitDisk(done)
         deletion.wait.check(in_time=True)
@@ -136,6 +143,8 @@ class OperationsOnDisk(EmbeddedOperations):
                 done = disks.waiting(wait)
             await AwaitDisk(done)
         purging.check()
+        with self._lock:
+            disks.tier.core.removal_log.end()  # what was on disk only has no names here
         return purging.deleted
 
     async def statistics(self, request: requests.GetStatistics) -> Stats:

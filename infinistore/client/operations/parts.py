@@ -6,11 +6,23 @@ from typing import Any
 
 from infinistore.client import requests
 from infinistore.client.movers.channel import Channel, expect
+from infinistore.client.removed import Followed, RemovedKeys
+from infinistore.client.removed import Removed as RemovedRequest
 from infinistore.errors import ProtocolError, ServerReplaced, StoreUnavailable, VersionMismatch
-from infinistore.protocol.messages import MISSING, Keys, Numbers, Pin, PinReply, TimesLeft, TimesLeftReply
+from infinistore.protocol.messages import (
+    MISSING,
+    Keys,
+    Numbers,
+    Pin,
+    PinReply,
+    Removed,
+    RemovedReply,
+    TimesLeft,
+    TimesLeftReply,
+)
 from infinistore.protocol.versions import Capability
 
-__all__ = ["check_ttl", "cuts", "not_all_over", "pin", "times_left"]
+__all__ = ["check_ttl", "cuts", "not_all_over", "pin", "removed", "times_left"]
 
 
 @contextmanager
@@ -56,6 +68,19 @@ async def pin(channel: Channel, request: requests.Pin) -> list[bool]:
         return expect(PinReply, await channel.ask(Pin(part, request.pinned))).pinned
 
     return list(map(bool, await _of_each(channel, request.keys, ask)))
+
+
+async def removed(channel: Channel, request: RemovedRequest) -> Followed:
+    """Ask which keys were removed."""
+    if Capability.REMOVALS not in channel.connection.peer.capabilities:
+        raise VersionMismatch(
+            "the server's release does not tell what it removes; ask with exists_many, or install this release there,"
+            " too"
+        )
+    log, number = request.places.get("", (0, 0))
+    reply = expect(RemovedReply, await channel.ask(Removed(log, number, wait_us=int(request.wait_s * 1e6))))
+    missed = None if reply.missed == MISSING else reply.missed
+    return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))
 
 
 async def times_left(channel: Channel, request: requests.TimesLeft) -> list[int | None]:

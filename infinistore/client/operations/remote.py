@@ -14,7 +14,8 @@ from infinistore.client.memory.views import Leased, PrivateBlocks, ReservedRoom,
 from infinistore.client.movers.base import Destination, GetPart, Handler, Mover, PutPart
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.operations.parts import check_ttl, cuts, not_all_over, pin, times_left
+from infinistore.client.operations.parts import check_ttl, cuts, not_all_over, pin, removed, times_left
+from infinistore.client.removed import Removed
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded, ProtocolError, ValueTooLarge
 from infinistore.protocol.codec import pack_u64
@@ -425,6 +426,7 @@ class RemoteOperations:
         requests.Delete: delete,
         requests.Pin: lambda self, request: pin(self._channel, request),
         requests.TimesLeft: lambda self, request: times_left(self._channel, request),
+        Removed: lambda self, request: removed(self._channel, request),
         requests.Flush: flush,
         requests.Prefetch: prefetch,
         requests.ListKeys: list_keys,

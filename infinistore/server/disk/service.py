@@ -24,7 +24,7 @@ from infinistore.core.store import StoreCore
 from infinistore.disk.answers import Prefetch, PrefixMatch
 from infinistore.disk.fetching import Fetch
 from infinistore.disk.guarded_tier import GuardedTier
-from infinistore.disk.purging import Purging
+from infinistore.disk.purging import Purging, names_on_disk
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Wait
@@ -200,7 +200,9 @@ class DiskService:
         """Delete keys from memory and disk, and wait until no crash can bring them
         back; return how many were there.
         """
+        on_disk = names_on_disk(self.tier, keys)
         deletion = self.tier.delete(keys, self._deadline(deadline_us))
+        self.tier.core.removal_log.note(on_disk)
         await self._settled(deletion.wait)
         deletion.wait.check(in_time=True)
         return deletion.deleted
@@ -216,6 +218,7 @@ class DiskService:
         for wait in purging.waits:
             await self._settled(wait)
         purging.check()
+        self.tier.core.removal_log.end()  # what was on disk only has no names here
         return purging.deleted
 
     async def _settled(self, wait: Wait) -> None:

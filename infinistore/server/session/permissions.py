@@ -36,6 +36,7 @@ ROLES: Final[Mapping[type[Message], frozenset[Role]]] = {
     messages.Prefetch: _READ,
     messages.Pin: _WRITE,  # it takes room from everybody
     messages.TimesLeft: _READ,
+    messages.Removed: _READ,
     messages.MapArenas: ALL_ROLES,  # for writing only with WRITE, and none without READ
     messages.MapTables: _EITHER,
     messages.Reserve: _WRITE,

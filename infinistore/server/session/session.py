@@ -37,6 +37,7 @@ from infinistore.protocol.messages import (
     MatchPrefixReply,
     Message,
     Purge,
+    Removed,
     Statistics,
     StatisticsReply,
     TakeOver,
@@ -48,6 +49,7 @@ from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
 from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection.removed import RemovalWaits
 from infinistore.server.movers.base import Handler
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.dispatch import open_movers
@@ -122,6 +124,7 @@ class Session:
         self._revoked = False
         self._replaced = ""
         self._holdings = Holdings(conversation)
+        self._removed = RemovalWaits(conversation)
         try:
             self._movers, handlers = open_movers(context.movers, conversation, self._holdings)
         except BaseException:
@@ -131,6 +134,7 @@ class Session:
             MatchPrefix: self._match_prefix,
             Statistics: self._statistics,
             Touch: self._touch,
+            Removed: self._removed.answer,
             **handlers,
         }
         giving = context.giving
@@ -200,6 +204,7 @@ class Session:
     def finish(self) -> None:
         """End the session after the current request, or at once if there is none."""
         self._finishing = True
+        self._removed.hurry()
         if self._connection.state is State.READY:
             self._scope.cancel()
 

@@ -1,0 +1,64 @@
+"""Iterators that `removals` of a store returns. They never end by themselves.
+
+A server that is gone is asked again and again, with the pauses of its circuit breaker;
+meanwhile batches say why it is not asked. Only closing the store ends the iteration.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
+
+__all__ = ["AsyncRemovals", "BlockingRemovals"]
+
+
+class _Following:
+    """Where an iteration is. `call` carries out a request."""
+
+    def __init__(self, call: Callable[..., Any], wait_s: float) -> None:
+        if not 0 < wait_s <= 3600:  # NaN is not, either
+            raise ValueError(f"wait_s is a number of seconds above 0, at most 3600, not {wait_s!r}")
+        self._call = call
+        self._wait_s = wait_s
+        self._places: Mapping[str, Place] = {}
+
+    def _request(self) -> Removed:
+        return Removed(self._places, self._wait_s)
+
+    def _take(self, followed: Followed) -> RemovedKeys:
+        self._places = followed.places
+        return followed.removed
+
+
+class AsyncRemovals(_Following):
+    """Batches of removed keys, for `async for`."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RemovedKeys:
+        try:
+            return self._take(await self._call(self._request()))
+        except (StoreUnavailable, DeadlineExceeded) as error:
+            return _problem(error)
+
+
+class BlockingRemovals(_Following):
+    """Batches of removed keys, for `for`."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RemovedKeys:
+        try:
+            return self._take(self._call(self._request()))
+        except (StoreUnavailable, DeadlineExceeded) as error:
+            return _problem(error)
+
+
+def _problem(error: StoreUnavailable | DeadlineExceeded) -> RemovedKeys:
+    """Return the batch that says why there is none; raise if the store is closed."""
+    if isinstance(error, StoreUnavailable) and error.store_is_closed:
+        raise error
+    return RemovedKeys(problem=str(error))

@@ -1,0 +1,187 @@
+"""Following removals, with each kind of client, embedded and with servers."""
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import trio
+
+import infinistore
+from infinistore import aio, blocking
+from infinistore.client import RemovedKeys
+from infinistore.errors import StoreUnavailable, VersionMismatch
+from infinistore.protocol import versions
+from infinistore.protocol.server_connection import ServerConnection
+from infinistore.server.session import handshake
+from tests.clients.stores import REMOTE, STORES, Loops
+from tests.clients.test_disks import with_disk
+from tests.ports import own_ports
+from tests.server.running import KIB, make_config, running_server
+
+BLOCK = b"x" * KIB
+
+
+def keys_of(batches: Iterator[RemovedKeys], count: int) -> list[str]:
+    """The next so many keys; no gap is among them."""
+    keys: list[str] = []
+    while len(keys) < count:
+        batch = next(batches)
+        assert not batch.gap
+        assert batch.problem == ""
+        keys += batch.keys
+    return keys
+
+
+def test_a_blocking_store_tells_what_is_removed(loops: Loops) -> None:
+    with loops.trio.entered(running_server) as server, blocking.open_store(server.url) as store:
+        check_blocking(store)
+
+
+def test_an_embedded_store_tells_what_is_removed() -> None:
+    with blocking.open_store(pool_bytes=1024 * KIB) as store:
+        check_blocking(store)
+
+
+def check_blocking(store: blocking.BlockingStore) -> None:
+    batches = store.removals()
+    assert next(batches) == RemovedKeys()
+    store.put_many({"a": BLOCK, "b": BLOCK, "c": BLOCK})
+    timer = threading.Timer(0.05, lambda: store.delete(["a"]))
+    timer.start()
+    assert keys_of(batches, 1) == ["a"]  # which it waits for
+    timer.join()
+    store.delete(["b"])
+    store.put("b", BLOCK)
+    store.evict(0, 0)
+    assert sorted(keys_of(batches, 2)) == ["b", "c"]
+    assert next(store.removals(wait_s=0.01)) == RemovedKeys()
+    quick = store.removals(wait_s=0.01)
+    assert [next(quick), next(quick)] == [RemovedKeys()] * 2
+
+
+@pytest.mark.parametrize("kind", ["trio", "asyncio"])
+@pytest.mark.parametrize("where", ["server", "embedded"])
+def test_an_asynchronous_store_tells_what_is_removed(loops: Loops, kind: str, where: str) -> None:
+    async def use(open_store: Any, url: str | None) -> list[str]:
+        options: dict[str, Any] = {"pool_bytes": 1024 * KIB} if url is None else {}
+        async with open_store(url, **options) as store:
+            await store.put("a", BLOCK)
+            told: list[str] = []
+            async for batch in store.removals(wait_s=0.05):
+                assert not batch.gap
+                told += batch.keys
+                if told:
+                    return told
+                await store.delete(["a"])
+        raise AssertionError
+
+    loop, opener = (loops.trio, infinistore.open_store) if kind == "trio" else (loops.asyncio, aio.open_store)
+    with loops.trio.entered(running_server) as server:
+        assert loop.run(use, opener, server.url if where == "server" else None) == ["a"]
+
+
+async def test_lookups_go_on_while_many_follow() -> None:
+    async with running_server() as server, infinistore.open_store(server.url) as store, trio.open_nursery() as nursery:
+        ended: list[str] = []
+
+        async def follow() -> None:
+            async for batch in store.removals():
+                if batch.keys:
+                    ended.extend(batch.keys)
+                    return
+
+        for _ in range(4):
+            nursery.start_soon(follow)
+        with trio.fail_after(8):
+            while len(server.core.removal_log.waiting) < 4:
+                await trio.lowlevel.checkpoint()
+            await store.put("a", BLOCK)
+            for _ in range(20):
+                assert await store.exists("a")
+            await store.delete(["a"])
+            while len(ended) < 4:
+                await trio.lowlevel.checkpoint()
+    assert ended == ["a"] * 4
+
+
+async def test_a_step_that_is_cancelled_loses_nothing() -> None:
+    async with running_server() as server, infinistore.open_store(server.url) as store:
+        batches = store.removals()
+        await anext(batches)
+        with trio.move_on_after(0.05) as scope:
+            await anext(batches)
+        assert scope.cancelled_caught
+        await store.put("a", BLOCK)
+        await store.delete(["a"])
+        assert (await anext(batches)).keys == ["a"]
+
+
+async def test_a_restart_is_a_gap_and_then_it_goes_on() -> None:
+    (port,) = own_ports(1)
+    config = make_config(service_port=port)
+    async with infinistore.open_store(f"tcp://127.0.0.1:{port}", lazy=True, deadline_s=2) as store:
+        async with running_server(config):
+            batches = store.removals(wait_s=0.5)
+            assert await anext(batches) == RemovedKeys()
+        lost = await anext(batches)
+        assert lost.problem
+        assert lost.keys == []
+        async with running_server(config):
+            with trio.fail_after(30):
+                while (batch := await anext(batches)).problem:
+                    pass
+            assert batch == RemovedKeys(missed=None)
+            assert batch.gap
+            await store.put("a", BLOCK)
+            await store.delete(["a"])
+            assert (await anext(batches)).keys == ["a"]
+
+
+def test_closing_the_store_ends_the_iteration(loops: Loops) -> None:
+    with loops.trio.entered(running_server) as server:
+        with blocking.open_store(server.url) as store:
+            batches = store.removals()
+            next(batches)
+        with pytest.raises(StoreUnavailable, match="closed"):
+            next(batches)
+    with blocking.open_store(pool_bytes=1024 * KIB) as store:
+        batches = store.removals()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        next(batches)
+
+
+@pytest.mark.parametrize("kind", ["server", "embedded"])
+def test_a_block_on_disk_is_not_removed_until_it_is_deleted(loops: Loops, kind: str, tmp_path: Path) -> None:
+    name = "threads" if kind == "server" else "embedded-threads"
+    with STORES[name](loops, with_disk(tmp_path / "disk"), {}, 1) as opened:
+        store = opened.store
+        batches = store.removals(wait_s=0.01)
+        next(batches)
+        store.put_many({"a": BLOCK, "b": BLOCK})
+        assert store.flush(["a", "b"]) == 2
+        assert store.evict(0, 0) == 2
+        assert next(batches) == RemovedKeys()
+        assert store.delete(["b"]) <= 1
+        assert keys_of(batches, 1) == ["b"]
+        store.purge()
+        assert next(batches).gap
+
+
+def test_an_older_server_is_refused_by_name(loops: Loops) -> None:
+    older = versions.Offer(versions.MINOR, versions.OFFER.capabilities & ~versions.Capability.REMOVALS)
+    with (
+        mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=older)),
+        REMOTE["shm-threads"](loops, make_config(), {}, 1) as opened,
+        pytest.raises(VersionMismatch, match="install this release there"),
+    ):
+        next(opened.store.removals())
+
+
+@pytest.mark.parametrize("wait_s", [0, -1, float("nan"), float("inf")])
+def test_a_wait_that_is_none_is_refused(wait_s: float) -> None:
+    with blocking.open_store(pool_bytes=1024 * KIB) as store, pytest.raises(ValueError, match="wait_s"):
+        store.removals(wait_s=wait_s)
