@@ -41,7 +41,9 @@ class AsyncRemovals(_Following):
         try:
             return self._take(await self._call(self._request()))
         except (StoreUnavailable, DeadlineExceeded) as error:
-            return _problem(error)
+            if _is_final(error):
+                raise
+            return RemovedKeys(problem=str(error))
 
 
 class BlockingRemovals(_Following):
@@ -54,11 +56,11 @@ class BlockingRemovals(_Following):
         try:
             return self._take(self._call(self._request()))
         except (StoreUnavailable, DeadlineExceeded) as error:
-            return _problem(error)
+            if _is_final(error):
+                raise
+            return RemovedKeys(problem=str(error))
 
 
-def _problem(error: StoreUnavailable | DeadlineExceeded) -> RemovedKeys:
-    """Return the batch that says why there is none; raise if the store is closed."""
-    if isinstance(error, StoreUnavailable) and error.store_is_closed:
-        raise error
-    return RemovedKeys(problem=str(error))
+def _is_final(error: StoreUnavailable | DeadlineExceeded) -> bool:
+    """Whether the store is closed, so that no later step succeeds."""
+    return isinstance(error, StoreUnavailable) and error.store_is_closed
