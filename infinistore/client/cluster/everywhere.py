@@ -107,7 +107,9 @@ async def removed(call: CallInView, request: Removed) -> Followed:
     outcomes: list[Outcome] = await call.ask([(index, short.at(node)) for index, node in enumerate(nodes)])
     if all(map(is_lost, outcomes)):
         await Sleep(short.wait_s)
-        raise outcomes[0].again() if outcomes else StoreUnavailable("the cluster has no nodes; start one")
+        if not outcomes:
+            raise StoreUnavailable("the cluster has no nodes; start one")
+        raise outcomes[0].again()
     places = {node: place for node, place in request.places.items() if node in nodes}
     missed: int | None = 0 if len(places) == len(request.places) else None
     found: dict[str, None] = {}
