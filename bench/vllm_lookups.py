@@ -1,11 +1,13 @@
-"""What the vLLM connector's look-ups take of vLLM's scheduler, without vLLM: prompts that
-are stored, and prompts of which nothing is.
+"""What the vLLM connector takes of vLLM's scheduler, without vLLM: prompts that are
+stored, and prompts of which nothing is.
 
     python bench/vllm_lookups.py [--tokens 2048] [--quick] [--json]
 
 The server is a process of its own on this machine. Beside each time stand the processor
 time of the scheduler's process, and the time of a ping: one `exists` of one key, in the
-same rounds. A request of vLLM is looked up once, and once a second while it waits.
+same rounds. A request of vLLM is looked up once, and once a second while it waits. What
+is found is loaded, in the next step; what is not is saved, here in two steps of half a
+prompt. `load` and `save` are all of that, the look-up included.
 """
 
 import argparse
@@ -38,6 +40,7 @@ MODELS = {
 }
 """Layers, tokens of a block, ranks of tensor parallelism."""
 VALUE = b"x" * 64
+COLUMNS = ("hit", "miss", "load", "save", "ping")
 
 
 @attrs.define(eq=False)
@@ -63,6 +66,7 @@ class Model:
         self._scheduler = SchedulerSide(store, names, record, groups=groups, reads=True, writes=True)
         self._stored = [random.Random(1).randrange(1 << 17) for _ in range(tokens + 1)]
         self._found = tokens // block_tokens * block_tokens
+        self._table = [list(range(1, 1 + tokens // block_tokens))]
         self._number = 0
         keys = names.all_keys(PrefixChain(block_tokens, group_blocks=names.group_blocks).extend(self._stored))
         for first in range(0, len(keys), 8192):
@@ -73,16 +77,43 @@ class Model:
         """Look up the prompt that is stored."""
         self._look_up(self._stored, self._found)
 
+    def load(self) -> None:
+        """Have it loaded."""
+        self._schedule(self._stored, self._found)
+
     def miss(self) -> None:
         """Look up one that is not."""
         self._look_up([-1 - self._number, *self._stored[1:]], 0)
 
+    def save(self) -> None:
+        """Have one saved that is not."""
+        self._schedule([-1 - self._number, *self._stored[1:]], 0)
+
     def _look_up(self, tokens: list[int], expected: int) -> None:
+        self._scheduler.finished(self._looked_up(tokens, expected))
+
+    def _looked_up(self, tokens: list[int], expected: int) -> Prompt:
         self._number += 1
         prompt = Prompt(str(self._number), tokens, len(tokens))
         found = self._scheduler.loadable_tokens(prompt, 0)
         assert found == expected, (found, expected)
-        self._scheduler.finished(prompt)
+        return prompt
+
+    def _schedule(self, tokens: list[int], expected: int) -> None:
+        prompt = self._looked_up(tokens, expected)
+        scheduler = self._scheduler
+        scheduler.allocated(prompt, self._table, expected)
+        if expected:
+            assert len(scheduler.plan({}, (), lambda _: self._table).loads) == 1
+            scheduler.loads_ended([prompt.request_id], ())
+            prompt.num_computed_tokens = expected
+        saved = 0
+        while left := min(len(tokens) - prompt.num_computed_tokens, len(tokens) // 2 + 1):
+            step = scheduler.plan({prompt.request_id: left}, (), lambda _: self._table)
+            saved += sum(len(save.blocks.hashes) for save in step.saves)
+            prompt.num_computed_tokens += left
+        assert saved == (0 if expected else len(self._table[0]))
+        scheduler.finished(prompt)
 
 
 @contextmanager
@@ -132,6 +163,8 @@ def main() -> None:
             things: dict[str, Callable[[], object]] = {
                 "hit": model.hit,
                 "miss": model.miss,
+                "load": model.load,
+                "save": model.save,
                 "ping": partial(store.exists, "ping"),
             }
             made[name] = measured(things, 30 if given.quick else 200)
@@ -141,12 +174,12 @@ def main() -> None:
         print(json.dumps({name: {"keys": keys[name], **row} for name, row in made.items()}, indent=2))
         return
     table = Table(title=f"look-ups of {given.tokens} tokens: ms (ms of the scheduler's processor)")
-    for column in ("model", "keys", "hit", "miss", "ping"):
+    for column in ("model", "keys", *COLUMNS):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, row in made.items():
-        cells = [f"{took:.3f} ({used:.3f})" for took, used in (row["hit"], row["miss"], row["ping"])]
+        cells = [f"{took:.3f} ({used:.3f})" for took, used in (row[column] for column in COLUMNS)]
         table.add_row(name, str(keys[name]), *cells)
-    Console(width=100 if not sys.stdout.isatty() else None).print(table)
+    Console(width=120 if not sys.stdout.isatty() else None).print(table)
 
 
 if __name__ == "__main__":
