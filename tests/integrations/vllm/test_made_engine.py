@@ -1,0 +1,351 @@
+"""What vLLM's own tests of connectors ask of a scheduler and a worker, asked of this
+one, of both its halves at once: vLLM's scheduler, and a store in a process of its own.
+
+The cases are those of vLLM's tests of the lifecycles of requests, of loads that fail,
+of caches that are polluted, and of statistics. `made_engine.py` says how an engine sees
+that a block holds what it should.
+"""
+
+import importlib.util
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from infinistore import blocking
+from infinistore.integrations.internal.prefix_keys import PrefixChain
+from tests.bad_days.servers import ServerProcess, running_server_process
+
+if TYPE_CHECKING:
+    from .made_engine import MadeEngine
+
+# What vLLM imports warns.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+BLOCK = 16
+Open = Callable[..., "MadeEngine"]
+
+
+@pytest.fixture
+def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Opens engines; all end with the test."""
+    from .made_engine import open_engine
+
+    with ExitStack() as stack:
+
+        def open_one(store: ServerProcess = server, **options: Any) -> "MadeEngine":
+            return stack.enter_context(open_engine(store.url, tmp_path, monkeypatch, **options))
+
+        yield open_one
+
+
+@pytest.fixture
+def store(server: ServerProcess) -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(server.url) as store:
+        yield store
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(2, 2000) for _ in range(tokens)]
+
+
+def answers(*prompts: Sequence[int], count: int = 4) -> list[list[int]]:
+    from .made_engine import answer_to
+
+    return [answer_to(each, count) for each in prompts]
+
+
+def stored_by(opened: Open, *prompts: Sequence[int], **options: Any) -> None:
+    """Have another engine compute and store these prompts."""
+    other = opened(**options)
+    other.ask(*prompts)
+    other.settle()
+    other.close()
+
+
+def test_a_stored_prompt_is_loaded_while_others_are_computed(opened: Open) -> None:
+    from vllm.v1.request import RequestStatus
+
+    known, new = prompt(1, 40), prompt(2, 40)
+    stored_by(opened, known)
+    engine = opened()
+    engine.loads_may_go.clear()
+
+    request = engine.submit(known)
+    other = engine.submit(new)
+    assert engine.finish(other) == answers(new)
+
+    # It has blocks, which nobody else finds as long as nothing is in them.
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert request.num_computed_tokens == 2 * BLOCK
+    assert not any(engine.is_cached(block) for block in engine.block_ids(request))
+    again = engine.submit(known)
+    engine.step()
+    assert again.num_computed_tokens in (0, 2 * BLOCK)
+    assert set(engine.block_ids(again)).isdisjoint(engine.block_ids(request))
+
+    engine.loads_may_go.set()
+    assert engine.finish(request, again) == answers(known, known)
+    assert engine.external() == (40 + 40 + 40, 2 * BLOCK + 2 * BLOCK)
+    engine.settle()
+    assert engine.ask(known) == answers(known)
+    assert engine.external()[1] == 2 * BLOCK + 2 * BLOCK  # vLLM has it itself now
+
+
+def test_of_a_prompt_that_is_stored_as_a_whole_the_last_token_is_computed(opened: Open) -> None:
+    known = prompt(3, 4 * BLOCK)
+    stored_by(opened, known)
+    engine = opened()
+
+    assert engine.ask(known) == answers(known)
+    assert engine.external()[1] in (3 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK)
+    engine.settle()
+
+
+def test_a_prompt_shorter_than_a_block_is_neither_looked_for_nor_stored(
+    opened: Open, store: blocking.BlockingStore
+) -> None:
+    engine = opened()
+    assert engine.ask(prompt(4, BLOCK - 1)) == answers(prompt(4, BLOCK - 1))
+    engine.settle()
+    assert engine.counted("written_bytes") == 0
+    assert not store.keys("vllm/")
+
+
+def test_where_there_is_no_room_for_a_load_it_waits_and_holds_nothing(opened: Open) -> None:
+    first, second = prompt(5, 6 * BLOCK + 3), prompt(6, 6 * BLOCK + 3)
+    stored_by(opened, first, second)
+    engine = opened(blocks=10)  # for one of them
+    engine.loads_may_go.clear()
+    requests = [engine.submit(first), engine.submit(second)]
+    engine.step()
+    assert len(engine.block_ids(requests[0])) >= 6
+    assert not engine.block_ids(requests[1])
+
+    engine.loads_may_go.set()
+    assert engine.finish(*requests) == answers(first, second)
+    assert engine.external()[1] == 12 * BLOCK
+    engine.settle()
+
+
+def test_blocks_of_a_request_that_is_given_up_while_it_loads_are_kept_until_the_load_has_ended(opened: Open) -> None:
+    known = prompt(7, 5 * BLOCK + 1)
+    stored_by(opened, known)
+    engine = opened()
+    engine.loads_may_go.clear()
+    request = engine.submit(known)
+    engine.step()
+    engine.abort(request)
+    for _ in range(3):
+        engine.step()
+    assert engine.free_blocks <= engine.all_blocks - 5
+    assert engine.ask(prompt(8, 30)) == answers(prompt(8, 30))
+
+    engine.loads_may_go.set()
+    engine.settle()
+    assert engine.ask(known) == answers(known)
+    engine.settle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("lost", [{0}, {0, 8}, {4, 8}, {8}])
+def test_what_cannot_be_read_is_computed_from_there_on_and_pollutes_no_cache(
+    opened: Open, store: blocking.BlockingStore, policy: str, lost: set[int]
+) -> None:
+    known = prompt(9, 9 * BLOCK + 5)
+    stored_by(opened, known)
+    engine = opened(policy=policy)  # vLLM's default would fail the request: the connector sees to that
+    engine.loads_may_go.clear()
+    request = engine.submit(known)
+    engine.step()
+    # Of these blocks, one layer of two.
+    gone = [block_hash for number, block_hash in enumerate(PrefixChain(BLOCK).extend(known)) if number in lost]
+    keys = [
+        key for key in store.keys("vllm/") if key.endswith("/0/0") and key.split("/")[-3] in gone
+    ]  # one layer of two
+    assert store.delete(keys) == len(lost)
+    engine.loads_may_go.set()
+
+    while not engine.scheduler.failed_recving_kv_req_ids:
+        engine.step()
+    assert request.num_computed_tokens == min(lost) * BLOCK
+    assert not any(engine.is_cached(block) for block in engine.block_ids(request)[min(lost) :])
+    assert engine.finish(request) == answers(known)
+    assert engine.counted("failed_reads") == 1
+
+    # Others get it from vLLM's own cache, and later engines from the store, which is
+    # whole again.
+    assert engine.ask(known, known) == answers(known, known)
+    engine.settle()
+    late = opened()
+    assert late.ask(known) == answers(known)
+    assert late.external()[1] == 9 * BLOCK
+    assert late.counted("failed_reads") == 0
+
+
+def test_damage_in_a_common_beginning_reaches_no_request(opened: Open, store: blocking.BlockingStore) -> None:
+    head = prompt(10, 4 * BLOCK)
+    several = [head + prompt(seed, 3 * BLOCK + seed) for seed in (11, 12, 13)]
+    stored_by(opened, *several)
+    for key in store.keys("vllm/"):
+        if hash(key) % 3 == 0:
+            store.put(key, b"too short")
+    engine = opened()
+    assert engine.ask(*several) == answers(*several)
+    engine.settle()
+    assert engine.ask(*several) == answers(*several)
+
+
+def test_a_finished_request_keeps_its_blocks_until_they_are_stored(opened: Open, mortal_server: ServerProcess) -> None:
+    known, given_up = prompt(14, 5 * BLOCK + 2), prompt(15, 5 * BLOCK + 2)
+    engine = opened(mortal_server)
+    engine.ask(prompt(16, 20))
+    engine.settle()
+    mortal_server.send_signal(signal.SIGSTOP)
+    try:
+        request, other = engine.submit(known, count=1), engine.submit(given_up)
+        engine.step()
+        engine.abort(other)
+        assert engine.finish(request) == answers(known, count=1)
+        for _ in range(3):
+            engine.step()
+        assert engine.free_blocks <= engine.all_blocks - 10
+    finally:
+        mortal_server.send_signal(signal.SIGCONT)
+    engine.settle()
+
+    decoder = opened(mortal_server, role="kv_consumer")
+    assert decoder.ask(known, given_up) == answers(known, given_up)
+    assert decoder.external()[1] == 10 * BLOCK
+    decoder.settle()
+    assert decoder.counted("written_bytes") == 0
+
+
+def test_requests_that_are_preempted_go_on_with_what_is_stored(opened: Open) -> None:
+    both = [prompt(seed, 5 * BLOCK) for seed in (17, 18)]
+    engine = opened(blocks=15, save_generated=True, caching=False)
+    requests = [engine.submit(each, count=40) for each in both]
+    assert engine.finish(*requests) == answers(*both, count=40)
+    assert engine.preempted
+    assert engine.counted("read_bytes") > 0
+    engine.settle()
+
+
+def test_shut_down_while_blocks_are_being_written_and_read(opened: Open) -> None:
+    known = prompt(19, 8 * BLOCK + 1)
+    engine = opened()
+    engine.finish(engine.submit(known, count=1))
+    engine.close()  # and what was to be written is
+
+    late = opened()
+    late.loads_may_go.clear()
+    request = late.submit(known)
+    late.step()
+    assert request.num_computed_tokens == 8 * BLOCK
+    late.close()
+
+
+def test_a_store_that_dies_in_the_middle_costs_a_computation(opened: Open, mortal_server: ServerProcess) -> None:
+    known = prompt(20, 6 * BLOCK + 1)
+    stored_by(opened, known, store=mortal_server)
+    engine = opened(mortal_server)
+    engine.loads_may_go.clear()
+    request = engine.submit(known)
+    engine.step()
+    mortal_server.kill()
+    engine.loads_may_go.set()
+    assert engine.finish(request) == answers(known)
+    assert engine.ask(prompt(21, 50)) == answers(prompt(21, 50))
+    engine.settle()
+
+
+def test_the_statistics_of_both_halves_reach_vllms_own(opened: Open) -> None:
+    known = prompt(22, 5 * BLOCK + 4)
+    first = opened()
+    first.ask(known)
+    first.settle()
+    engine = opened()
+    engine.ask(known)
+    engine.settle()
+
+    block_bytes = 2 * BLOCK * 4  # of one layer
+    assert first.counted("looked_up_tokens") == engine.counted("looked_up_tokens") == len(known)
+    assert (first.counted("hit_tokens"), engine.counted("hit_tokens")) == (0, 5 * BLOCK)
+    assert (first.counted("written_bytes"), engine.counted("read_bytes")) == (5 * 2 * block_bytes,) * 2
+    told = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
+    assert sum(len(each["times"].get("look_up", ())) for each in told) == 1
+    assert sum(len(each["times"].get("read", ())) for each in told) == 1
+
+
+def test_a_reset_deletes_what_is_stored_and_nothing_old_is_answered(
+    opened: Open, store: blocking.BlockingStore
+) -> None:
+    known = prompt(23, 4 * BLOCK + 1)
+    engine, other = opened(), opened(namespace="other")
+    for each in (engine, other):
+        each.ask(known)
+        each.settle()
+    kept = store.keys("vllm/other/")
+    assert len(kept) == 8
+
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+    assert store.keys("vllm/") == kept
+    before = engine.external()[1]
+    assert engine.ask(known) == answers(known)
+    assert engine.external()[1] == before
+    engine.settle()
+    assert len(store.keys("vllm/")) == 2 * len(kept)  # and it is stored again
+
+
+def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_server: ServerProcess) -> None:
+    engine = opened(mortal_server)
+    engine.ask(prompt(24, 40))
+    engine.settle()
+    mortal_server.kill()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int) -> None:
+    """Prompts with beginnings in common, two engines, little room, blocks that are lost
+    or damaged, requests that are given up.
+    """
+    generator = random.Random(seed)
+    heads = [prompt(100 * seed + number, BLOCK * number) for number in range(1, 5)]
+    with running_server_process("--prealloc-size", "1MiB") as small, blocking.open_store(small.url) as store:
+        engines = [opened(small, blocks=26, save_generated=bool(seed % 2)) for _ in range(2)]
+        waiting: list[tuple[MadeEngine, Any, list[int]]] = []
+        for turn in range(120):
+            engine = generator.choice(engines)
+            event = generator.random()
+            if event < 0.3:
+                asked = generator.choice(heads) + prompt(1000 + generator.randrange(6), generator.randrange(1, 60))
+                waiting.append((engine, engine.submit(asked, count=generator.randrange(1, 30)), asked))
+            elif event < 0.35 and waiting:
+                owner, request, _ = waiting.pop(generator.randrange(len(waiting)))
+                owner.abort(request)
+            elif event < 0.4 and (keys := store.keys("vllm/")):
+                chosen = generator.sample(keys, min(4, len(keys)))
+                store.delete(chosen) if turn % 2 else store.put_many(dict.fromkeys(chosen, b"too short"))
+            elif event < 0.5:
+                engine.loads_may_go.clear() if turn % 2 else engine.loads_may_go.set()
+            engine.step()
+        for engine in engines:
+            engine.loads_may_go.set()
+        for engine, request, asked in waiting:
+            assert engine.finish(request) == answers(asked, count=request.max_tokens)
+        assert len(waiting) > 10
+        assert sum(engine.external()[1] for engine in engines) > 0
+        for engine in engines:
+            engine.settle()
+            engine.close()
