@@ -185,3 +185,24 @@ def test_an_older_server_is_refused_by_name(loops: Loops) -> None:
 def test_a_wait_that_is_none_is_refused(wait_s: float) -> None:
     with blocking.open_store(pool_bytes=1024 * KIB) as store, pytest.raises(ValueError, match="wait_s"):
         store.removals(wait_s=wait_s)
+
+
+async def test_a_cluster_tells_what_any_node_removes_and_a_quiet_one_is_not_lost() -> None:
+    async with running_server() as one, running_server() as two:
+        hosts = ",".join(f"127.0.0.1:{server.server.addresses.port}" for server in (one, two))
+        async with infinistore.open_store(f"infinistore+static://{hosts}") as store:
+            batches = store.removals()
+            for _ in range(8):
+                assert await anext(batches) == RemovedKeys()
+            keys = [f"k{number}" for number in range(40)]
+            await store.put_many(dict.fromkeys(keys, BLOCK))
+            await store.delete(keys)
+            told: list[str] = []
+            while len(told) < len(keys):
+                batch = await anext(batches)
+                assert (batch.gap, batch.problem) == (False, "")
+                told += batch.keys
+            assert sorted(told) == sorted(keys)
+            assert one.core.removal_log.next > 0 < two.core.removal_log.next
+            two.core.removal_log.end()
+            assert (await anext(batches)).gap

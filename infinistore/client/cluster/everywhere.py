@@ -19,9 +19,9 @@ from infinistore.summed_statistics import summed
 __all__ = ["HANDLERS"]
 
 _T = TypeVar("_T")
-_REMOVAL_WAIT_S: Final = 1.0
-"""How long each node waits for a removal: a removal on one is told when all others have
-answered, too."""
+_WAIT_SHARE: Final = 0.5
+"""How long each node waits for a removal, as a part of `lookup_deadline_s`: one that is
+silent for longer than that counts as lost."""
 
 
 async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]:
@@ -93,7 +93,7 @@ async def statistics(call: CallInView, request: GetStatistics) -> Stats:
 
 
 async def removed(call: CallInView, request: Removed) -> Followed:
-    """Ask all nodes which keys were removed, and wait a second for one at most; tell
+    """Ask all nodes which keys were removed, and wait a moment for one; tell
     those that no node has.
 
     A node that has joined, left or lost its log makes a gap. One that does not answer
@@ -103,7 +103,7 @@ async def removed(call: CallInView, request: Removed) -> Followed:
         StoreUnavailable: no node answers.
     """
     nodes = [node.node.id for node in call.view.nodes]
-    short = attrs.evolve(request, wait_s=min(request.wait_s, _REMOVAL_WAIT_S))
+    short = attrs.evolve(request, wait_s=min(request.wait_s, _WAIT_SHARE * call.calls.lookup_s))
     outcomes: list[Outcome] = await call.ask([(index, short.at(node)) for index, node in enumerate(nodes)])
     if all(map(is_lost, outcomes)):
         await Sleep(short.wait_s)
