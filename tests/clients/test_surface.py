@@ -9,8 +9,9 @@ from infinistore.client.api import store as async_store
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.api.store import AsyncStore
 
-BLOCKS = {"lease", "reserve"}
-"""Methods that return a context manager: one for `async with`, or one for `with`."""
+BLOCKS = {"lease", "removals", "reserve"}
+"""Methods that return a context manager, for `async with` or `with`, or an iterator,
+for `async for` or `for`."""
 
 ATTRIBUTES = {"is_cluster", "verifies"}
 AT_ONCE = ATTRIBUTES | {"has_registered", "mapped_arenas"}

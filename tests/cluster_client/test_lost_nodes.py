@@ -1,5 +1,7 @@
 """A lost node: what it has is missing, and nothing else is; puts say what they did."""
 
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -12,6 +14,7 @@ from infinistore.client.cluster.calls import CallInView, ClusterCalls
 from infinistore.client.cluster.nodes import PING, Nodes
 from infinistore.client.cluster.reads import lease, read
 from infinistore.client.connection.calls import Calls
+from infinistore.client.drivers.blocking_cluster import PatientStream
 from infinistore.client.options.options import Options
 from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
 from infinistore.cluster.view import Node, NodeState
@@ -250,3 +253,18 @@ def test_a_call_waits_for_a_silent_node_once_wherever_its_keys_may_be(request_fo
     assert asked == Counter("abcd")
     assert calls.counters.lost_reads == len(NAMES)
     assert not any(found.handed if isinstance(request, Lease) else found)
+
+
+def test_an_answer_that_came_while_its_client_waited_for_a_core_is_no_silence() -> None:
+    left, right = socket.socketpair()
+    stream = PatientStream(left, 0, lambda: None, 0.4)
+    right.send(b"two answers")
+    byte = bytearray(1)
+    for overdue_s in (2, 1):  # the deadlines of two calls
+        stream.deadline = time.monotonic() - overdue_s
+        assert stream.receive_into([memoryview(byte)]) == 1
+        with pytest.raises(TimeoutError):
+            stream.receive_into([memoryview(byte)])
+    assert byte == b"w"
+    stream.close()
+    right.close()

@@ -66,21 +66,6 @@ def test_a_receive_gives_up_at_its_deadline(deadline_s: float) -> None:
     right.close()
 
 
-def test_what_is_there_when_the_time_is_over_is_taken_once() -> None:
-    """The process may have waited for a core since it came."""
-    left, right = pair()
-    right.send_all([memoryview(b"answer")])
-    byte = bytearray(1)
-    for deadline in (time.monotonic() - 2, time.monotonic() - 1):  # of two calls
-        left.deadline = deadline
-        assert left.receive_into([memoryview(byte)]) == 1
-        with pytest.raises(TimeoutError):
-            left.receive_into([memoryview(byte)])
-    assert byte == b"n"
-    left.close()
-    right.close()
-
-
 @pytest.mark.parametrize("deadline_s", [-1.0, 0.0, 0.001])
 def test_a_send_gives_up_at_its_deadline(deadline_s: float) -> None:
     left, right = pair(deadline_s)

@@ -43,8 +43,6 @@ class BlockingSocketStream:
     def __init__(self, sock: socket.socket, spin_us: Spin = ADAPTIVE) -> None:
         self.socket = sock
         self.deadline = 0.0
-        self._overdue = -1.0
-        """The last deadline after which something was still there to be received."""
         self._spinner = Spinner(spin_us)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -146,18 +144,8 @@ class BlockingSocketStream:
     def _wait(self, until_ready: select.poll) -> None:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            self._look_once_more(until_ready)
-            return
-        until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
-
-    def _look_once_more(self, until_ready: select.poll) -> None:
-        """Raise `TimeoutError` unless something is there already: this process may have
-        waited for a core since it came. Once for each deadline, so that a peer that
-        sends bit by bit puts it off no further.
-        """
-        if self._overdue == self.deadline or not until_ready.poll(0):
             raise TimeoutError
-        self._overdue = self.deadline
+        until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
 
 
 def connect_tcp(host: str, port: int, deadline: float, *, spin_us: Spin = ADAPTIVE) -> BlockingSocketStream:

@@ -27,7 +27,7 @@ from infinistore.new_threads import start_thread
 from infinistore.settings import Spin
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
-__all__ = ["ClusterBlockingStore"]
+__all__ = ["ClusterBlockingStore", "PatientStream"]
 
 _T = TypeVar("_T")
 
@@ -182,12 +182,16 @@ def _connect(options: Options, store: Callable[[], Any], url: StoreUrl, deadline
         found = connect_unix(url.path, soon) if url.path else connect_tcp(url.host, url.port, soon)
     except TimeoutError:
         raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
-    return _PatientStream(found.socket, options.spin_us, store, patience_s)
+    return PatientStream(found.socket, options.spin_us, store, patience_s)
 
 
-class _PatientStream(BlockingSocketStream):
+class PatientStream(BlockingSocketStream):
     """A stream that makes sure from time to time that the other end is there, while it
     waits for it.
+
+    What is there when the time is over counts: this process may have waited for a core
+    since it came, and a node that answers would be taken for a silent one. It counts
+    once for each deadline, so that a node that sends bit by bit puts it off no further.
     """
 
     def __init__(self, sock: socket.socket, spin_us: Spin, store: Callable[[], Any], patience_s: float) -> None:
@@ -195,13 +199,20 @@ class _PatientStream(BlockingSocketStream):
         self._store = store
         self._ping_s = patience_s
         self._patience_s = SILENT_AFTER * patience_s
+        self._overdue = -1.0
+        """The last deadline after which something was still there to be received."""
 
     def _wait(self, until_ready: select.poll) -> None:
         while self.deadline - time.monotonic() > self._patience_s:
             if until_ready.poll(self._patience_s * 1000):
                 return
             self._check_there()
-        super()._wait(until_ready)
+        try:
+            super()._wait(until_ready)
+        except TimeoutError:
+            if until_ready is self._writable or self._overdue == self.deadline or not until_ready.poll(0):
+                raise
+            self._overdue = self.deadline
 
     def _check_there(self) -> None:
         store = self._store()
