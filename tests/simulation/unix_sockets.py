@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.simulation.network import Network, NetworkSettings
 from tests.simulation.processes import Processes
-from tests.simulation.streams import SimulatedStream
+from tests.simulation.streams import Connection, Pipe, SimulatedStream
 from tests.simulation.world import World
 
 __all__ = ["UnixNetwork"]
@@ -27,6 +27,13 @@ class UnixStream(SimulatedStream):
     """
 
     passes_descriptors = True
+
+    def __init__(self, connection: Connection, outgoing: Pipe, incoming: Pipe, *, from_client: bool) -> None:
+        super().__init__(connection, outgoing, incoming, from_client=from_client)
+        if from_client:
+            # As many notices as are sent at once: the kernel has room for a thousand
+            # times as many.
+            outgoing.capacity_bytes = max(outgoing.capacity_bytes, _LEAST_FOR_NOTICES)
 
     async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
         """Send all of these views, in order. A system call is a fence."""
@@ -76,12 +83,6 @@ class UnixStream(SimulatedStream):
     def fileno(self) -> int:
         """Say that there is no descriptor."""
         return -1
-
-    def setsockopt(self, *_: Any) -> None:
-        """Make the buffer large enough for as many notices as are sent at once. The
-        kernel has room for a thousand times as many.
-        """
-        self.outgoing.capacity_bytes = max(self.outgoing.capacity_bytes, _LEAST_FOR_NOTICES)
 
     def getsockopt(self, level: int, option: int, length: int) -> bytes:
         """Tell the process, user and group of the other end."""
