@@ -198,3 +198,17 @@ def test_a_pin_that_misses_a_node_says_so_and_holds_elsewhere(three: Cluster) ->
         with pytest.raises(StoreUnavailable, match="not everything was pinned"):
             store.pin(KEYS)
         assert store.stats().store.protected_keys == len(KEYS) - len(lost) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpinning_reaches_nodes_that_had_a_key_before_it_moved(kind: str, three: Cluster) -> None:
+    for member in three.members:
+        with blocking.open_store(f"tcp://{member.address}") as once:
+            once.put_many(dict.fromkeys(KEYS, b"x" * 100))
+            assert once.pin(KEYS) == len(KEYS)
+
+    async def unpin(store: Any) -> None:
+        assert await store.unpin([*KEYS, "missing"]) == len(KEYS)
+        assert (await store.stats()).store.protected_keys == 0
+
+    run_with_store(kind, three.url(), unpin, **CALM)

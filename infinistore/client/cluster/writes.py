@@ -99,14 +99,19 @@ async def delete(call: CallInView, request: Delete) -> int:
         count = -1
     else:
         count = sum(place >= 0 for place in await present_anywhere(call, list(dict.fromkeys(keys))))
-        by_node: dict[int, list[int]] = {}
-        for position, places in enumerate(places_of(call, keys)):
-            for index in places:
-                by_node.setdefault(index, []).append(position)
-        parts = [*by_node.items()]
+        parts = _by_node(call, keys)
     outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
     check_done(call, [index for index, _ in parts], outcomes, "deleted")
     return sum(outcomes) if count < 0 else count
+
+
+def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
+    """Return each node that may have some of these keys, and their positions."""
+    by_node: dict[int, list[int]] = {}
+    for position, places in enumerate(places_of(call, keys)):
+        for index in places:
+            by_node.setdefault(index, []).append(position)
+    return [*by_node.items()]
 
 
 def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:
@@ -136,16 +141,16 @@ async def flush(call: CallInView, request: Flush) -> int:
 
 
 async def pin(call: CallInView, request: Pin) -> list[bool]:
-    """Pin or unpin keys wherever they are; tell for each whether any node has done so.
+    """Pin keys where they belong, or unpin them wherever they are, which may be where
+    they belonged before; tell for each whether any node has done so.
 
     Raises:
         StoreUnavailable: a node could not be reached. The others have done their part.
     """
-    by_node: dict[int, list[int]] = {}
-    for position, places in enumerate(places_of(call, request.keys)):
-        for index in places:
-            by_node.setdefault(index, []).append(position)
-    parts = [*by_node.items()]
+    if request.pinned:
+        parts = _by_node(call, request.keys)
+    else:
+        parts = [(index, range(len(request.keys))) for index in range(len(call.view.nodes))]
     outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
     check_done(call, [index for index, _ in parts], outcomes, "pinned" if request.pinned else "unpinned")
     done = [False] * len(request.keys)
