@@ -287,6 +287,7 @@ class _Run:
     async def _look_with(self, workloads: Sequence[Workload]) -> None:
         """Let clients that see the same keys look at the cluster."""
         with trio.move_on_after(_HEALED_WITHIN_S) as limit:
+            await workloads[0].unpin_all()  # a node may have been away when its keys were unpinned
             for number in range(self.scenario.workload.keys):
                 key = self.scenario.workload.key(number)
                 value = await workloads[number % len(workloads)].put_until_done(key)

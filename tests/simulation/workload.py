@@ -167,8 +167,7 @@ class Workload:
 
     async def succeeds(self) -> bool:
         """Put a short block and read it until both have succeeded; then read all."""
-        if "unpin" in self.settings.methods:
-            await self._unpin_all()
+        await self.unpin_all()
         key = self._key()
         for pause_s in repeat(0.5):
             put = await self._put_value(key, min(self.settings.value_bytes))
@@ -330,8 +329,10 @@ class Workload:
                 await self._put_value(key)
         return await self._read([kept])
 
-    async def _unpin_all(self) -> None:
-        """Unpin everything, until that has succeeded."""
+    async def unpin_all(self) -> None:
+        """Unpin everything, until that has succeeded, if anything is ever pinned."""
+        if "unpin" not in self.settings.methods:
+            return
         for pause_s in repeat(0.5):
             keys = self._keys
             if (await self._call("unpin", keys, lambda _: self.store.unpin(self._keys), unpins=keys)).error is None:
