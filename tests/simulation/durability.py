@@ -113,8 +113,11 @@ class _Durability:
 
     def _made_durable(self, name: str, put: Call, until_s: float) -> bool:
         """Whether the server that carried out a put was told to make it durable, and
-        did. The next one may have had an older value, and made that durable.
+        did. The next one may have had an older value, and made that durable. And what
+        is durable may be a later block that was corrupted.
         """
+        if any(key == name and one.latest_s > put.begun for key, one in self._history.corrupted_puts):
+            return False
         number = self._number_at(put.ended)
         return any(
             put.ended <= one.begun and one.ended <= until_s and self._number_at(one.begun) == number

@@ -62,6 +62,26 @@ def test_an_older_block_that_comes_back_after_its_successor_was_durable_is_found
     assert found(past.problems(), "call 1 had replaced it durably")
 
 
+def test_an_older_block_may_come_back_where_a_corrupted_one_became_durable(past: DiskPast) -> None:
+    past.put(b"a", "k0")
+    past.put(b"b", "k0")
+    past.history.corrupted_puts.append(("k0", past.put(b"c", "k0")))
+    past.flush("k0")
+    past.crash()
+    past.get(b"a")
+    assert past.problems() == []
+
+
+def test_an_older_block_may_not_come_back_after_a_corrupted_one_was_replaced(past: DiskPast) -> None:
+    past.put(b"a", "k0")
+    past.history.corrupted_puts.append(("k0", past.put(b"b", "k0")))
+    past.put(b"c", "k0")
+    past.flush("k0")
+    past.crash()
+    past.get(b"a")
+    assert found(past.problems(), "call 2 had replaced it durably")
+
+
 def test_a_deleted_block_that_comes_back_is_found(past: DiskPast) -> None:
     past.put(b"a", "k0")
     past.delete("k0")
