@@ -236,8 +236,8 @@ PLANTED = [
     Planted(
         "a deletion sent to one copy only",
         "infinistore.client.cluster.writes",
-        "            for index in places:\n",
-        "            for index in places[:1]:\n",
+        "        for index in places:\n            by_node",
+        "        for index in places[:1]:\n            by_node",
     ),
     Planted(
         "a put that counts a lost node as done",
