@@ -277,6 +277,7 @@ class RegisteredCluster(Plug):
         self.etcd.apart.add(member)
 
         def join() -> None:
+            self._disturb("etcd", 0.0)  # what has waited at this member is carried out now
             self.etcd.apart.discard(member)
             self.etcd.told()
 
