@@ -1,9 +1,10 @@
 """What is stored and what is gone, for routers that send a request where its prefix is.
 
 The scheduler's half collects changes here. A block is stored when every worker has
-written its part of it, or when a look-up has found it. It is gone when a look-up, a
-load or a sweep has missed it, or the store was reset. A sweep asks for a few blocks at
-a time, so that evictions are noticed that no request meets.
+written its part of it, or when a look-up has found it. It is gone when the store tells
+that it has removed it, when a look-up, a load or a sweep has missed it, or when the
+store was reset. A sweep asks for a few blocks at a time, so that in the end it is
+noticed, too, what the store could not tell.
 
 What is known is bounded: the blocks known for longest are told as gone, and no longer
 watched. A router that believes that sends a request elsewhere, which costs time only.
@@ -11,19 +12,22 @@ watched. A router that believes that sends a request elsewhere, which costs time
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import attrs
 
-from infinistore.blocking import BlockingStore
-from infinistore.errors import InfiniStoreException
+from infinistore.blocking import BlockingStore, RemovedKeys
+from infinistore.errors import InfiniStoreException, VersionMismatch
 from infinistore.integrations.internal.record import Record
 
 __all__ = ["BlockEvents", "Change", "SavedBlocks", "Sweeper"]
 
 _SWEPT_AT_ONCE = 128
+_REMOVALS_WITHIN_S = 0.001
+_MOST_BATCHES = 16
+"""Of removed keys, in one question: more are asked for the next time."""
 
 
 @attrs.frozen
@@ -134,9 +138,11 @@ class BlockEvents:
 
 class Sweeper:
     """Asks a store in a thread of its own which blocks are gone, one question at a
-    time, and at most one in `pause_s`.
+    time, and at most one in `pause_s`: which keys it has removed since the last, and
+    whether a few blocks are there.
 
-    `keys_of` returns some keys of each block, and how many each has.
+    `keys_of` returns some keys of each block, and how many each has; `blocks_with`
+    returns the blocks that have some of these keys.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class Sweeper:
         record: Record,
         events: BlockEvents,
         keys_of: Callable[[Sequence[str]], tuple[list[str], int]],
+        blocks_with: Callable[[Sequence[str]], list[str]],
         *,
         clock: Callable[[], float],
         pause_s: float = 1.0,
@@ -153,6 +160,8 @@ class Sweeper:
         self._record = record
         self._events = events
         self._keys_of = keys_of
+        self._blocks_with = blocks_with
+        self._removals: Iterable[RemovedKeys] = store.removals(_REMOVALS_WITHIN_S)
         self._clock = clock
         self._pause_s = pause_s
         self._next_s = clock() + pause_s
@@ -177,9 +186,26 @@ class Sweeper:
     def _ask(self, hashes: Sequence[str]) -> list[str]:
         keys, each = self._keys_of(hashes)
         try:
+            removed = self._blocks_with(self._removed())
             there = self._store.exists_many(keys)
         except InfiniStoreException as error:
             self._record.failed("sweep", error)
             return []
         self._record.succeeded("sweep")
-        return [block for number, block in enumerate(hashes) if not all(there[number * each : (number + 1) * each])]
+        return removed + [
+            block for number, block in enumerate(hashes) if not all(there[number * each : (number + 1) * each])
+        ]
+
+    def _removed(self) -> list[str]:
+        """Return the keys that the store has removed since the last question; of a
+        store that cannot tell them, none.
+        """
+        keys: list[str] = []
+        try:
+            for batch in itertools.islice(self._removals, _MOST_BATCHES):
+                keys += batch.keys
+                if not batch.keys:
+                    break
+        except VersionMismatch:
+            self._removals = ()
+        return keys

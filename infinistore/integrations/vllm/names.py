@@ -10,7 +10,7 @@ In a cluster, HASH begins with the hash tag of its group of blocks: `{TAG}HASH`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -47,6 +47,14 @@ class BlockNames:
     def key(self, block_hash: str, shard: int, layer: str) -> str:
         """Return the key of one shard of one layer of a block."""
         return f"{self.prefix}/{block_hash}/{shard}/{layer}"
+
+    def block_of(self, key: str, layers: Container[str]) -> str | None:
+        """Return the hash of the block that has this key of one of these layers; None
+        if it is another key.
+        """
+        own = f"{self.prefix}/"
+        block, _, shard_and_layer = key[len(own) :].partition("/")
+        return block if key.startswith(own) and shard_and_layer.partition("/")[2] in layers else None
 
     def some_keys(self, hashes: Sequence[str], layers: Sequence[str] = (), *, most: int) -> tuple[list[str], int]:
         """Return keys of these layers (or of all), block by block, and how many each

@@ -119,7 +119,9 @@ class SchedulerSide:
         self._told = next((place for place, group in enumerate(groups) if group.is_full), None)
         """The group of which changes are told."""
         self._events = events if self._told is not None else None
-        self._sweeper = Sweeper(store, record, self._events, self._keys_of_told, clock=clock) if self._events else None
+        self._sweeper: Sweeper | None = None
+        if self._events is not None:
+            self._sweeper = Sweeper(store, record, self._events, self._keys_of_told, self._told_with, clock=clock)
 
     def learn_layers(self, stages: Iterable[Mapping[int, Sequence[str]]]) -> None:
         """Learn the layers of all stages of a pipeline, in their order: of each stage
@@ -353,6 +355,12 @@ class SchedulerSide:
     def _keys_of_told(self, hashes: Sequence[str]) -> tuple[list[str], int]:
         assert self._told is not None
         return self._names.some_keys(hashes, self._groups[self._told].layers, most=4 * len(hashes))
+
+    def _told_with(self, keys: Sequence[str]) -> list[str]:
+        assert self._told is not None
+        layers = frozenset(self._groups[self._told].layers)
+        blocks = dict.fromkeys(self._names.block_of(key, layers) for key in keys)
+        return [block for block in blocks if block is not None]
 
     def _wanted(self, tracked: _Tracked, group: Group, first: int, full: int) -> set[int]:
         """Return which blocks of a group a later request may need."""

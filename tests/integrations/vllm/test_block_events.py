@@ -42,9 +42,9 @@ def told(events: BlockEvents) -> list[tuple[str, list[object], object]]:
 class Engine:
     """A scheduler and the workers of two shards."""
 
-    def __init__(self, store: blocking.BlockingStore, **options: int) -> None:
+    def __init__(self, store: blocking.BlockingStore, events: BlockEvents | None = None, **options: int) -> None:
         self.now = 0.0
-        self.events = BlockEvents(2, describe, **options)
+        self.events = events or BlockEvents(2, describe, **options)
         names = make_names(shards=2)
         self.scheduler: SchedulerSide = make_scheduler(store, names, events=self.events, clock=lambda: self.now)
         self.workers: list[WorkerSide] = [
@@ -173,6 +173,31 @@ def test_a_sweep_tells_of_evictions_that_no_request_meets(store: blocking.Blocki
     while not gone:  # asks once a second of this clock, and notes the answer when it is there
         engine.now += 1.0
         engine.scheduler.plan({}, (), lambda _: ())
+        gone = told(engine.events)
+    assert gone == [("gone", [115], None)]
+    engine.scheduler.close()
+
+
+class SweepsNothing(BlockEvents):
+    """Asks for a block that is always there."""
+
+    def next_to_sweep(self, count: int) -> list[str]:
+        return super().next_to_sweep(1) and [hash_of(0)]
+
+
+def test_what_the_store_removes_is_told_without_a_sweep(store: blocking.BlockingStore) -> None:
+    engine = Engine(store, events=SweepsNothing(2, describe))
+    engine.compute(TOKENS)
+    told(engine.events)
+    layer, *_ = engine.names.layers
+    keys = [engine.names.key(hash_of(3), 1, layer), engine.names.key(hash_of(2), 0, "layer of another group"), "other"]
+
+    gone: list[tuple[str, list[object], object]] = []
+    while not gone:
+        engine.now += 1.0
+        engine.scheduler.plan({}, (), lambda _: ())
+        store.put_many(dict.fromkeys(keys, b"x"))
+        store.delete(keys)  # told is what is removed after the first question
         gone = told(engine.events)
     assert gone == [("gone", [115], None)]
     engine.scheduler.close()
