@@ -1,10 +1,12 @@
 """vLLM on a CPU, as `engine_process` runs it: settings are arguments of `vllm.LLM`, on
-top of what suits a small model.
+top of what suits a small model. Its log says how many tokens are in a block, which
+depends on the processor for models with states.
 
 python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}'
 """
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ def running(settings: dict[str, Any]) -> Iterator[Ask]:
     if "kv_events_config" in settings:
         settings = {**settings, "kv_events_config": KVEventsConfig(**settings["kv_events_config"])}
     engine: Any = LLM(**{**_SETTINGS, **settings}).llm_engine
+    print(f"blocks of {engine.vllm_config.cache_config.block_size} tokens", file=sys.stderr)
     yield lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
     engine.engine_core.shutdown()
 
