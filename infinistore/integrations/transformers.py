@@ -5,8 +5,8 @@
 
     with blocking.open_store("infinistore://127.0.0.1:22345") as store:
         cache, matched = load_cache(store, model, token_ids)
-        output = model(torch.tensor([token_ids[matched:]]), past_key_values=cache, use_cache=True)
-        save_cache(store, model, token_ids, output.past_key_values)
+        output = model(torch.tensor([token_ids[matched:]]), cache=cache, use_cache=True)
+        save_cache(store, model, token_ids, output.cache)
 
 A value is one block of tokens: for each layer its keys, then its values, each as
 [heads, tokens, head size]. Keys and values are restored bit for bit. The key covers
@@ -63,7 +63,7 @@ def save_cache(
         model: the model that filled the cache; a plain one, on one device.
         token_ids: the tokens of the sequence: [tokens] or [1, tokens]. The cache may
             cover fewer or more of them.
-        cache: the model's `past_key_values`, of a batch of one.
+        cache: the model's, of a batch of one.
         name: the name of the model in the store; default: `model.name_or_path`.
             Different weights need different names.
         salt: everything else that the cache depends on: an adapter, images, a tenant.

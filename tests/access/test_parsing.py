@@ -124,7 +124,8 @@ def test_a_token_in_place_of_its_hash_is_refused_and_not_shown() -> None:
         ("groups: {}\n", "t:1: there is no `tenants:`"),
         ("- a\n", "t:1: the file must hold lines"),
         ("tenants: {a: &x {}, b: *x}", "t:1: write it out"),
-        ("tenants: " + "[" * 100_000, "t:1: is nested too deeply"),
+        ("tenants: " + "[" * 100, "t:1: is nested too deeply"),
+        ("tenants: " + "[" * 100_000, "t:1: "),  # whoever is first to count, libyaml or this project
         ("tenants: {}\n---\ntenants: {}\n", "cannot be read as YAML"),
         ("\0", "cannot be read as YAML"),
     ],

@@ -35,7 +35,7 @@ def complete(model: PreTrainedModel, cache: DynamicCache, tokens: list[int]) -> 
     first: torch.Tensor | None = None
     made: list[int] = []
     for _ in range(STEPS):
-        logits: torch.Tensor = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logits: torch.Tensor = model(torch.tensor([inputs]), cache=cache, use_cache=True).logits[0, -1]
         first = logits if first is None else first
         inputs = [int(logits.argmax())]
         made += inputs

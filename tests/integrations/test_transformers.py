@@ -37,7 +37,7 @@ def store() -> Iterator[blocking.BlockingStore]:
 
 def prefill(model: PreTrainedModel, tokens: list[int]) -> DynamicCache:
     with torch.no_grad():
-        cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+        cache = model(torch.tensor([tokens]), use_cache=True).cache
     assert isinstance(cache, DynamicCache)
     return cache
 
@@ -197,7 +197,7 @@ def test_a_model_without_a_name_is_refused(store: blocking.BlockingStore, model:
 
 def test_a_batch_is_refused(store: blocking.BlockingStore, model: PreTrainedModel) -> None:
     with torch.no_grad():
-        cache = model(torch.tensor([TOKENS, TOKENS]), use_cache=True).past_key_values
+        cache = model(torch.tensor([TOKENS, TOKENS]), use_cache=True).cache
     with pytest.raises(ValueError, match="one by one"):
         save_cache(store, model, [TOKENS, TOKENS], cache, name=NAME)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="one sequence"):
