@@ -28,7 +28,7 @@ SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-slow dist docs lock audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-slow dist docs lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -115,6 +115,13 @@ dist: .venvs/packages/.installed ## build wheel and sdist in dist, and the SBOM 
 	PYTHONWARNINGS=ignore .venvs/packages/bin/cyclonedx-py requirements requirements/server.lock --pyproject pyproject.toml --mc-type library \
 	    --output-reproducible --of JSON --output-file build/sbom/infinistore-trio.cdx.json
 
+# For newer ones: make clean, then the targets with NEWEST=1, and this once they pass.
+pins: $(VENV)/.installed-dev $(VENV)/.installed-test ## write requirements/pins: the versions that the environments have which are here
+	@set -e; mkdir -p requirements/pins; \
+	freeze() { $$1/bin/python -m pip freeze --exclude-editable --disable-pip-version-check | sed -n 's/^\([^ ]*==[^+ ]*\).*/\1/p' >requirements/pins/$$2.txt; }; \
+	freeze $(VENV) tests; \
+	for stamp in $(wildcard .venvs/*/.installed); do freeze $$(dirname $$stamp) $$(basename $$(dirname $$stamp)); done
+
 # One lock for all Pythons. Versions move only with UPGRADE=1, or where pyproject.toml says so.
 lock: .venvs/packages/.installed ## write requirements/server.lock, with hashes; UPGRADE=1 takes new versions
 	.venvs/packages/bin/uv pip compile pyproject.toml --extra disk --universal --python-version 3.11 --generate-hashes --quiet \
@@ -197,21 +204,24 @@ clean: ## remove the virtual environments, caches and build results
 	rm -rf $(VENV) .venvs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Versions that the tests were seen to pass with. NEWEST=1 does without, and is for an environment that is made anew.
+PINS = $(if $(NEWEST),,$(addprefix --constraint ,$(wildcard requirements/pins/$(1).txt)))
+
 # A stamp is older than pyproject.toml when the requirements may have changed.
 $(VENV)/.installed-base: EXTRAS :=
 $(VENV)/.installed-test-without-torch: EXTRAS := [test]
 $(VENV)/.installed-test: EXTRAS := [test-tensors]
 $(VENV)/.installed-dev: EXTRAS := [dev]
 $(VENV)/.installed-disk: EXTRAS := [disk]
-$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
+$(VENV)/.installed-%: pyproject.toml $(wildcard requirements/pins/tests.txt) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(call PINS,tests) --editable ".$(EXTRAS)"
 	@touch $@
 
 # Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
 $(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/compare/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed .venvs/audit/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
-	install --requirement requirements/$*.txt --editable .; \
+	install $(call PINS,$*) --requirement requirements/$*.txt --editable .; \
 	if [ -f requirements/$*.no-deps.txt ]; then install --no-deps --requirement requirements/$*.no-deps.txt; fi
 	@touch $@
 

@@ -3,6 +3,7 @@ another one that is there.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,16 @@ def test_pytorch_can_be_left_out_and_the_tests_are_told(torch: str, extra: str) 
     assert commands[-1].startswith(f"TEST_TORCH={torch} ")
     (install,) = [command for command in commands if "pip install" in command]
     assert f'".[{extra}]"' in install
+
+
+def test_the_versions_that_tests_run_with_are_pinned_and_can_be_left_to_pip() -> None:
+    fresh = ["test", "test-integrations", f"PYTHON={sys.executable}", "VENV=.venvs/none-such", "--always-make"]
+    pinned = [line for line in commands_of(*fresh) if "--editable" in line]
+    assert pinned
+    for line in pinned:
+        (pins,) = re.findall(r"--constraint (requirements/pins/\S+\.txt)", line)
+        lines = (PROJECT / pins).read_text().splitlines()
+        assert len(lines) > 10
+        assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+", one) for one in lines)
+
+    assert not [line for line in commands_of(*fresh, "NEWEST=1") if "--constraint" in line]
