@@ -6,6 +6,8 @@ whose moments differ between versions of Python. What is refused raises `Runtime
 where it is used.
 """
 
+import _thread
+import datetime
 import gc
 import logging
 import os
@@ -25,13 +27,22 @@ import trio._core._run as trio_run
 
 __all__ = ["guarded"]
 
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+_CHANCE = tuple(name for name in random.__all__ if not isinstance(getattr(random, name), type))
+"""What draws from the generator that all modules of a process share."""
+
 _REFUSED: tuple[tuple[Any, str], ...] = (
-    *((time, name) for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")),
-    (time, "sleep"),
-    *((random, name) for name in ("random", "randrange", "randint", "getrandbits", "choice", "shuffle", "uniform")),
-    *((secrets, name) for name in ("token_hex", "token_bytes", "randbits", "randbelow", "choice")),
+    *((time, name) for name in _CLOCKS),
+    *((time, f"{name}_ns") for name in _CLOCKS),
+    *((time, name) for name in ("sleep", "localtime", "gmtime", "ctime", "asctime", "strftime")),
+    *((random, name) for name in _CHANCE),
+    *((random.SystemRandom, name) for name in ("random", "getrandbits", "randbytes")),  # it may be made
+    *((secrets, name) for name in ("token_hex", "token_bytes", "token_urlsafe", "randbits", "randbelow", "choice")),
     (os, "urandom"),
+    (os, "getrandom"),
+    (uuid, "uuid1"),
     (uuid, "uuid4"),
+    (_thread, "start_new_thread"),
     (threading.Thread, "start"),
     (trio.to_thread, "run_sync"),
 )
@@ -49,6 +60,28 @@ class _SeededOnly(random.Random):
         if not seed or seed[0] is None:
             raise RuntimeError("a generator without a seed was made inside of a simulation")
         super().__init__(*seed)
+
+
+class _LikeItsBase(type):
+    """The class of stand-ins: what the class that one stands in for has made is one of
+    its instances, too.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.__mro__[1])
+
+
+def _without_now(base: type, *names: str) -> type:
+    """Return a stand-in for a class whose own methods cannot be replaced."""
+    refused = {name: staticmethod(_refuse(f"{base.__name__}.{name}")) for name in names}
+    return _LikeItsBase(base.__name__, (base,), refused)
+
+
+_STAND_INS: tuple[tuple[Any, str, type], ...] = (
+    (random, "Random", _SeededOnly),
+    (datetime, "datetime", _without_now(datetime.datetime, "now", "utcnow", "today")),
+    (datetime, "date", _without_now(datetime.date, "today")),
+)
 
 
 class _NoTime:
@@ -71,7 +104,8 @@ def guarded(generator: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in _REFUSED:
             stack.enter_context(mock.patch.object(owner, name, _refuse(f"{owner.__name__}.{name}")))
-        stack.enter_context(mock.patch.object(random, "Random", _SeededOnly))
+        for owner, name, stand_in in _STAND_INS:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(logging, "time", _NoTime))
         stack.enter_context(mock.patch.object(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True))
         stack.enter_context(mock.patch.object(trio_run, "_r", generator))

@@ -15,14 +15,11 @@ import pytest
 from infinistore.core import StoreCore
 from infinistore.core.clients import Client
 from tests.simulation.faults import FaultKind, FaultSettings
+from tests.simulation.kinds import KINDS
 from tests.simulation.nodes import ServerNode
 from tests.simulation.scenario import Scenario
 from tests.simulation.simulate import simulate
 
-KINDS = (0, 1, 2, 3, 5, 17, 46)
-"""Seeds of all kinds of scenarios: with points of the product that happen seldom, with
-shared memory, with disks, with a cluster, with one that registers in etcd, and with
-tenants; with keys that end."""
 FAILED_ONCE = (1_001_000, 1_001_517, 1_001_853, 1_002_003, 1_002_093, 1_003_908, 1_005_848, 2_102_304, 5_100_272)
 """Seeds of campaigns for which something was mended, here or in the product."""
 _HASHES = (
