@@ -7,14 +7,13 @@ the next is empty.
 
 import logging
 import mmap
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Self
 
+import attrs
 import trio
-import xxhash
 
 from infinistore.access.editing import add_tenant, remove_tenant, replace_tokens
 from infinistore.access.parsing import parse_tenants
@@ -24,7 +23,9 @@ from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.core.pool_state import decode_state, encode_state
+from infinistore.core.pool_state import _MAGIC as STATE_MAGIC
+from infinistore.core.pool_state import _VERSION as STATE_VERSION
+from infinistore.core.pool_state import decode_state, encode_state, header_of
 from infinistore.disk.format import (
     LEAD,
     SUPERBLOCK_BYTES,
@@ -346,11 +347,14 @@ def pool_state(data: bytes) -> None:
     """The state of a pool that another process has handed over: the body of one, or all
     of it. What is taken can be written again.
     """
-    whole = struct.pack("=8sQQQ", b"INFPOOL\n", 1, len(data), xxhash.xxh3_64_intdigest(data)) + data
-    for found in (data, whole):
+    for found in (data, header_of(STATE_MAGIC, STATE_VERSION, data) + data):
         with suppress(ValueError):
             state = decode_state(found)
-            assert decode_state(b"".join(encode_state(state))) == state
+            again = decode_state(b"".join(encode_state(state)))
+            assert attrs.evolve(again, ends=state.ends) == state
+            for (position, left_s), (same, still_s) in zip(state.ends, again.ends, strict=True):
+                assert position == same
+                assert abs(left_s - still_s) < 1e-5  # a float has no microseconds for centuries
 
 
 def tenants(data: bytes) -> None:
