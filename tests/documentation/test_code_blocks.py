@@ -46,6 +46,27 @@ RUN = {
 }
 """Where the programs of each page run."""
 
+COMMANDS = {
+    "apt-get",
+    "curl",
+    "docker",
+    "etcdctl",
+    "export",
+    "helm",
+    "infinistore",
+    "kill",
+    "kubectl",
+    "make",
+    "openssl",
+    "pip",
+    "podman",
+    "python",
+    "python3",
+    "sudo",
+    "systemctl",
+    "vllm",
+}
+
 
 def names(block: Block) -> str:
     return block.name
@@ -99,6 +120,19 @@ def test_shell_commands_can_be_parsed_and_ours_have_these_flags(block: Block) ->
     assert (done.returncode, done.stderr) == (0, "")
     for arguments in our_commands(block.code):
         check_flags(arguments)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("") if block.code.strip()], ids=names)
+def test_what_can_be_typed_into_a_shell_is_tagged_so(block: Block) -> None:
+    """Else its flags are not checked."""
+    first = {line.split()[0].split("/")[-1] for line in block.code.splitlines() if line.strip()}
+    assert first & COMMANDS == set(), "tag it `sh`"
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=names)
+def test_no_command_looks_for_the_server_by_the_name_of_its_program(block: Block) -> None:
+    """It is that of Python, and `infinistore monitor` runs by the same name."""
+    assert re.findall(r"\b(pidof|pgrep|pkill|killall)\b", block.code) == []
 
 
 def our_commands(code: str) -> Iterator[list[str]]:
