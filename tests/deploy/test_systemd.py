@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.config import load_server_config
+from infinistore.errors import ConfigError
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/infinistore/bin/infinistore"
@@ -39,7 +40,7 @@ def analyze(*arguments: str | Path, cwd: Path) -> str:
 
 
 @needs_systemd
-@pytest.mark.parametrize("drop_ins", [[], ["devices", "tls"]])
+@pytest.mark.parametrize("drop_ins", [[], ["devices", "tls"], ["tenants"], ["tls", "tenants"]])
 def test_systemd_finds_no_fault_with_the_units(units: Path, drop_ins: list[str]) -> None:
     for name in drop_ins:
         shutil.copy(units / f"infinistore-{name}.conf", units / "infinistore.service.d" / f"{name}.conf")
@@ -52,11 +53,34 @@ def test_the_service_exposes_little(units: Path) -> None:
     assert re.search(r"Overall exposure level for infinistore.service: [01]\.\d", rated)
 
 
-def settings_of_the_unit() -> dict[str, list[str]]:
+def settings_of_the_unit(name: str = "infinistore.service") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, value in re.findall(r"^(\w+)=(.*)$", (UNITS / "infinistore.service").read_text(), flags=re.MULTILINE):
-        found.setdefault(name, []).append(value)
+    for key, value in re.findall(r"^(\w+)=(.*)$", (UNITS / name).read_text(), flags=re.MULTILINE):
+        found.setdefault(key, []).append(value)
     return found
+
+
+def calls_in(names: str) -> set[str]:
+    """The system calls that these names stand for."""
+    calls: set[str] = set()
+    for name in names.split():
+        if name.startswith("@"):
+            listed = analyze("syscall-filter", name, cwd=UNITS).splitlines()
+            of_group = [line.strip() for line in listed if line.startswith("    ") and "#" not in line]
+            calls |= calls_in(" ".join(of_group))
+        else:
+            calls.add(name)
+    return calls
+
+
+@needs_systemd
+def test_the_calls_that_settings_need_pass_the_filter_and_no_others_that_change_resources() -> None:
+    passed: set[str] = set()
+    for value in settings_of_the_unit()["SystemCallFilter"]:
+        passed = passed - calls_in(value[1:]) if value.startswith("~") else passed | calls_in(value)
+    assert {"memfd_create", "sendmsg", "mmap"} <= passed
+    assert passed & calls_in("@resources") == {"sched_setaffinity", "mbind", "set_mempolicy"}
+    assert passed & calls_in("@privileged @mount @module @raw-io @reboot") == set()
 
 
 def test_the_server_understands_what_the_unit_and_its_configuration_say(tmp_path: Path) -> None:
@@ -80,6 +104,31 @@ def test_the_server_understands_what_the_drop_in_for_tls_says() -> None:
     variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", drop_in, flags=re.MULTILINE))
     config = load_server_config(environment=variables)
     assert (str(config.tls_cert), str(config.tls_key)) == tuple(variables.values())
+
+
+def test_with_the_drop_in_for_tenants_the_server_has_their_file_instead_of_a_token(tmp_path: Path) -> None:
+    unit, drop_in = settings_of_the_unit(), settings_of_the_unit("infinistore-tenants.conf")
+    variables = dict(line.split("=", 1) for line in [*unit["Environment"], *drop_in["Environment"]])
+    (tmp_path / "token").write_text("secret")
+    variables["INFINISTORE_TOKEN_FILE"] = str(tmp_path / "token")
+    del variables["FDSTORE"]
+    with pytest.raises(ConfigError, match="tenants"):  # both
+        load_server_config(file=UNITS / "infinistore.yaml", environment=variables)
+
+    for name in drop_in["UnsetEnvironment"]:
+        del variables[name]
+    assert drop_in["LoadCredential"] == [""]  # or there would have to be a token to copy
+
+    config = load_server_config(file=UNITS / "infinistore.yaml", environment=variables)
+    assert str(config.tenants) == "/etc/infinistore/tenants.yaml"
+    assert config.token_file is None
+
+
+def test_a_reload_is_a_signal_and_logs_have_a_folder_that_the_server_may_write() -> None:
+    unit = settings_of_the_unit()
+    assert unit["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
+    assert (unit["LogsDirectory"], unit["LogsDirectoryMode"]) == (["infinistore"], ["0700"])
+    assert "ExecReload" not in settings_of_the_unit("infinistore-tls.conf")  # it would be sent twice
 
 
 def test_the_sockets_are_those_of_the_configuration() -> None:
