@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinistore.core.clients import Client
 from tests.simulation.faults import FaultKind, FaultSettings
 from tests.simulation.kinds import KINDS
 from tests.simulation.nodes import ServerNode
+from tests.simulation.pythons import ROOT, other_pythons
 from tests.simulation.scenario import Scenario
 from tests.simulation.simulate import simulate
 
@@ -44,13 +46,28 @@ def test_the_seeds_of_these_tests_are_of_all_kinds() -> None:
     assert any(one.has_retention for one in scenarios)
 
 
+def hashes_by(python: str | Path) -> list[str]:
+    """Return those of all kinds in another process with another hash seed."""
+    command = [python, "-c", _HASHES.format(seeds=KINDS)]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_a_seed_gives_the_same_run_twice_and_in_another_process_with_another_hash_seed() -> None:
     here = hashes(KINDS)
     assert hashes(KINDS) == here
-    command = [sys.executable, "-c", _HASHES.format(seeds=KINDS)]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
-    assert elsewhere == here
+    assert hashes_by(sys.executable) == here
+
+
+def test_a_seed_gives_the_same_run_with_every_other_python() -> None:
+    """In CI, the clones of three Pythons are side by side, so that the last compares
+    all of them.
+    """
+    others = other_pythons()
+    if not others:
+        pytest.skip("no other Python has what tests need; this makes one: make test PYTHON=python3.13 TEST_TORCH=none")
+    here = hashes(KINDS)
+    assert {version: hashes_by(python) for version, python in others.items()} == dict.fromkeys(others, here)
 
 
 def test_a_process_that_has_loaded_pytorch_gives_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
