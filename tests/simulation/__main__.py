@@ -2,12 +2,16 @@
 
     python -m tests.simulation --seed 7
     python -m tests.simulation --minutes 10 [--first-seed 1]
+    python -m tests.simulation --found 3
+    python -m tests.simulation --scenario JSON
     python -m tests.simulation --mutants [--first-seed 1]
 
 One seed is run and reported; many are run on all cores until the time is over or one
 fails. Then it is shrunk, reported, and added to tests/simulation/found.json, which
-`make test` replays: commit it with what mends the fault. Ends with 0 if nothing was
-found, and with 1 otherwise. docs/testing.md says what is simulated and what is not.
+`make test` replays: commit it with what mends the fault. `--found` runs one of that
+file, and `--scenario` one that a report has printed; these are not shrunk again. Ends
+with 0 if nothing was found, and with 1 otherwise. docs/testing.md says what is
+simulated and what is not.
 
 With `--mutants`, bugs are put into the product, and it ends with 0 if they are found.
 """
@@ -17,11 +21,12 @@ import sys
 import time
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from tests.simulation.found import add_found
+from tests.simulation.found import add_found, from_json, load_found
 from tests.simulation.many import Tally, run_many
 from tests.simulation.points import LEAST_FIRED, SEEDS, seldom_fired
-from tests.simulation.report import console, counts, failure, summary
+from tests.simulation.report import again, console, counts, failure, summary
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.trial import Trial, try_scenario
@@ -35,28 +40,41 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="run one seed, and say what it came to")
     what.add_argument("--minutes", type=float, help="run seeds on all cores for so long, or until one fails")
+    what.add_argument("--found", type=_found, metavar="N", help="run the Nth scenario of found.json; the first is 1")
+    what.add_argument("--scenario", type=from_json, metavar="JSON", help="run a scenario that a report has printed")
     what.add_argument("--mutants", action="store_true", help="see whether bugs are found, a minute of a core each")
     parser.add_argument("--first-seed", type=int, default=1, help="where seeds begin, and what draws mutants (1)")
     given = parser.parse_args()
     if given.mutants:
         return _find_mutants(given.first_seed)
-    if given.seed is not None:
-        trial = try_scenario(Scenario.from_seed(given.seed))
-        tally = Tally()
-        tally.add(trial)
-    else:
+    shrunk = given.found or given.scenario
+    if given.minutes is not None:
         tally = _run_many(given.first_seed, given.minutes * 60)
+    else:
+        tally = Tally()
+        tally.add(try_scenario(shrunk or Scenario.from_seed(given.seed)))
     out = console()
     out.print(summary(tally))
     out.print(counts("Faults", tally.faults))
     out.print(counts("What the product seldom does", tally.points))
     if tally.failed is not None:
-        _report(tally.failed)
+        if shrunk is not None:
+            out.print(failure(tally.failed, tally.failed, 0))
+        else:
+            _report(tally.failed)
         return 1
     seldom = seldom_fired(tally.points, tally.seeds)
     if seldom:
         out.print(f"Fired less than {LEAST_FIRED} times in {SEEDS} seeds: {', '.join(seldom)}", style="bold red")
     return 1 if seldom else 0
+
+
+def _found(number: str) -> Scenario:
+    """Return what has this number in found.json."""
+    found = load_found()
+    if not number.isdecimal() or not 0 < int(number) <= len(found):
+        raise argparse.ArgumentTypeError(f"found.json has the numbers 1 to {len(found)}, and not {number}")
+    return found[int(number) - 1][1]
 
 
 def _run_many(first_seed: int, seconds: float) -> Tally:
@@ -109,8 +127,10 @@ def _report(failed: Trial) -> None:
         return False
 
     _, runs = shrink(failed.scenario, fails)
-    add_found(smallest.problems[0].strip().splitlines()[-1], smallest.scenario)
+    number = add_found(smallest.problems[0].strip().splitlines()[-1], smallest.scenario)
     out.print(failure(failed, smallest, runs))
+    for line in again(failed.scenario.seed, smallest.scenario, number):
+        out.print(Text(line), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -11,34 +11,45 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tests.simulation.found import as_json
 from tests.simulation.many import Tally
 from tests.simulation.scenario import Scenario
 from tests.simulation.trace import Event
 from tests.simulation.trial import Trial
 
-__all__ = ["console", "counts", "failure", "summary"]
+__all__ = ["again", "console", "counts", "failure", "summary"]
 
 _EVENTS = 40
 
 
 def failure(trial: Trial, shrunk: Trial, runs: int) -> RenderableType:
-    """Say what is wrong with a seed, show the end of its shrunk run, and say how to run
-    it again.
-    """
-    seed = trial.scenario.seed
-    parts: list[RenderableType] = [Text(f"Seed {seed} breaks a promise:", style="bold red")]
+    """Say what is wrong with a seed, and show the end of its shrunk run."""
+    parts: list[RenderableType] = [Text(f"Seed {trial.scenario.seed} breaks a promise:", style="bold red")]
     parts += [Text(f"  - {problem}") for problem in trial.problems[:10]]
     if len(trial.problems) > 10:
         parts.append(Text(f"  and {len(trial.problems) - 10} more"))
-    parts.append(Text(f"\nThe smallest scenario that fails, found in {runs} runs:", style="bold"))
+    title = f"The smallest scenario that fails, found in {runs} runs:" if runs else "The scenario:"
+    parts.append(Text(f"\n{title}", style="bold"))
     parts += [Text(f"  {line}") for line in _describe(shrunk.scenario)]
     if shrunk.problems != trial.problems:
         parts += [Text("It fails with:"), *(Text(f"  - {problem}") for problem in shrunk.problems[:5])]
     if shrunk.last_events:
         parts += [Text(f"\nIts last {min(_EVENTS, len(shrunk.last_events))} events:", style="bold")]
         parts.append(_events(shrunk.last_events[-_EVENTS:]))
-    parts.append(Text(f"\nTo run it again: make simulate SEED={seed}", style="bold"))
     return Group(*parts)
+
+
+def again(seed: int, scenario: Scenario, number: int) -> list[str]:
+    """Return lines that say how to run a seed again, and what it was shrunk to, which
+    has this number in found.json. They must not be wrapped: a log of them has to do
+    where that file is lost.
+    """
+    command = ".venv/bin/python -m tests.simulation"
+    return [
+        f"To run it again, as it was before: make simulate SEED={seed}",
+        f"To run the smallest scenario again: {command} --found {number}",
+        f"The same without found.json: {command} --scenario '{as_json(scenario)}'",
+    ]
 
 
 def _describe(scenario: Scenario) -> list[str]:

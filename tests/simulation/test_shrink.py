@@ -2,17 +2,19 @@
 again.
 """
 
+import shlex
+from functools import partial
 from pathlib import Path
 
 import attrs
 import pytest
-from rich.console import Console
 
+from tests.simulation import __main__ as command
 from tests.simulation.faults import FaultSettings
-from tests.simulation.found import add_found, load_found
-from tests.simulation.report import failure
+from tests.simulation.found import add_found, from_json, load_found
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
+from tests.simulation.simulate import Outcome, simulate
 from tests.simulation.trial import Trial, try_scenario
 
 
@@ -53,23 +55,61 @@ def test_shrinking_ends_when_enough_was_tried() -> None:
 
 def test_what_was_found_is_kept_once_and_comes_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    for scenario in (large(), Scenario.from_seed(1), large()):
-        add_found("a get gave what nobody put", scenario, path)
+    scenarios = (large(), Scenario.from_seed(1), large())
+    assert [add_found("a get gave what nobody put", scenario, path) for scenario in scenarios] == [1, 2, 1]
     assert load_found(path) == [
         ("a get gave what nobody put", large()),
         ("a get gave what nobody put", Scenario.from_seed(1)),
     ]
 
 
-def test_a_report_says_what_is_wrong_and_how_to_run_it_again() -> None:
-    trial = try_scenario(attrs.evolve(Scenario.from_seed(7), clients=1))
-    failed = attrs.evolve(trial, problems=["a get gave what nobody put"])
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(failure(failed, failed, 12))
-    text = captured.get()
-    assert "a get gave what nobody put" in text
-    assert "To run it again: make simulate SEED=7" in text
+@pytest.mark.parametrize("text", ["", "3", "[]", "{}", '{"seed": 1}', '{"why": "", "scenario": {}}'])
+def test_what_is_no_scenario_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no scenario"):
+        from_json(text)
+
+
+def test_a_report_ends_with_the_commands_that_run_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each in one line, which the last one needs nothing but."""
+    ran: list[Scenario] = []
+
+    def simulate_badly(scenario: Scenario) -> Outcome:
+        ran.append(scenario)
+        return attrs.evolve(simulate(scenario), violations=["a get gave what nobody put"])
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["simulation", *arguments])
+        assert command.main() == 1
+        return capsys.readouterr().out
+
+    found = tmp_path / "found.json"
+    add_found("another", Scenario.from_seed(1), found)
+    monkeypatch.setattr("tests.simulation.trial.simulate", simulate_badly)
+    monkeypatch.setattr(command, "add_found", partial(add_found, path=found))
+    monkeypatch.setattr(command, "load_found", partial(load_found, found))
+    told = run("--seed", "7")
+    assert "a get gave what nobody put" in told
+    assert (smallest := ran[-1]).workload.operations == 1
+    seed, by_number, by_itself = told.splitlines()[-3:]
+    assert seed.endswith("make simulate SEED=7")
+    assert by_number.endswith("python -m tests.simulation --found 2")
+    for line in (by_number, by_itself):
+        _, _, words = line.partition(" -m tests.simulation ")
+        ran.clear()
+        assert "a get gave what nobody put" in run(*shlex.split(words))
+        assert ran == [smallest]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "10000", "one"])
+def test_a_number_that_nothing_found_has_is_refused(
+    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["simulation", f"--found={number}"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert f"found.json has the numbers 1 to {len(load_found())}, and not {number}" in capsys.readouterr().err
 
 
 def test_an_error_that_ends_a_run_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
