@@ -3,45 +3,132 @@
 Keys of blocks have a fingerprint of everything that must be alike, so that an engine
 never reads blocks that it cannot use. Nobody sees from a fingerprint what differs. So
 each engine leaves a value that says what its own stands for, and reads those of others.
-It is as easily evicted as any value: this is a help, and nothing depends on it.
+Its value lasts three minutes and is renewed every minute: one that has ended is not
+named. It is as easily evicted as any value: this is a help, and nothing depends on it.
+
+A thread does all of it, because an engine without requests does nothing by itself, and
+a listing takes a store with many keys a while.
 """
 
 import json
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.listing import pages
 from infinistore.integrations.vllm.names import BlockNames
 
-__all__ = ["announce"]
+__all__ = ["Announcement"]
 
 LOG = logging.getLogger("vllm.infinistore")
 
-_MOST_OTHERS = 16
-_MOST_CHARACTERS = 80
-_WORDS = {"shards": "tensor parallel shards"}
+_LASTS_S: Final = 180.0
+_AGAIN_S: Final = 60.0
+_LOOKS: Final = 10
+"""How often an engine that only reads looks for one that writes what it reads."""
+_MOST_CHARACTERS: Final = 80
+_SHARDS: Final = "shards"
+_WORDS: Final = {_SHARDS: "tensor parallel shards"}
+_READER: Final = "/reader"
+"""The end of the key of an engine that writes no blocks."""
 
 
-def announce(store: BlockingStore, names: BlockNames, record: Record) -> None:
-    """Tell other engines of this name what the fingerprint stands for, and warn of
-    those that have another one. Never fails.
+class Announcement:
+    """What one engine tells others of its name, and hears of them. Never fails.
+
+    `writes` says whether it writes blocks. `pause` waits between renewals, and returns
+    whether to stop.
     """
-    folder = names.announcement.rpartition("/")[0] + "/"
-    try:
-        others = [key for key in store.keys(folder, limit=_MOST_OTHERS) if key != names.announcement]
-        values = store.get_many(others) if others else []
-        store.put(names.announcement, json.dumps(dict(names.facts)).encode())
-    except InfiniStoreException as error:
-        record.failed("announcement", error)
-        return
-    for value in values:
-        if value is not None and (differences := _differences(bytes(value), names.facts)):
-            LOG.warning(
-                "InfiniStore: an engine of this model has blocks that differ, and neither reads the other's: %s",
-                differences,
-            )
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        names: BlockNames,
+        record: Record,
+        *,
+        writes: bool,
+        pause: Callable[[float], bool] | None = None,
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._record = record
+        self._writes = writes
+        self._looks = 1 if writes else _LOOKS
+        self._key = names.announcement + ("" if writes else _READER)
+        self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
+        self._thread = threading.Thread(target=self._run, name="infinistore-announce", daemon=True)
+
+    def start(self) -> None:
+        """Announce, and do it again until this is closed, in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The announcement expires."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def announce(self) -> None:
+        """Announce once, and warn of others if they are not known yet."""
+        # First of all: of two engines that start together, one at least sees the other.
+        try:
+            self._store.put(self._key, json.dumps(dict(self._names.facts)).encode(), ttl_s=_LASTS_S)
+        except InfiniStoreException as error:
+            self._record.failed("announcement", error)
+        if not self._looks:
+            return
+        try:
+            others = dict(self._others())
+        except InfiniStoreException as error:
+            self._record.failed("announcement", error)
+            return
+        self._looks -= 1
+        self._tell(others)
+
+    def _run(self) -> None:
+        self.announce()
+        while not self._pause(_AGAIN_S):
+            self.announce()
+
+    def _others(self) -> Iterator[tuple[str, bytes]]:
+        folder = self._names.announcement.rpartition("/")[0] + "/"
+        for page in pages(self._store, folder):
+            for key, value in zip(page, self._store.get_many(page), strict=True):
+                if value is not None and key != self._key:
+                    yield key, bytes(value)
+
+    def _tell(self, others: Mapping[str, bytes]) -> None:
+        """Warn of engines that differ and of which one writes what the other asks
+        for.
+        """
+        if self._names.announcement in others:
+            self._looks = 0
+        if self._writes:
+            for value in others.values():
+                if differences := _differences(value, self._names.facts):
+                    LOG.warning(
+                        "InfiniStore: an engine of this model has blocks that differ, and neither reads the"
+                        " other's: %s",
+                        differences,
+                    )
+        elif self._names.announcement not in others:
+            told = [_differences(value, self._names.facts) for key, value in others.items() if not _is_reader(key)]
+            if differing := [differences for differences in told if differences]:
+                self._looks = 0
+                LOG.warning(
+                    "InfiniStore: this engine reads nothing and computes every prompt: it only reads, and no engine"
+                    " that writes has blocks that suit it: %s",
+                    " / ".join(differing),
+                )
+
+
+def _is_reader(key: str) -> bool:
+    return key.endswith(_READER)
 
 
 def _differences(value: bytes, own: Mapping[str, str]) -> str:
@@ -52,11 +139,11 @@ def _differences(value: bytes, own: Mapping[str, str]) -> str:
         return ""
     if not isinstance(facts, dict) or facts.get("namespace") != own.get("namespace"):
         return ""
-    return "; ".join(
-        f"{_WORDS.get(name, name)} {_short(facts.get(name))}, here {_short(own.get(name))}"
-        for name in sorted({*facts, *own})
-        if facts.get(name) != own.get(name)
+    differing = [name for name in sorted({*facts, *own}) if facts.get(name) != own.get(name)]
+    told = "; ".join(
+        f"{_WORDS.get(name, name)} {_short(facts.get(name))}, here {_short(own.get(name))}" for name in differing
     )
+    return f"{told} (start both with the same --tensor-parallel-size)" if _SHARDS in differing else told
 
 
 def _short(value: object) -> str:

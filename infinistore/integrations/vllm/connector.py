@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -27,13 +26,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.announcements import announce
+from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.block_events import BlockEvents
 from infinistore.integrations.vllm.groups import Group
 from infinistore.integrations.vllm.kv_events import WorkerMetadata, describer, events_of
 from infinistore.integrations.vllm.layout import Layout
+from infinistore.integrations.vllm.listing import delete_all
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
+from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
 from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -42,14 +43,12 @@ from infinistore.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 __all__ = ["InfiniStoreConnector"]
 
 LOG = logging.getLogger("vllm.infinistore")
 """A child of vLLM's logger, which determines level, format and destination."""
-
-_DELETED_AT_ONCE = 1000
 
 
 class _Metadata(KVConnectorMetadata):
@@ -81,8 +80,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
-        _check_load_failures(transfer)
-        self._is_part = _outer_connector(transfer) is not None
+        check_load_failures(transfer)
+        self._is_part = outer_connector(transfer) is not None
         self._stack = ExitStack()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -101,7 +100,6 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy = "recompute"
             if layout.obstacle:
                 LOG.warning("InfiniStore: the model is computed, and nothing of it is stored: %s", layout.obstacle)
-            announce(store, layout.names, record)
             told = next((group for group in layout.groups if group.is_full), None)
             config = vllm_config.kv_events_config
             if told is not None and config is not None and config.enable_kv_cache_events:
@@ -123,6 +121,12 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 events=self._events,
                 pins=self._pins(record),
             )
+            # For calls that look at all keys of the store, which takes it a while.
+            self._patient = self._open_lazily(self._settings.deadline_s, role)
+            writes = transfer.is_kv_producer and bool(layout.groups)
+            announcement = Announcement(self._patient, layout.names, record, writes=writes)
+            self._stack.callback(announcement.close)
+            announcement.start()
         else:
             shard, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
             self._worker = WorkerSide(
@@ -175,11 +179,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open(self, deadline_s: float, role: KVConnectorRole) -> blocking.BlockingStore:
         """Open the store, which need not be there yet."""
-        url = self._settings.url
-        name = f"vllm-{role.name.lower()}"
-        store = self._stack.enter_context(
-            blocking.open_store(url, lazy=True, deadline_s=deadline_s, verify=self._settings.verify, name=name)
-        )
+        store = self._open_lazily(deadline_s, role)
         try:
             stats = store.stats()
         except (StoreUnavailable, DeadlineExceeded) as error:
@@ -188,8 +188,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stack.close()
             raise
         else:
-            LOG.info("InfiniStore: %s, by %s (%s)", url.partition("?")[0], stats.transport, stats.transport_reason)
+            url = self._settings.url.partition("?")[0]
+            LOG.info("InfiniStore: %s, by %s (%s)", url, stats.transport, stats.transport_reason)
         return store
+
+    def _open_lazily(self, deadline_s: float, role: KVConnectorRole) -> blocking.BlockingStore:
+        options: Any = {"deadline_s": deadline_s, "verify": self._settings.verify}
+        store = blocking.open_store(self._settings.url, lazy=True, name=f"vllm-{role.name.lower()}", **options)
+        return self._stack.enter_context(store)
 
     # ---- the worker's side ----
 
@@ -329,13 +335,12 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._at_schedule.finished(request), None
 
     def reset_cache(self) -> bool:
-        """Delete all blocks of this model from the store, as for new weights."""
+        """Delete all blocks of this model from the store, as for new weights. The
+        scheduler waits for it.
+        """
         prefix = f"{self._layout.names.prefix}/"
         try:
-            last = ""
-            while keys := self._store.keys(prefix, limit=_DELETED_AT_ONCE, after=last):
-                self._store.delete(keys)
-                last = keys[-1]
+            delete_all(self._patient, prefix)
         except InfiniStoreException as error:
             LOG.warning("InfiniStore: the blocks under %s could not be deleted: %s", prefix, str(error))
             return False
@@ -384,33 +389,6 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _at_schedule(self) -> SchedulerSide:
         assert self._scheduler is not None, "vLLM asked a worker's connector for what the scheduler does"
         return self._scheduler
-
-
-def _check_load_failures(transfer: "KVTransferConfig") -> None:
-    """Refuse a MultiConnector in which a failed read would fail its request.
-
-    vLLM's scheduler reads the MultiConnector's own configuration. A connector gets a
-    copy of its part and cannot change the rest. It can see the rest only in a worker,
-    and vLLM creates the workers before the scheduler.
-    """
-    top = _outer_connector(transfer)
-    if top is None or not transfer.is_kv_consumer:
-        return
-    if top.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"within {top.kv_connector}, a read that fails would fail the request, not be computed: add"
-            ' "kv_load_failure_policy": "recompute" to --kv-transfer-config,'
-            f' beside "kv_connector": "{top.kv_connector}"'
-        )
-
-
-def _outer_connector(transfer: "KVTransferConfig") -> "KVTransferConfig | None":
-    """Return the configuration of the connector that this one is a part of, in a
-    worker.
-    """
-    current = get_current_vllm_config_or_none()
-    top = None if current is None else current.kv_transfer_config
-    return None if top is None or top.kv_connector == transfer.kv_connector else top
 
 
 def extra_keys(request: Any, first: int, end: int) -> bytes:

@@ -7,6 +7,7 @@ that a block holds what it should.
 """
 
 import importlib.util
+import logging
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -305,6 +306,36 @@ def test_a_reset_deletes_what_is_stored_and_nothing_old_is_answered(
     assert engine.external()[1] == before
     engine.settle()
     assert len(store.keys("vllm/")) == 2 * len(kept)  # and it is stored again
+
+
+def test_a_reset_has_the_time_of_a_write_not_of_a_lookup(opened: Open, store: blocking.BlockingStore) -> None:
+    """A store with millions of keys takes seconds to list them."""
+    engine = opened(lookup_deadline_s=1e-6)
+    assert engine.ask(prompt(25, 40)) == answers(prompt(25, 40))  # no lookup ends in time
+    engine.settle()
+    assert len(store.keys("vllm/")) == 4
+
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+    assert store.keys("vllm/") == []
+
+
+def test_an_engine_announces_itself_and_one_that_only_reads_hears_that_it_finds_nothing(
+    opened: Open, store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.infinistore")
+    logger.addHandler(caplog.handler)  # vLLM's loggers keep what they get
+    try:
+        engine = opened(model="a/made")
+        while len(store.keys("vllm-engines/")) < 1:
+            engine.step()
+        reader = opened(model="b/made", role="kv_consumer")
+        while "computes every prompt" not in caplog.text:
+            reader.step()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "model a/made, here b/made" in caplog.text
+    assert sorted(key.count("/") for key in store.keys("vllm-engines/made/")) == [2, 3]
 
 
 def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_server: ServerProcess) -> None:

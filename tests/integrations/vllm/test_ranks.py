@@ -2,8 +2,6 @@
 pipeline, and engines whose blocks are cut in different ways.
 """
 
-import json
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
-from infinistore.integrations.vllm.announcements import announce
 from infinistore.integrations.vllm.groups import Group
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
-from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, make_record, make_scheduler, make_worker
+from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, make_scheduler, make_worker
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 LABELS = layer_labels(LAYERS)
@@ -171,45 +168,6 @@ def test_a_scheduler_without_groups_has_nothing_to_learn(store: blocking.Blockin
     scheduler.learn_layers([{0: ("0",)}])
 
     assert scheduler.loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "told"),
-    [
-        ({"shards": 2}, {"shards": 4}, "tensor parallel shards 4, here 2"),
-        ({"groups": [(64, 0)]}, {"groups": [(128, 0)]}, "groups [(128, 0)], here [(64, 0)]"),
-        ({"dtype": "float16"}, {}, "dtype none, here float16"),
-        ({"config": "c" * 200}, {"config": "d"}, f"config d, here {'c' * 80}..."),
-    ],
-)
-def test_engines_of_one_name_that_share_nothing_are_told_why(
-    store: blocking.BlockingStore,
-    caplog: pytest.LogCaptureFixture,
-    own: dict[str, Any],
-    others: dict[str, Any],
-    told: str,
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
-        announce(store, make_names(**others), make_record())
-        announce(store, make_names(**others), make_record())  # it was started again
-        announce(store, make_names(namespace="other", **own), make_record())
-        assert caplog.messages == []
-        announce(store, make_names(**own), make_record())
-
-    (line,) = caplog.messages
-    assert line.endswith(f"neither reads the other's: {told}")
-
-
-@pytest.mark.parametrize("value", [b"\xff", b"[1]", b"3", b"{", json.dumps({"namespace": 7}).encode()])
-def test_what_somebody_else_put_there_is_no_announcement(
-    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, value: bytes
-) -> None:
-    names = make_names()
-    store.put(names.announcement.rpartition("/")[0] + "/0123", value)
-    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
-        announce(store, names, make_record())
-
-    assert caplog.messages == []
 
 
 def test_engines_of_different_windows_or_shards_never_have_a_key_in_common() -> None:

@@ -1,0 +1,228 @@
+"""What engines of one name tell each other at their start."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+from infinistore.errors import PermissionDenied, StoreUnavailable
+from infinistore.integrations.vllm.announcements import Announcement
+
+from .halves import make_names, make_record
+
+SAME_SIZE = "(start both with the same --tensor-parallel-size)"
+
+
+@pytest.fixture
+def store() -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="vllm.infinistore")
+
+
+def engine(store: blocking.BlockingStore, *, writes: bool = True, **facts: Any) -> Announcement:
+    """One that has just started."""
+    announcement = Announcement(store, make_names(**facts), make_record(), writes=writes)
+    announcement.announce()
+    return announcement
+
+
+def there(store: blocking.BlockingStore) -> list[str]:
+    return store.keys("vllm-engines/")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "told"),
+    [
+        ({"shards": 2}, {"shards": 4}, f"tensor parallel shards 4, here 2 {SAME_SIZE}"),
+        ({"groups": [(64, 0)]}, {"groups": [(128, 0)]}, "groups [(128, 0)], here [(64, 0)]"),
+        ({"dtype": "float16"}, {}, "dtype none, here float16"),
+        ({"config": "c" * 200}, {"config": "d"}, f"config d, here {'c' * 80}..."),
+    ],
+)
+def test_engines_of_one_name_that_share_nothing_are_told_why(
+    store: blocking.BlockingStore,
+    caplog: pytest.LogCaptureFixture,
+    own: dict[str, Any],
+    others: dict[str, Any],
+    told: str,
+) -> None:
+    engine(store, **others)
+    engine(store, **others)  # it was started again
+    engine(store, namespace="other", **own)
+    assert caplog.messages == []
+    one = engine(store, **own)
+
+    (line,) = caplog.messages
+    assert line.endswith(f"neither reads the other's: {told}")
+    one.announce()
+    assert caplog.messages == [line]  # a renewal tells nothing again
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"[1]", b"3", b"{", json.dumps({"namespace": 7}).encode()])
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_somebody_else_put_there_is_no_announcement(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, value: bytes, *, writes: bool
+) -> None:
+    store.put(make_names().announcement.rpartition("/")[0] + "/0123", value)
+    engine(store, writes=writes)
+
+    assert caplog.messages == []
+
+
+def test_many_engines_are_all_known(store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(40):
+        Announcement(store, make_names(config=f"{number}"), make_record(), writes=True).announce()
+    caplog.clear()
+    engine(store, config="own")
+
+    assert sorted(line.rpartition(": ")[2] for line in caplog.messages) == sorted(
+        f"config {number}, here own" for number in range(40)
+    )
+
+
+def test_an_announcement_lasts_three_renewals(store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine that has ended is not named."""
+    lasting_s: list[float | None] = []
+    put = store.put
+
+    def note(key: str, data: bytes, *, ttl_s: float | None = None) -> None:
+        lasting_s.append(ttl_s)
+        put(key, data, ttl_s=ttl_s)
+
+    pauses: list[float] = []
+    enough = threading.Event()
+
+    def pause(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        if len(pauses) == 4:
+            enough.set()
+        return len(pauses) == 4
+
+    monkeypatch.setattr(store, "put", note)
+    announcement = Announcement(store, make_names(), make_record(), writes=True, pause=pause)
+    announcement.start()
+    assert enough.wait(60)
+    announcement.close()
+
+    assert (lasting_s, pauses) == ([180.0] * 4, [60.0] * 4)
+
+
+def test_one_that_never_started_can_be_closed(store: blocking.BlockingStore) -> None:
+    Announcement(store, make_names(), make_record(), writes=True).close()
+    assert there(store) == []
+
+
+def test_an_engine_that_ended_is_not_named(store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture) -> None:
+    engine(store, shards=4)
+    store.delete(there(store))  # as when its time is over
+    engine(store, shards=2)
+
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("writers", "told"),
+    [
+        ([4], f"tensor parallel shards 4, here 2 {SAME_SIZE}"),
+        ([4, 8], f"tensor parallel shards 4, here 2 {SAME_SIZE} / tensor parallel shards 8, here 2 {SAME_SIZE}"),
+        ([4, 2], ""),
+        ([], ""),
+    ],
+)
+def test_one_that_only_reads_is_told_once_if_nobody_writes_what_it_reads(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, writers: Sequence[int], told: str
+) -> None:
+    for shards in writers:
+        Announcement(store, make_names(shards=shards), make_record(), writes=False).announce()  # others that only read
+        engine(store, shards=shards)
+    caplog.clear()
+    reader = engine(store, writes=False, shards=2)
+    reader.announce()
+
+    if not told:
+        assert caplog.messages == []
+        return
+    (line,) = caplog.messages
+    assert "reads nothing and computes every prompt" in line
+    parts = line.partition("blocks that suit it: ")[2].split(" / ")
+    assert sorted(parts) == sorted(told.split(" / "))
+
+
+def test_one_that_reads_and_starts_first_hears_of_the_writer_later_and_the_writer_of_it(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = engine(store, writes=False, shards=2)
+    engine(store, writes=False, shards=8)  # neither of the two writes anything
+    assert caplog.messages == []
+    engine(store, shards=4)
+    assert len(caplog.messages) == 2
+    assert all("neither reads the other's: tensor parallel shards" in line for line in caplog.messages)
+    reader.announce()
+
+    assert caplog.messages[2].endswith(f"blocks that suit it: tensor parallel shards 4, here 2 {SAME_SIZE}")
+
+
+def test_one_that_reads_looks_a_few_times_for_a_writer_and_then_no_more(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings: list[str] = []
+    keys = store.keys
+
+    def note(prefix: str, **options: Any) -> list[str]:
+        listings.append(prefix)
+        return keys(prefix, **options)
+
+    monkeypatch.setattr(store, "keys", note)
+    reader = engine(store, writes=False)
+    for _ in range(30):
+        reader.announce()
+    assert listings == ["vllm-engines/llama/"] * 10
+
+    listings.clear()
+    engine(store)
+    found = engine(store, writes=False)
+    found.announce()
+    assert len(listings) == 2  # one each: it knows whom it reads from
+
+
+def test_a_store_that_is_lost_meanwhile_is_told_once_and_looked_at_when_it_is_back(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(store, shards=4)
+
+    def gone(*_: object, **__: object) -> None:
+        raise StoreUnavailable("it is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put", gone)
+        patched.setattr(store, "keys", gone)
+        one = engine(store, shards=2)
+        one.announce()
+    (line,) = caplog.messages
+    assert "announcement failed" in line
+    one.announce()
+    assert "tensor parallel shards 4, here 2" in caplog.messages[1]
+    assert len(there(store)) == 2
+
+
+def test_one_that_may_not_write_is_told_of_others(
+    store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(store, shards=4)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionDenied("read only")
+
+    monkeypatch.setattr(store, "put", refused)
+    engine(store, writes=False, shards=2)
+
+    assert "computes every prompt" in caplog.messages[1]
