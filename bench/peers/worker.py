@@ -31,7 +31,7 @@ from peers.work import MIB, WRITTEN_BYTES, Shape, batches_to_read, source_of, st
 
 _MOST_CALLS = 20_000
 _READS_BEFORE_A_WRITE = 9
-_MADE_READS = 512
+_MADE_READS = 16_384
 
 
 class Worker:
