@@ -1,5 +1,5 @@
 """A cluster on hosts of its own. It takes minutes and root, so it is a target of its
-own: `make test-cluster`.
+own: `make test-cluster`. There, what root lacks is a failure.
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from tests.cluster_network.checks import do_without
 from tests.cluster_network.cluster import HOSTS, NODES, Cluster
 from tests.cluster_network.network import network, why_not
 from tests.cluster_network.wall_clock import WallClock
@@ -30,7 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if os.environ.get("INFINISTORE_TEST_NETWORK") != "1":
         pytest.skip("`make test-cluster` runs this")
     if reason := why_not():
-        pytest.skip(reason)
+        do_without(reason)
     folder: Path = tmp_path_factory.mktemp("network")
     with ExitStack() as stack:
         cluster = Cluster(stack.enter_context(network(*HOSTS)), folder)

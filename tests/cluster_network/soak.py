@@ -5,10 +5,11 @@
 Stores and members of etcd are killed, stopped and drained, cables are cut one way or
 both, made slow and spoilt, and etcd is compacted and comes back empty; up to three at a
 time. The clients check every value, as in `make test-cluster`, except for order, which
-a change of view ends. It ends with 0 if no byte was wrong, no call raised an error that
-it should not, and everything is found again at the end. Calls with a view in which no
-node serves do raise one; they are counted. What is done to whom, and for how long,
-follows from the seed, which is printed; what meets what does not.
+a change of view ends. It ends with 0 if no byte was wrong, no lookup took longer than
+it may there, no call raised an error that it should not, and everything is found again
+at the end. Calls with a view in which no node serves do raise one; they are counted.
+What is done to whom, and for how long, follows from the seed, which is printed; what
+meets what does not.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from tests.cluster_network.checks import check_values
+from tests.cluster_network.checks import check_lookups, check_values
 from tests.cluster_network.client import ANY
 from tests.cluster_network.cluster import CLIENTS, HOSTS, MEMBERS, NODES, Cluster, kill
 from tests.cluster_network.network import network, why_not
@@ -188,7 +189,6 @@ def soak(seconds: float, seed: str, folder: Path) -> int:
         steady = bool(cluster.viewed(NODES, _STEADY_S)) and all(cluster.found(node, _STEADY_S) for node in NODES)
         last = cluster.ask("report")
     print(f"seed {seed}, {took_s:.0f} s, faults: {json.dumps(dict(run.faults.most_common()))}")
-    errors = [error for report in last.values() for error in report["errors"]]
     for name, report in reports.items():
         asked, hits = sum(report["asked"].values()), sum(report["hits"].values())
         longest = ", ".join(f"{call} {report[f'longest_{call}_s']:.2f} s" for call in ("lookup", "get", "put"))
@@ -197,14 +197,26 @@ def soak(seconds: float, seed: str, folder: Path) -> int:
             f" {report['puts']} puts, {report['failed_puts']} of them failed in part;"
             f" {len(report['views'])} views; longest {longest}"
         )
+    return verdict(last, steady=steady)
+
+
+def verdict(reports: dict[str, Any], *, steady: bool) -> int:
+    """Print what is wrong with what clients report. Returns the exit status."""
+    errors = [error for report in reports.values() for error in report["errors"]]
     no_node = [error for error in errors if _NO_NODE in error]
     print(f"{len(no_node)} calls had a view in which no node serves")
-    errors = [error for error in errors if _NO_NODE not in error]
-    for error, count in Counter(errors).most_common(5):
-        print(f"{count} times: {error}")
-    check_values(last)
-    print("no wrong byte" + ("" if steady else ", but not everything is found again"))
-    return int(bool(errors) or not steady)
+    problems = [
+        f"{count} times: {error}" for error, count in Counter(e for e in errors if _NO_NODE not in e).most_common(5)
+    ]
+    for look in (check_values, check_lookups):
+        try:
+            look(reports)
+        except AssertionError as error:
+            problems.append(str(error))
+    if not steady:
+        problems.append("not everything is found again")
+    print("\n".join(problems) or "no wrong byte, no error, no long lookup, and everything is found again")
+    return int(bool(problems))
 
 
 def main() -> None:

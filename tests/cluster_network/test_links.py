@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.cluster_network.checks import check, views_of
+from tests.cluster_network.checks import check, do_without, views_of
 from tests.cluster_network.cluster import CLIENTS, MEMBERS, NODES, Cluster, without
 from tests.cluster_network.wall_clock import WallClock
 
@@ -56,7 +56,7 @@ def test_lost_packets_are_sent_again(cluster: Cluster) -> None:
 def test_a_clock_that_is_set_changes_nothing(cluster: Cluster, clock: WallClock) -> None:
     """A store's, by an hour forward, which is more than any lease, and back again."""
     if not clock.exists:
-        pytest.skip("libfaketime is not installed; on Debian: apt-get install faketime")
+        do_without("libfaketime is not installed; on Debian: apt-get install faketime")
     cluster.ask("begin", "")
     for seconds in (3600, -3600):
         with clock.wrong_by(seconds):
