@@ -7,16 +7,20 @@ No registry of images is needed: Debian's packages make the base.
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from infinistore.config import load_server_config
+from tests.bad_days.servers import running_server_process
+from tests.ports import own_ports
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONTAINER = PROJECT / "deploy" / "container"
@@ -76,9 +80,61 @@ def test_no_service_has_rights_that_it_does_not_need() -> None:
 
 def test_what_the_image_copies_is_let_through_to_the_build() -> None:
     dockerfile = (CONTAINER / "Dockerfile").read_text()
-    (copied,) = re.findall(r"^COPY (?!--from)(.*) /build/$", dockerfile, flags=re.MULTILINE)
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, flags=re.MULTILINE))
     ignored = (PROJECT / ".dockerignore").read_text().splitlines()
     assert sorted(line[1:] for line in ignored if line.startswith("!")) == sorted(copied.split())
+
+
+# Its health check
+
+PROBE = ["python3", "-S", "/opt/healthcheck.py"]
+
+
+def ask(environment: dict[str, str], *arguments: str) -> str:
+    """What the health check says of a server with this environment and command."""
+    check: Callable[..., str] = runpy.run_path(str(CONTAINER / "healthcheck.py"))["check"]
+    return check(environment, ["tini", "--", "infinistore", *arguments, ""])
+
+
+@contextmanager
+def managed(*flags: str) -> Iterator[str]:
+    """The port of the management API of a server with these flags."""
+    (port,) = own_ports(1)
+    with running_server_process(*flags, "--manage-port", str(port)):
+        yield str(port)
+
+
+def test_the_health_check_of_the_image_is_the_one_that_it_copies() -> None:
+    dockerfile = (CONTAINER / "Dockerfile").read_text()
+    assert f"CMD {json.dumps(PROBE)}" in dockerfile
+    assert "COPY deploy/container/healthcheck.py /opt/healthcheck.py" in dockerfile
+
+
+def test_a_server_on_another_port_is_healthy_wherever_the_port_is_said() -> None:
+    with managed() as port:
+        assert ask({"INFINISTORE_MANAGE_PORT": port}) == ""
+        assert ask({}, "serve", "--manage-port", port) == ""
+        assert ask({"INFINISTORE_MANAGE_PORT": "1"}, "serve", f"--manage-port={port}") == ""
+        assert ask({"INFINISTORE_MANAGE_PORT": port, "INFINISTORE_MANAGE_HOST": "0.0.0.0"}) == ""
+        assert ask({"INFINISTORE_MANAGE_PORT": port, "http_proxy": "http://127.0.0.1:1"}) == ""
+
+
+def test_a_server_with_tls_is_healthy_also_if_only_a_configuration_file_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("trustme", reason="`make test` runs this")
+    from tests.transports.certificates import issue
+
+    files = issue(tmp_path)
+    with managed("--tls-cert", str(files.cert), "--tls-key", str(files.key)) as port:
+        assert ask({"INFINISTORE_MANAGE_PORT": port, "INFINISTORE_TLS_CERT": str(files.cert)}) == ""
+        assert ask({}, "serve", "--manage-port", port, "--tls-cert", str(files.cert)) == ""
+        assert ask({"INFINISTORE_MANAGE_PORT": port}) == ""
+
+
+def test_a_server_that_does_not_answer_or_cannot_be_asked_is_unhealthy() -> None:
+    (port,) = own_ports(1)
+    assert "Connection refused" in ask({"INFINISTORE_MANAGE_PORT": str(port)})
+    assert "--no-healthcheck" in ask({"INFINISTORE_MANAGE_PORT": "off"})
+    assert "does not answer" in ask({"INFINISTORE_MANAGE_PORT": "none"})
 
 
 # An image
@@ -157,7 +213,11 @@ def test_the_image_runs_the_self_test_as_a_user_of_its_own(buildah: list[str], i
     }
     config = json.loads(run(*buildah, "inspect", "--type", "image", image))["Docker"]["config"]
     assert (config["User"], config["Entrypoint"]) == ("10001:10001", ["tini", "--", "infinistore"])
-    assert "/readyz" in str(config["Healthcheck"])
+    command, *probe = config["Healthcheck"]["Test"]
+    assert (command, probe) == ("CMD", PROBE)
+    asked = run(*inside, "sh", "-c", f"INFINISTORE_MANAGE_PORT=1 {' '.join(probe)} 2>&1 || echo UNHEALTHY").split("\n")
+    assert "does not answer: [Errno 111] Connection refused" in asked[0]
+    assert asked[1] == "UNHEALTHY"
     run(*buildah, "rm", container)
 
 
