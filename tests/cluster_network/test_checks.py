@@ -12,7 +12,7 @@ MISSING = "nft is not installed"
 
 
 def reports(**changed: Any) -> dict[str, Any]:
-    """What two clients report that nothing was wrong for, but for these of the first."""
+    """What two clients report for whom nothing was wrong, but for this of the first."""
     right = {
         "errors": [],
         "wrong": [],
