@@ -34,6 +34,11 @@ _AGAIN_S: Final = 60.0
 _TRIES: Final = 10
 """How often a block is tried again that is not there yet, before the next minute."""
 
+_REMEDY: Final = (
+    "pins of engines that have ended count, too: `infinistore unpin --prefix vllm/` ends all pins of vLLM, and engines"
+    " that compute pin theirs again within a minute"
+)
+
 _Block: TypeAlias = tuple[int, str]
 """The place of its group, and its hash."""
 
@@ -205,7 +210,7 @@ class Pins:
                 if self._store.pin(keys) < len(keys):
                     left += blocks
             except LimitExceeded as error:  # others may be smaller, or be pinned already
-                self._record.failed("pin", error)
+                self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))
                 refused = True
         return left, refused
 

@@ -4,6 +4,7 @@ requests with a high priority.
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def make(store: blocking.BlockingStore) -> Iterator[Make]:
     def make(groups: Sequence[Group] = (FULL,), **options: Any) -> Pinning:
         now = [0.0]
         options.setdefault("pause", lambda _: True)
-        pins = Pins(store, make_names(), groups, make_record(), clock=lambda: now[0], **options)
+        names = options.pop("names", None) or make_names()
+        pins = Pins(store, names, groups, make_record(), clock=lambda: now[0], **options)
         made.append(pins)
         return Pinning(pins, now)
 
@@ -198,9 +200,35 @@ def test_what_the_store_refuses_is_told_once_and_the_rest_stays_pinned(
     (line,) = caplog.messages
     assert "pin failed, and the engine goes on without: LimitExceeded" in line
     assert "--max-protected-ratio" in line
+    assert "`infinistore unpin --prefix vllm/` ends all pins of vLLM" in line
     fill(store)
     there = store.exists_many(keys_of(tokens))
     assert there == [True] * 15 + [False] * 15
+
+
+def test_pins_of_an_engine_that_has_ended_leave_no_room_until_the_command_of_the_warning_ends_them(
+    store: blocking.BlockingStore, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = list(range(20))
+    store.put_many(dict.fromkeys(keys_of(tokens), VALUE))
+    ended = make(priority=0)
+    ended.pins.use(hashes_of(tokens), 20)
+    ended.run()
+    ended.pins.close()
+    names = make_names(config="of another model")
+    keys = names.all_keys(hashes_of(SYSTEM))
+    store.put_many(dict.fromkeys(keys, VALUE))
+    new = make(priority=0, names=names)
+    new.pins.use(hashes_of(SYSTEM), 8)
+    with caplog.at_level(logging.WARNING, logger="vllm.infinistore"):
+        new.run()
+    (line,) = caplog.messages
+    (command,) = re.findall("`infinistore (.*?)`", line)
+    assert command == "unpin --prefix vllm/"
+
+    assert store.unpin(store.keys("vllm/")) == 15
+    new.run(60)
+    assert store.unpin(keys) == 6
 
 
 def test_a_store_that_is_gone_is_told_once_and_pinned_again_when_it_is_back(
