@@ -15,6 +15,7 @@ from infinistore.sizes import parse_size
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "infinistore"
 VALUES = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
 KUBERNETES = ("1.26", "1.33")
+ETCD = "infinistore+etcd://etcd:2379/prod"
 
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` runs this")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` runs this")
@@ -113,6 +114,9 @@ def test_the_memory_limit_has_room_for_the_pool(rendered: dict[str, dict[str, An
         ({"tls": {"secret": "kv-tls"}}, "set token.secret"),
         ({"token": {"secret": "a"}, "tenants": {"secret": "b"}}, "set token.secret or tenants.secret"),
         ({"insecure": True, "tls": {"clientCertificates": True}}, "needs tls.secret"),
+        ({"tenants": {"secret": "a"}, "cluster": ETCD}, "need tenants.peerToken.secret"),
+        ({"tenants": {"secret": "a", "peerToken": {"secret": "b"}}}, "goes with tenants.secret and cluster"),
+        ({"token": {"secret": "a"}, "tenants": {"peerToken": {"secret": "b"}}, "cluster": ETCD}, "goes with tenants"),
         ({"insecure": True, "mode": "both"}, "mode"),
         ({"insecure": True, "pool": {"sizeGB": 10}}, "sizeGB"),
         ({"insecure": True, "pool": {"sizeGiB": 0}}, "sizeGiB"),
@@ -159,6 +163,22 @@ def test_the_file_of_tenants_replaces_the_token(tmp_path: Path) -> None:
     assert {"name": "tenants", "secret": {"secretName": "kv-tenants", "defaultMode": 0o440}} in volumes
     (endpoint,) = rendered["ServiceMonitor"]["spec"]["endpoints"]
     assert endpoint["authorization"] == {"credentials": {"name": "prometheus-token", "key": "token"}}
+
+
+def test_nodes_with_tenants_ask_each_other_with_the_token_in_a_secret_of_its_own(tmp_path: Path) -> None:
+    tenants = {"secret": "kv-tenants", "peerToken": {"secret": "kv-nodes", "key": "nodes.token"}}
+    rendered = render({"tenants": tenants, "cluster": ETCD})
+    assert str(config_of(rendered, tmp_path).peer_token_file) == "/etc/infinistore-peer-token/nodes.token"
+    pod = pod_of(rendered)
+    (container,) = pod["containers"]
+    mount = {"name": "peer-token", "mountPath": "/etc/infinistore-peer-token", "readOnly": True}
+    assert mount in container["volumeMounts"]
+    assert {"name": "peer-token", "secret": {"secretName": "kv-nodes", "defaultMode": 0o440}} in pod["volumes"]
+
+
+def test_nodes_with_tenants_need_no_token_where_their_certificate_stands_for_a_tenant(tmp_path: Path) -> None:
+    rendered = render({"tenants": {"secret": "kv-tenants"}, "tls": {"secret": "kv-tls"}, "cluster": ETCD})
+    assert config_of(rendered, tmp_path).peer_token_file is None
 
 
 def test_a_limit_of_the_pool_and_5_percent_is_accepted() -> None:

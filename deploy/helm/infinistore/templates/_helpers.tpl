@@ -34,6 +34,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and .Values.token.secret .Values.tenants.secret }}
 {{- fail "set token.secret or tenants.secret: with tenants, each has tokens of its own" }}
 {{- end }}
+{{- if and .Values.tenants.peerToken.secret (not (and .Values.tenants.secret .Values.cluster)) }}
+{{- fail "tenants.peerToken.secret goes with tenants.secret and cluster; nodes without tenants ask each other with token.secret" }}
+{{- end }}
+{{- if and .Values.tenants.secret (hasPrefix "infinistore+etcd:" .Values.cluster) (not .Values.tenants.peerToken.secret) (not .Values.tls.secret) }}
+{{- fail "tenants in a cluster need tenants.peerToken.secret, the name of a secret with the token of a tenant (infinistore tenant add nodes --role monitor), with which nodes ask each other who they are; or tls.secret, if a tenant has that certificate" }}
+{{- end }}
 {{- if and .Values.tls.clientCertificates (not .Values.tls.secret) }}
 {{- fail "tls.clientCertificates needs tls.secret, the name of a secret with tls.crt, tls.key and ca.crt" }}
 {{- end }}
@@ -51,6 +57,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.pool.hugePages.enabled }}{{ $_ := set $settings "huge_pages" true }}{{ end }}
 {{- if .Values.token.secret }}{{ $_ := set $settings "token_file" (printf "/etc/infinistore-token/%s" .Values.token.key) }}{{ end }}
 {{- if .Values.tenants.secret }}{{ $_ := set $settings "tenants" (printf "/etc/infinistore-tenants/%s" .Values.tenants.key) }}{{ end }}
+{{- with .Values.tenants.peerToken }}{{ if .secret }}{{ $_ := set $settings "peer_token_file" (printf "/etc/infinistore-peer-token/%s" .key) }}{{ end }}{{ end }}
 {{- with .Values.tls }}
 {{- if .secret }}
 {{- $_ := set $settings "tls_cert" "/etc/infinistore-tls/tls.crt" }}
@@ -207,6 +214,9 @@ spec:
         {{- if .Values.tenants.secret }}
         - {name: tenants, mountPath: /etc/infinistore-tenants, readOnly: true}
         {{- end }}
+        {{- if .Values.tenants.peerToken.secret }}
+        - {name: peer-token, mountPath: /etc/infinistore-peer-token, readOnly: true}
+        {{- end }}
         {{- if .Values.disk.enabled }}
         - {name: disk, mountPath: /var/lib/infinistore}
         {{- end }}
@@ -225,7 +235,7 @@ spec:
         secretName: {{ .Values.token.secret }}
         defaultMode: 0440
     {{- end }}
-    {{- range $name, $secret := dict "tls" .Values.tls.secret "tenants" .Values.tenants.secret }}
+    {{- range $name, $secret := dict "tls" .Values.tls.secret "tenants" .Values.tenants.secret "peer-token" .Values.tenants.peerToken.secret }}
     {{- if $secret }}
     - name: {{ $name }}
       secret:
