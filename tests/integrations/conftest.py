@@ -6,6 +6,7 @@ import pytest
 
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.cluster_client.clusters import Cluster, running_cluster
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,10 @@ def mortal_server() -> Iterator[ServerProcess]:
     """A server for tests that kill it."""
     with running_server_process() as server:
         yield server
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Three servers, each with an empty pool of 16 MiB, for tests that stop them."""
+    with running_cluster(3, prealloc_bytes=16 * 1024 * 1024) as running:
+        yield running

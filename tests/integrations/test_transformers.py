@@ -16,8 +16,10 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 from infinistore import blocking
 from infinistore.integrations.transformers import load_cache, save_cache
 from tests.bad_days.servers import running_server_process
+from tests.cluster_client.clusters import Cluster
 from tests.documentation.blocks import programs
 from tests.integrations.disks import leave_on_disk
+from tests.integrations.owners import Owners
 from tests.integrations.small_llama import NAME, VOCABULARY, complete, make_model
 
 MIB = 1024 * 1024
@@ -181,6 +183,30 @@ def test_a_lost_store_is_a_miss_and_is_logged(model: PreTrainedModel, caplog: py
             assert save(store, model, TOKENS) == 0
     assert (matched, cache.get_seq_length()) == (0, 0)
     assert len(caplog.records) == 2
+
+
+def test_in_a_cluster_a_group_is_on_one_server_and_a_lost_one_leaves_what_is_before_its_groups(
+    model: PreTrainedModel, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, owners = tensors(prefill(model, TOKENS)), Owners(cluster)
+    with blocking.open_store(cluster.url()) as writer, blocking.open_store(cluster.url()) as reader:
+        for end in range(16, 97, 16):
+            assert save(writer, model, TOKENS[:end], group_tokens=16) == end
+            assert len(owners.note()) == 2
+        cache, matched = load(reader, model, TOKENS, group_tokens=16)
+        assert matched == 96
+        for got, expected in zip(tensors(cache), stored, strict=True):
+            assert torch.equal(got, expected[:, :, :96])
+        assert load(reader, model, TOKENS, group_tokens=32)[1] == 0
+
+        lost = owners.stop_one()
+        for _ in range(2):
+            cache, matched = load(reader, model, TOKENS, group_tokens=16)
+            assert matched == 16 * lost[0]
+        assert complete(model, cache, TOKENS)[1] == complete(model, DynamicCache(config=model.config), TOKENS)[1]
+        assert "infinistore.integrations" not in caplog.text
+        assert save(reader, model, TOKENS, group_tokens=16) == 16 * lost[0]
+    assert "the KV cache was not stored in full" in caplog.text
 
 
 def test_a_store_smaller_than_the_prompt_keeps_what_it_can(model: PreTrainedModel) -> None:

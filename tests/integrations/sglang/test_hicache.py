@@ -22,8 +22,10 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.other_version import server_of_another_version
+from tests.integrations.owners import Owners
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sglang" / "hicache.json"
 PAGE_TOKENS, PAGES, LAYERS = 4, 8, 3
@@ -264,6 +266,39 @@ def test_the_store_that_is_killed_costs_misses_and_never_none(
             assert backend.exists(hashes(1)[0]) is False
             backend.clear()
     assert [record.levelname for record in caplog.records if record.name.startswith("infinistore")] == ["WARNING"]
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_in_a_cluster_a_page_is_on_one_server_and_a_lost_one_is_a_miss_of_its_pages(
+    kind: str, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target, owners = host_pool(kind, seed=1), host_pool(kind, seed=2), Owners(cluster)
+    config = storage_config(cluster.url(), mla=kind == "mla")
+    with running_backend(config, source) as writer, running_backend(config, target) as reader:
+        for page, key in enumerate(hashes(PAGES)):
+            assert writer.batch_set_v1([key], indices([page])) == [True]
+            assert len(owners.note()) == len(page_bytes(source, page))
+        assert reader.batch_exists(hashes(PAGES)) == PAGES
+        assert reader.batch_get_v1(hashes(PAGES), indices(range(PAGES)[::-1])) == [True] * PAGES
+        for page in range(PAGES):
+            assert page_bytes(target, PAGES - 1 - page) == page_bytes(source, page)
+
+        lost = owners.stop_one()
+        for _ in range(2):
+            assert reader.batch_exists(hashes(PAGES)) == lost[0]
+            loaded = reader.batch_get_v1(hashes(PAGES), indices(range(PAGES)))
+            assert loaded == [page not in lost for page in range(PAGES)]
+        assert "infinistore.integrations" not in caplog.text
+        assert writer.batch_set_v1(hashes(PAGES), indices(range(PAGES))) == [False] * PAGES  # not all of them
+    assert caplog.text.count("infinistore.integrations") == 1
+
+
+def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster) -> None:
+    with running_backend(storage_config(cluster.url("copies=2")), host_pool()) as backend:
+        backend.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
+        cluster.members[0].stop()
+        assert backend.batch_exists(hashes(PAGES)) == PAGES
+        assert backend.batch_get_v1(hashes(PAGES), indices(range(PAGES))) == [True] * PAGES
 
 
 def test_a_store_that_is_down_at_start_is_no_error(mortal_server: ServerProcess) -> None:

@@ -19,7 +19,9 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, running_server_with_disk, wait_until_in_memory
+from tests.integrations.owners import Owners
 from tests.integrations.sglang.test_hicache import (
     PAGES,
     hashes,
@@ -283,3 +285,25 @@ def test_the_store_that_is_killed_costs_misses(mortal_server: ServerProcess, cap
             assert backend.batch_get_v2([states(hashes(1), slots(0))]) == {PoolName.MAMBA: [False]}
             assert backend.batch_set_v2([states(hashes(1), slots(0))]) == {PoolName.MAMBA: [False]}
     assert [record.levelname for record in caplog.records if record.name.startswith("infinistore")] == ["WARNING"]
+
+
+def test_in_a_cluster_one_server_has_a_page_in_all_pools(cluster: Cluster) -> None:
+    every, owners = hashes(PAGES), Owners(cluster)
+    with (
+        running_pools(storage_config(cluster.url()), hybrid_pools(10)) as writer,
+        running_pools(storage_config(cluster.url()), hybrid_pools(20)) as reader,
+    ):
+        for page, key in enumerate(every):
+            assert writer.batch_set_v1([key], indices([page])) == [True]
+            stored = writer.batch_set_v2([window([key], indices([page])), states([key], slots(page))])
+            assert stored == {PoolName.SWA: [True], PoolName.MAMBA: [True]}
+            owners.note()
+        asked = [window(every[:WINDOW]), states(every[:1])]
+        assert reader.batch_exists_v2(every, asked).restorable_prefix_pages == list(range(1, PAGES + 1))
+
+        lost = owners.stop_one()
+        left = list(range(1, lost[0] + 1))
+        assert reader.batch_exists_v2(every, asked).restorable_prefix_pages == left
+        loaded = reader.batch_get_v2([window(every, indices(range(PAGES))), states(every, slots(*range(PAGES)))])
+        there = [page not in lost for page in range(PAGES)]
+        assert loaded == {PoolName.SWA: there, PoolName.MAMBA: there}
