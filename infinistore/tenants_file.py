@@ -35,7 +35,7 @@ def read_text(file: Path) -> str:
             data = opened.read(_MOST_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; {_remedy(error)}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{file}:{line}: is not text in UTF-8") from None
@@ -45,6 +45,17 @@ def read_text(file: Path) -> str:
         remedy = f"chmod o-rw {file}"
         _log.warning("the tenants file is open to other users", extra={"file": str(file), "remedy": remedy})
     return text
+
+
+def _remedy(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return (
+            "let the user of the server read it, and enter its folders (chown USER FILE), and run commands as that "
+            "user or as root"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "`infinistore tenant add ID` makes one"
+    return "give a file of text"
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -37,7 +37,7 @@ def test_the_list_of_a_running_server_shows_what_each_has(
         assert [one["tenant"] for one in json.loads(as_json.stdout)["tenants"]] == ["ops", "alice"]
         for given, problem in (
             (["--token-file", str(tokens["alice"])], "the management API is for operators"),
-            ([], "this needs the server's token"),
+            ([], "this needs the token of an operator"),
         ):
             refused = command("tenant", "list", "--manage-url", url, *given)
             assert refused.returncode != 0

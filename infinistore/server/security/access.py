@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from infinistore.access.identity import Credentials, Identity
-from infinistore.access.policy import OneTenant, Policy
+from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.access.roles import Role
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.server.security.peers import ORIGIN, PRIVATE
@@ -78,7 +78,8 @@ class Access:
         except AuthenticationFailed as error:
             self._note("refused", request, reason=f"AuthenticationFailed: {error}")
             given = request.headers.get("authorization", "").partition(" ")[2]
-            problem = "the token given is wrong" if given else "this needs the server's token"
+            wanted = "of an operator" if isinstance(self.policy, TenantPolicy) else "of the server"
+            problem = "the token given is wrong" if given else f"this needs the token {wanted}"
             raise HTTPException(
                 401,
                 f"{problem}: send Authorization: Bearer TOKEN",
