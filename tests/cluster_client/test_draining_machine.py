@@ -27,6 +27,7 @@ from infinistore.cluster.view import NodeState
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
 from tests.cluster_client.clusters import Cluster, Given
+from tests.cluster_client.examples import examples
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
 URL = "infinistore+static://nobody"
@@ -128,4 +129,6 @@ class DrainingMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("steps", [20])
 def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(three: Cluster, steps: int) -> None:
     machine = type("Machine", (DrainingMachine,), {"cluster": three})
-    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=steps, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(20), stateful_step_count=steps, deadline=None)
+    )

@@ -28,6 +28,7 @@ from infinistore.cluster.placement import Placement
 from infinistore.errors import PartialPut, StoreUnavailable
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
 from tests.cluster_client.clusters import Cluster, Given
+from tests.cluster_client.examples import examples
 
 NAMES = [f"{{group {number % 5}}}/{number}" for number in range(20)]
 NOBODY = "infinistore+static://nobody"
@@ -192,4 +193,6 @@ class ClusterMachine(RuleBasedStateMachine):
 def test_nothing_wrong_is_read_while_nodes_vanish_and_return(three: Cluster, dress: str) -> None:
     with DRESSES[dress]() as open_store:
         machine = type("Machine", (ClusterMachine,), {"cluster": three, "open_store": staticmethod(open_store)})
-        run_state_machine_as_test(machine, settings=settings(max_examples=6, stateful_step_count=25, deadline=None))
+        run_state_machine_as_test(
+            machine, settings=settings(max_examples=examples(6), stateful_step_count=25, deadline=None)
+        )

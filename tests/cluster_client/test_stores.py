@@ -13,6 +13,7 @@ from infinistore.core import StoreCore
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.cluster_client.clusters import Cluster, Member
+from tests.cluster_client.examples import examples
 
 CALM = {"lookup_deadline_s": 60.0}
 """However busy the machine is, no node counts as lost."""
@@ -75,7 +76,7 @@ def leading(wanted: Sequence[str], model: dict[str, bytes]) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copies", [1, 2])
 @given(script=steps)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_cluster_is_a_store(kind: str, copies: int, three: Cluster, script: list[Any]) -> None:
     three.clear()
     run_with_store(kind, three.url(f"copies={copies}"), lambda store: check(store, script, copies), **CALM)
