@@ -54,7 +54,10 @@ class Layout:
         """
         parallel = vllm_config.parallel_config
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-            raise ConfigError("InfiniStoreConnector cannot store blocks that context parallelism spreads over workers")
+            raise ConfigError(
+                "InfiniStoreConnector cannot store blocks that context parallelism spreads over workers: start vLLM"
+                " without --decode-context-parallel-size and --prefill-context-parallel-size, or without the connector"
+            )
         stored = [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
         labels = layer_labels([name for _, group in stored for name in group.layer_names])
         groups: list[Group] = []

@@ -1,0 +1,169 @@
+"""What of a model's KV cache is stored, and what is told of one that cannot be."""
+
+import importlib.util
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infinistore.errors import ConfigError
+from infinistore.integrations.vllm.settings import ConnectorSettings
+
+# What vLLM imports warns.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+BLOCK = 16
+
+
+def layer(kind: str, **given: Any) -> Any:
+    """One layer's part of the cache, as vLLM describes it."""
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    sizes: dict[str, Any] = {"block_size": BLOCK}
+    if kind == "MambaSpec":
+        sizes |= {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    else:
+        sizes |= {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return getattr(kv_cache_interface, kind)(**sizes, **given)
+
+
+def together(*layers: Any) -> Any:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    specs = {f"layers.{number}.several": each for number, each in enumerate(layers)}
+    return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
+
+
+def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None) -> Any:
+    """The layout of an engine with a group for each of these."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from infinistore.integrations.vllm.layout import Layout
+
+    sizes = {
+        "tensor_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        **(parallel or {}),
+    }
+    model = SimpleNamespace(
+        model="/models/made",
+        revision=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "made"}),
+        quantization=None,
+        dtype="float32",
+    )
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    groups = [
+        KVCacheGroupSpec([f"layers.{number}.attn"], spec, enable_kv_transfer=transferred)
+        for number, spec in enumerate(specs)
+    ]
+    return Layout.of(config, KVCacheConfig(8, [], groups), ConnectorSettings(url="infinistore://nowhere"))
+
+
+def window(tokens: int, **given: Any) -> Any:
+    return layer("SlidingWindowSpec", sliding_window=tokens, **given)
+
+
+NO_STATES = (
+    "vLLM keeps no states at the ends of blocks; add --enable-prefix-caching --mamba-cache-mode align,"
+    " if the model supports it"
+)
+CANNOT_BE_STORED: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "a kind that is not known": (
+        lambda: [layer("CrossAttentionSpec")],
+        "it has layers of the kind CrossAttentionSpec, which the connector does not know",
+    ),
+    "one of several groups": (
+        lambda: [layer("FullAttentionSpec"), layer("EncoderOnlyAttentionSpec")],
+        "it has layers of the kind EncoderOnlyAttentionSpec, which the connector does not know",
+    ),
+    "a kind that is not known within a group": (
+        lambda: [together(layer("FullAttentionSpec"), layer("CrossAttentionSpec"))],
+        "it has layers of the kind CrossAttentionSpec, which the connector does not know",
+    ),
+    "layers of several kinds in a group": (
+        lambda: [together(layer("FullAttentionSpec"), window(64))],
+        "a group has layers of several kinds: FullAttentionSpec, SlidingWindowSpec",
+    ),
+    "windows of several sizes in a group": (
+        lambda: [together(window(64), window(128))],
+        "a group has layers of several kinds: SlidingWindowSpec",
+    ),
+    "chunks and windows in a group": (
+        lambda: [together(window(64), layer("ChunkedLocalAttentionSpec", attention_chunk_size=64))],
+        "a group has layers of several kinds: ChunkedLocalAttentionSpec, SlidingWindowSpec",
+    ),
+    "what vLLM takes from no cache": (
+        lambda: [layer("SlidingWindowMLASpec", sliding_window=64, bounded_replay=True)],
+        "vLLM cannot take a part of it from a cache",
+    ),
+    "states that are not kept": (
+        lambda: [layer("FullAttentionSpec"), layer("MambaSpec")],
+        NO_STATES,
+    ),
+    "the first of several obstacles": (
+        lambda: [layer("MambaSpec"), layer("CrossAttentionSpec")],
+        NO_STATES,
+    ),
+    "no KV cache": (list, "it has no KV cache"),
+}
+
+
+@pytest.mark.parametrize("what", list(CANNOT_BE_STORED))
+def test_of_a_model_with_something_that_cannot_be_stored_nothing_is_and_it_is_told_why(what: str) -> None:
+    specs, told = CANNOT_BE_STORED[what]
+    layout = layout_of(*specs())
+
+    assert (layout.groups, layout.obstacle) == ((), told)
+    assert layout.names.prefix.startswith("vllm/made/")
+
+
+def test_groups_that_vllm_transfers_nowhere_are_no_obstacle() -> None:
+    assert layout_of(layer("CrossAttentionSpec"), transferred=False).obstacle == "it has no KV cache"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "window_chunk_state"),
+    [
+        ("FullAttentionSpec", {}, (0, 0, False)),
+        ("FullAttentionSpec", {"tokens_per_state": Fraction(1, 2)}, (0, 0, False)),
+        ("MLAAttentionSpec", {}, (0, 0, False)),
+        ("SlidingWindowSpec", {"sliding_window": 64}, (64, 0, False)),
+        ("SlidingWindowSpec", {"sliding_window": 64, "extra_retained_tokens": 3}, (67, 0, False)),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 32}, (0, 32, False)),
+        ("MambaSpec", {"mamba_cache_mode": "align"}, (0, 0, True)),
+        ("MambaSpec", {"mamba_cache_mode": "all"}, (0, 0, True)),
+    ],
+)
+def test_what_can_be_stored_is_a_group_of_its_kind(
+    kind: str, given: dict[str, Any], window_chunk_state: tuple[int, int, bool]
+) -> None:
+    layout = layout_of(layer("FullAttentionSpec"), layer(kind, **given))
+
+    assert layout.obstacle == ""
+    (first, second) = layout.groups
+    assert (first.index, first.layers, first.is_full) == (0, ("0",), True)
+    assert (second.index, second.layers, second.block_tokens) == (1, ("1",), BLOCK)
+    assert (second.window, second.chunk, second.state) == window_chunk_state
+    assert second.offered == (given.get("mamba_cache_mode") == "align")
+
+
+@pytest.mark.parametrize("flag", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_with_the_flags_to_leave_out(flag: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        layout_of(layer("FullAttentionSpec"), parallel={flag: 2})
+
+    assert f"--{flag.replace('_', '-')}" in str(raised.value)
+    assert "or without the connector" in str(raised.value)
