@@ -5,6 +5,7 @@ of the server if it goes away in the middle.
 import errno
 import os
 import stat
+import sys
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -19,6 +20,8 @@ import trio.testing
 
 from infinistore import open_store
 from infinistore.config import ServerConfig
+from infinistore.core.group_states import GroupStates
+from infinistore.core.pool_state import PoolState
 from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Get, Keys, Put, PutReply, TakeOver
@@ -30,6 +33,7 @@ from infinistore.server.connection.conversation import Conversation
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
+from infinistore.server.take_over.adopting import decode
 from infinistore.server.take_over.exporting import OneStore
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.taking import Taking, begin_taking
@@ -305,6 +309,22 @@ async def test_a_pool_that_does_not_fit_starts_empty(config: ServerConfig, caplo
             assert len(new.core) == 0
             assert [record for record in caplog.records if record.getMessage() == "the cache starts empty"]
             await store.put("key", BLOCK)
+
+
+async def test_a_release_with_another_format_of_the_state_is_refused_and_says_how_to_upgrade(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_by_another_release(data: bytes) -> PoolState | GroupStates:
+        version = int.from_bytes(data[8:16], sys.byteorder) + 1
+        return decode(data[:8] + version.to_bytes(8, sys.byteorder) + data[16:])
+
+    monkeypatch.setattr(taking_module, "decode", read_by_another_release)
+    async with running(config) as (_, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        with pytest.raises(ConfigError, match=r"it has format \d+, .* reads format \d+\. .*start without --take-over"):
+            await run_server(taking_over(config), on_listening=lambda server: None)
+        assert not old_ended.is_set()
+        assert await store.get("key") == BLOCK
 
 
 async def test_a_larger_pool_keeps_the_blocks(config: ServerConfig) -> None:

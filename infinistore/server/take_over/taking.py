@@ -165,7 +165,10 @@ class Taking(Adopting):
         try:
             state = decode(read_all(descriptor))
         except ValueError as error:
-            raise ConfigError(f"--take-over: what the server says of its pool cannot be read: {error}") from None
+            raise ConfigError(
+                f"--take-over: what the server says of its pool cannot be read: {error}. It serves on: stop it, and "
+                "start without --take-over and empty"
+            ) from None
         if (state.groups if isinstance(state, GroupStates) else state.arenas) != self._begun:
             raise ConfigError("--take-over: the pools of the server have changed meanwhile; try again")
         streams = received.take("stream")
