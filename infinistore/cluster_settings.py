@@ -62,7 +62,7 @@ def node_weight() -> Any:
 
 def node_zone() -> Any:
     """Where the node stands."""
-    help_text = "Name of the zone or rack, for the clients of the cluster"
+    help_text = "Name of the zone or rack; copies are kept in different ones if there are several"
     return declare("node_zone", text(), None, help_text, group=_CLUSTER, default_text="none")
 
 

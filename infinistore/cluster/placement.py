@@ -4,7 +4,7 @@ The hash tag of a key is the text in its first `{...}`, as in Redis; without one
 whole key. Keys with one tag have one owner. The tag's xxh3 selects one of 65,536 slots,
 and each slot ranks the nodes (`rendezvous`): a node that joins takes keys from the
 others and moves none between them, and the keys of a node that leaves go to the node of
-their next rank.
+their next rank. Copies are on different machines (`apart`).
 
 Slots are filled when they are first asked for, and after a change of the view only from
 what has changed.
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from xxhash import xxh3_64_intdigest
 
+from infinistore.cluster.apart import Apart
 from infinistore.cluster.rendezvous import Rendezvous
 from infinistore.cluster.view import NodeState, View
 from infinistore.errors import StoreUnavailable
@@ -22,7 +23,7 @@ from infinistore.errors import StoreUnavailable
 __all__ = ["PLACEMENT_VERSION", "SLOTS", "Placement", "hash_tag", "slot_of"]
 
 PLACEMENT_VERSION: Final = 1
-"""The version of the rules in this module and in `rendezvous`."""
+"""The version of the rules in this module, in `apart` and in `rendezvous`."""
 SLOTS: Final = 1 << 16
 _SLOT_BITS: Final = SLOTS - 1
 _NO_KEY: Final = "\0"  # keys have no NUL, so that none begins with it
@@ -60,16 +61,20 @@ class Placement:
         self.view = view
         self._moves: _Moves = _Moves() if previous is None else previous._moves
         arrays = _import_numpy() if with_numpy else None
+        self._apart = Apart(view.nodes, view.copies)
+        self._states = [node.state for node in view.nodes]
+        self._changing = len(view.nodes) - self._states.count(NodeState.SERVING)
+        self._places: dict[int, Sequence[int]] = {}
         weights = [node.weight for node in view.nodes]
         older = None if previous is None else previous._readers
-        self._readers: _Owners = _Owners(view, weights, arrays, older, self._moves)
+        self._readers: _Owners = _Owners(view, weights, older, self._moves, apart=self._apart, arrays=arrays)
         self._writers = self._readers
-        draining = [node.state is NodeState.DRAINING for node in view.nodes]
+        draining = [state is NodeState.DRAINING for state in self._states]
         if any(draining):
             weights = [0 if drains else weight for weight, drains in zip(weights, draining, strict=True)]
             older = None if previous is None else previous._writers
             self._readers.moves = None  # an owner is who is written to
-            self._writers = _Owners(view, weights, arrays, older, self._moves)
+            self._writers = _Owners(view, weights, older, self._moves, apart=self._apart, arrays=arrays)
 
     @property
     def moved_slots(self) -> int:
@@ -106,14 +111,49 @@ class Placement:
         return list(parts.items())
 
     def ranked(self, key: str, count: int, *, reading: bool = False) -> Sequence[int]:
-        """Return the first `count` ranks of a key: its owner, then the nodes that would
-        own it if those before them were gone. Fewer, if there are fewer nodes.
+        """Return the first `count` ranks of a key: its owner, the nodes of its other
+        copies, then those that would own it if those before them were gone. Fewer, if
+        there are fewer nodes.
         """
         return self.ranks([key], count, reading=reading)[0]
 
     def ranks(self, keys: Sequence[str], count: int, *, reading: bool = False) -> list[Sequence[int]]:
         """Return the first `count` ranks of each key, as `ranked` does of one."""
         return (self._readers if reading else self._writers).ranks([slot_of(key) for key in keys], count)
+
+    def places(self, keys: Sequence[str]) -> list[Sequence[int]]:
+        """Return for each key the nodes that may have it, those that should have it
+        first.
+
+        Then come those that had it before nodes joined, and the draining nodes.
+        """
+        copies = self.view.copies
+        slots = [slot_of(key) for key in keys]
+        if not self._changing:
+            return self._writers.ranks(slots, copies)
+        places = self._places
+        unknown = sorted({slot for slot in slots if slot not in places})
+        if unknown:
+            ranks = self._writers.ranks(unknown, copies + 1)
+            orders = self._readers.orders(unknown, copies + self._changing)
+            places.update(zip(unknown, map(self._places_in, ranks, orders), strict=True))
+        return [places[slot] for slot in slots]
+
+    def _places_in(self, ranks: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+        """Return the places of a slot, from its ranks and all nodes in their order."""
+        copies, states = self.view.copies, self._states
+        serving = [node for node in order if states[node] is NodeState.SERVING]
+        places = dict.fromkeys(ranks[:copies])
+        if any(states[node] is NodeState.JOINING for node in ranks):
+            # Several may have joined one after the other: the next rank is a guess.
+            places |= dict.fromkeys([*self._apart.first(serving, copies), *ranks[copies:]])
+        for node in order:
+            if states[node] is NodeState.DRAINING:
+                # It may have what it would have if it were the only one that changes.
+                among = [other for other in order if other == node or states[other] is NodeState.SERVING]
+                if node in self._apart.first(among, copies):
+                    places[node] = None
+        return tuple(places)
 
 
 def _import_numpy() -> Any:
@@ -143,10 +183,13 @@ class _Moves:
 class _Owners:
     """The owners of all slots. Threads may share it: what they fill in is the same."""
 
-    def __init__(self, view: View, weights: Sequence[int], arrays: Any, older: "_Owners | None", moves: _Moves) -> None:
+    def __init__(
+        self, view: View, weights: Sequence[int], older: "_Owners | None", moves: _Moves, *, apart: Apart, arrays: Any
+    ) -> None:
         self._ids = [node.id for node in view.nodes]
         self._weight_of = {node.id: weight for node, weight in zip(view.nodes, weights, strict=True)}
         self._nodes = [index for index, weight in enumerate(weights) if weight]
+        self._apart = apart
         self._rendezvous = Rendezvous(list(self._weight_of), weights, arrays)
         self._table = [-1] * SLOTS
         self.moves: _Moves | None = moves
@@ -202,11 +245,21 @@ class _Owners:
         count = min(count, len(self._nodes))
         known = self._ranks
         unknown = sorted({slot for slot in slots if len(known.get(slot, ())) < count})
-        known.update(zip(unknown, self._rendezvous.first(unknown, self._nodes, count), strict=True))
+        orders: Sequence[tuple[int, ...]] = self.orders(unknown, count) if count else ((),) * len(unknown)
+        if count > 1 and self._apart.reach:
+            orders = [self._apart.first(order, count) for order in orders]
+        known.update(zip(unknown, orders, strict=True))
         if self.moves is not None and count:
             for slot in unknown:
                 self.moves.note(slot, self._ids[known[slot][0]])
         return [known[slot][:count] if count else () for slot in slots]
+
+    def orders(self, slots: Sequence[int], count: int) -> list[tuple[int, ...]]:
+        """Return the first `count` nodes of each slot, whatever machines they are on,
+        and as many more as it takes to have others; all if there are fewer.
+        """
+        most = count + self._apart.reach if count > 1 else count
+        return self._rendezvous.first(slots, self._nodes, min(most, len(self._nodes)))
 
     def _fill(self, slots: Iterable[int]) -> None:
         if not self._nodes:

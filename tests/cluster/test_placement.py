@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -241,11 +242,149 @@ def test_a_draining_node_is_read_and_not_written() -> None:
     assert placement.ranks(KEYS, 3, reading=True) == before.ranks(KEYS, 3)
 
 
+def machines_of(*shares: tuple[int, str, str], copies: int = 2) -> View:
+    """A view of nodes of these weights, machines and zones."""
+    nodes = view_of(*(share for share, _, _ in shares)).nodes
+    places = [attrs.evolve(node, host=host, zone=zone) for node, (_, host, zone) in zip(nodes, shares, strict=True)]
+    return View(0, tuple(places), copies=copies)
+
+
+on_machines = st.lists(
+    st.tuples(st.sampled_from([50, 100, 100]), st.sampled_from(["m1 r1", "m2 r1", "m3 r2", "m4 r3", "m5 r3"])).map(
+        lambda drawn: (drawn[0], drawn[1][:2], drawn[1][3:])
+    ),
+    min_size=2,
+    max_size=9,
+)
+"""Weights, machines and zones; a machine is in one zone."""
+
+
+def apart(view: View, ranks: list[Sequence[int]]) -> list[tuple[int, int]]:
+    """On how many machines, and in how many zones, these are."""
+    return [
+        (len({view.nodes[index].host for index in rank}), len({view.nodes[index].zone for index in rank}))
+        for rank in ranks
+    ]
+
+
+@settings(max_examples=40)
+@given(on_machines, st.integers(1, 3))
+def test_copies_are_on_as_many_machines_and_in_as_many_zones_as_there_are(
+    shares: list[tuple[int, str, str]], copies: int
+) -> None:
+    view = machines_of(*shares, copies=copies)
+    machines, zones = ({share[field] for share in shares} for field in (1, 2))
+    found = apart(view, Placement(view).ranks(KEYS[:60], copies))
+    if copies < 3:
+        assert set(found) == {(min(copies, len(machines)), min(copies, len(zones)))}
+    assert {count for count, _ in found} == {min(copies, len(machines))}
+
+
+def test_the_machine_of_a_node_that_names_none_is_the_host_of_its_address() -> None:
+    nodes = [
+        Node(f"{host}/{port}", f"infinistore://{host}:{port}") for host in ("10.0.0.1", "[fd::1]") for port in "12"
+    ]
+    view = View(0, tuple(nodes), copies=2)
+    assert {tuple(sorted(index // 2 for index in rank)) for rank in Placement(view).ranks(KEYS, 2)} == {(0, 1)}
+
+
+def test_without_another_machine_copies_are_in_other_zones_and_without_either_the_order_is_the_same() -> None:
+    one = machines_of((100, "m", "a"), (100, "m", "a"), (100, "m", "b"))
+    assert set(apart(one, Placement(one).ranks(KEYS, 2))) == {(1, 2)}
+    shares = (100, 100, 100, 300)
+    plain = Placement(view_of(*shares))
+    for where in (["m/a"] * 4, ["1/a", "2/a", "3/a", "4/a"], ["1/a", "2/b", "3/c", "4/d"]):
+        view = machines_of(*((share, one[0], one[2]) for share, one in zip(shares, where, strict=True)))
+        assert Placement(view).ranks(KEYS, 4) == plain.ranks(KEYS, 4)
+
+
+@settings(max_examples=40)
+@given(on_machines, st.integers(1, 9))
+def test_machines_change_no_owner_and_only_the_order_of_the_others(
+    shares: list[tuple[int, str, str]], count: int
+) -> None:
+    view = machines_of(*shares)
+    placement, plain = Placement(view), Placement(attrs.evolve(view, copies=1))
+    assert placement.owners(KEYS[:60]) == plain.owners(KEYS[:60])
+    ranks = placement.ranks(KEYS[:60], count)
+    assert ranks == [rank[:count] for rank in placement.ranks(KEYS[:60], 9)]
+    assert Placement(view).ranks(KEYS[:60], count) == Placement(view, with_numpy=False).ranks(KEYS[:60], count)
+    for rank, order in zip(ranks, plain.ranks(KEYS[:60], len(shares)), strict=True):
+        assert len(set(rank)) == min(count, len(shares))
+        assert list(rank[2:]) == [index for index in order if index not in rank[:2]][: max(0, count - 2)]
+
+
+@settings(max_examples=40)
+@given(on_machines, st.data())
+def test_one_loss_of_a_node_a_machine_or_a_zone_leaves_a_copy_where_it_is_looked_for(
+    shares: list[tuple[int, str, str]], data: st.DataObject
+) -> None:
+    """As far as there is another one."""
+    view = machines_of(*shares)
+    field = data.draw(st.sampled_from(["id", "host", "zone"]))
+    lost = getattr(data.draw(st.sampled_from(view.nodes)), field)
+    left = attrs.evolve(view, nodes=tuple(node for node in view.nodes if getattr(node, field) != lost))
+    if not left.nodes:
+        return
+    before, after = Placement(view).ranks(KEYS[:60], 2), Placement(left).ranks(KEYS[:60], 2)
+    for had, has in zip(before, after, strict=True):
+        still = {view.nodes[index].id for index in had if getattr(view.nodes[index], field) != lost}
+        assert still
+        assert still <= {left.nodes[index].id for index in has}
+
+
+def places_by_id(view: View, keys: Sequence[str]) -> list[list[str]]:
+    return [[view.nodes[index].id for index in places] for places in Placement(view).places(keys)]
+
+
+@settings(max_examples=60)
+@given(on_machines, st.integers(1, 2), st.data())
+def test_where_nodes_joined_and_drain_keys_have_the_places_that_they_had(
+    shares: list[tuple[int, str, str]], copies: int, data: st.DataObject
+) -> None:
+    """Whoever had a key while all drained ones served, or before others joined."""
+    view = machines_of(*shares, copies=copies)
+    states = [data.draw(st.sampled_from(NodeState)) for _ in shares]
+    changed = attrs.evolve(
+        view, nodes=tuple(attrs.evolve(node, state=state) for node, state in zip(view.nodes, states, strict=True))
+    )
+    here = {node.id for node in changed.nodes if node.state is not NodeState.JOINING}
+    now = places_by_id(changed, KEYS[:60])
+    written = Placement(changed).ranks(KEYS[:60], copies)
+    for rank, places in zip(written, now, strict=True):
+        assert places[: len(rank)] == [view.nodes[index].id for index in rank]
+    for drained in (True, False):
+        old = attrs.evolve(
+            view,
+            nodes=tuple(
+                node
+                for node in view.nodes
+                if node.id in here and (drained or states[view.nodes.index(node)] is NodeState.SERVING)
+            ),
+        )
+        for had, places in zip(Placement(old).ranks(KEYS[:60], copies), now, strict=True):
+            assert {old.nodes[index].id for index in had} <= set(places)
+
+
+def test_keys_are_looked_for_at_their_former_owner_however_many_nodes_join_at_once() -> None:
+    """Such as the shards of one server."""
+    view = view_of(*[100] * 8)
+    joined = attrs.evolve(
+        view,
+        nodes=(*view.nodes[:3], *(attrs.evolve(node, state=NodeState.JOINING) for node in view.nodes[3:])),
+    )
+    before = Placement(attrs.evolve(view, nodes=view.nodes[:3])).owners(KEYS)
+    places = Placement(joined).places(KEYS)
+    assert all(owner in place for owner, place in zip(before, places, strict=True))
+    assert max(map(len, places)) == 3
+
+
 @pytest.mark.parametrize("view", [View(0), view_of(0, 0)])
 def test_a_view_in_which_nobody_owns_anything_says_so(view: View) -> None:
     with pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):
         Placement(view).split(["key"])
     assert Placement(view).ranked("key", 2) == ()
+    assert Placement(view).places(["key"]) == [()]
 
 
 @pytest.mark.parametrize("ids", [("b", "a"), ("a", "a")])

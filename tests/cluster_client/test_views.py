@@ -168,6 +168,48 @@ def test_what_was_put_while_one_node_drained_is_found_while_the_next_one_drains_
         assert [member.keys() for member in three.members] == [set()] * 3
 
 
+def on_machines(cluster: Cluster, *machines: str) -> list[Any]:
+    return [attrs.evolve(node, host=host) for node, host in zip(cluster.nodes(), machines, strict=False)]
+
+
+def test_two_copies_outlive_a_machine_with_several_nodes(three: Cluster) -> None:
+    nodes = on_machines(three, "one", "one", "other")
+    given = Given(nodes, copies=2)
+    with opened(given) as store:
+        store.put_many(BLOCKS)
+        here, there, other = (member.keys() for member in three.members)
+        assert other == set(NAMES) == here | there
+        assert not here & there
+        for left in (nodes[2:], nodes[:2]):  # a machine is gone
+            given.give(left, copies=2)
+            assert store.get_many(NAMES) == list(BLOCKS.values())
+            assert store.match_prefix(NAMES) == len(NAMES)
+        given.give(nodes, copies=2)
+        assert store.delete(NAMES) == len(NAMES)
+        assert [member.keys() for member in three.members] == [set()] * 3
+
+
+def test_while_a_node_joins_a_machine_keys_are_found_though_one_that_had_them_is_gone(three: Cluster) -> None:
+    a, b, c = on_machines(three, "one", "other", "other")
+    for index, rest in enumerate(([b, c], [a, c], [a, b])):
+        three.clear()
+        joins = attrs.evolve((a, b, c)[index], state=NodeState.JOINING)
+        given = Given(rest, copies=2)
+        with opened(given) as store:
+            store.put_many(BLOCKS)
+            given.give(sorted([*rest, joins], key=lambda node: node.id), copies=2)
+            for lost in range(3):
+                if lost != index:
+                    three.members[lost].look(three.members[lost].core.purge)
+                    with opened(given) as fresh:
+                        assert fresh.get_many(NAMES) == list(BLOCKS.values())
+                    given.give(rest, copies=2)
+                    store.put_many(BLOCKS)
+                    three.members[index].look(three.members[index].core.purge)
+                    given.give(sorted([*rest, joins], key=lambda node: node.id), copies=2)
+            assert store.delete(NAMES) == len(NAMES)
+
+
 def test_a_cluster_where_nobody_takes_blocks_says_so(three: Cluster) -> None:
     given = Given(states(three, DRAINING, DRAINING, DRAINING))
     with opened(given) as store, pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):

@@ -93,13 +93,9 @@ class ViewInUse(Generic[_Store]):
         self.nodes = nodes
         self.calls = 0
         """How many calls use it."""
-        states = {node.state for node in view.nodes}
-        self.joining = NodeState.JOINING in states
-        self.draining = NodeState.DRAINING in states
-        self.has_one_place = view.copies == 1 and not self.joining and not self.draining
+        self.has_one_place = view.copies == 1 and all(node.state is NodeState.SERVING for node in view.nodes)
         """Whether each key has exactly one place."""
-        alone = len(nodes) == 1 and not self.draining and view.nodes[0].weight > 0
-        self._has_sole_node = alone and self.has_one_place
+        self._has_sole_node = self.has_one_place and len(nodes) == 1 and view.nodes[0].weight > 0
 
     def parts(self, keys: Sequence[str]) -> "list[tuple[int, Sequence[int]]]":
         """Return the nodes to write to, each with the positions of its keys.

@@ -32,45 +32,11 @@ from infinistore.cluster.view import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
-__all__ = ["exists", "lease", "places_of", "present_anywhere", "read"]
+__all__ = ["exists", "lease", "present_anywhere", "read"]
 
 _T = TypeVar("_T")
 _WARMING_BYTES: Final = 64 * 1024 * 1024
 """How much may be on its way to nodes that have joined."""
-
-
-def places_of(call: CallInView, keys: Sequence[str]) -> list[Sequence[int]]:
-    """Return for each key the nodes that may have it, those that should have it first.
-
-    Then comes who had it before a node joined, and the draining nodes.
-    """
-    view, placement = call.view, call.view.placement
-    copies = view.view.copies
-    ranks = placement.ranks(keys, copies + view.joining)
-    if view.joining:
-        joins = [node.state is NodeState.JOINING for node in view.view.nodes]
-        ranks = [rank if any(joins[index] for index in rank) else rank[:copies] for rank in ranks]
-    if view.draining:
-        states = [node.state for node in view.view.nodes]
-        changing = len(states) - states.count(NodeState.SERVING)
-        before = placement.ranks(keys, copies + changing, reading=True)
-        ranks = [(*rank, *_drained(whole, states, copies)) for rank, whole in zip(ranks, before, strict=True)]
-    return ranks
-
-
-def _drained(ranked: Sequence[int], states: Sequence[NodeState], copies: int) -> list[int]:
-    """Return the draining nodes that may have a key, of all nodes in their order for
-    it: those before the ones that had it anyway.
-    """
-    found: list[int] = []
-    for index in ranked:
-        if states[index] is NodeState.DRAINING:
-            found.append(index)
-        elif states[index] is NodeState.SERVING:
-            copies -= 1
-            if not copies:
-                break
-    return found
 
 
 async def read(call: CallInView, request: KeyedRequest[_T]) -> list[_T]:
@@ -107,7 +73,7 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     if isinstance(request, GetInto | GetToDevice) and request.all_or_nothing:
         # What is missing in one place may be in another; then all others are wanted.
         request = attrs.evolve(request, all_or_nothing=False)  # type: ignore[assignment]
-    places = places_of(call, keys)
+    places = call.view.placement.places(keys)
     found: list[Any] = [absent] * len(keys)
     lost: set[int] = set()
     silent: set[int] = set()
@@ -242,7 +208,7 @@ async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
     """Return for each key the first of its places that has it, -1 if none has: all are
     asked at the same time.
     """
-    places = places_of(call, keys)
+    places = call.view.placement.places(keys)
     parts = [
         part
         for rank in range(max(map(len, places), default=0))
@@ -272,7 +238,7 @@ async def lease(call: CallInView, request: Lease) -> Leased:
     if view.has_one_place:
         parts = view.parts(request.keys)
     else:
-        places = places_of(call, request.keys)
+        places = view.placement.places(request.keys)
         parts = _by_place(places, [position for position, place in enumerate(places) if place], 0, (), set())
     leased: list[tuple[Sequence[int], Leased]] = []
     there: set[int] = set()

@@ -5,7 +5,7 @@ from typing import Any
 
 from infinistore.client.cluster.calls import CallInView, error_of, is_lost
 from infinistore.client.cluster.nodes import part_of
-from infinistore.client.cluster.reads import places_of, present_anywhere
+from infinistore.client.cluster.reads import present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
 from infinistore.client.connection.effects import Outcome, Part, Together
 from infinistore.client.memory.views import ReservedRoom
@@ -108,7 +108,7 @@ async def delete(call: CallInView, request: Delete) -> int:
 def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
     """Return each node that may have some of these keys, and their positions."""
     by_node: dict[int, list[int]] = {}
-    for position, places in enumerate(places_of(call, keys)):
+    for position, places in enumerate(call.view.placement.places(keys)):
         for index in places:
             by_node.setdefault(index, []).append(position)
     return [*by_node.items()]
