@@ -39,4 +39,5 @@ class Owners:
         return [part for part, owner in enumerate(self._owners) if owner == lost]
 
     def _keys(self, number: int) -> set[str]:
-        return {key for key in self._members[number].keys() if self._mark in key}
+        have = self._members[number].keys()
+        return {key for key in have if self._mark in key}

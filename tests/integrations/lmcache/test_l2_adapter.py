@@ -24,9 +24,11 @@ from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
+from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.lmcache.engine import EXAMPLES, Worker, engine_config, engine_metadata, running_worker
 from tests.integrations.other_version import server_of_another_version
+from tests.integrations.owners import Owners
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 16, 16])], [torch.bfloat16])
@@ -340,3 +342,34 @@ def test_the_storage_manager_goes_on_when_the_store_is_killed(mortal_server: Ser
         assert prefetch(manager, object_keys(3, rank=1)) == 0
         write(manager, object_keys(2, rank=2))
         assert prefetch(manager, object_keys(2, rank=3)) == 0
+
+
+def test_in_a_cluster_a_lost_server_is_a_miss_of_its_objects(cluster: Cluster, memory: Worker) -> None:
+    with running_adapter(cluster.url()) as writer, running_adapter(cluster.url()) as reader:
+        keys, objects, owners = object_keys(8), [memory.make_block(seed) for seed in range(8)], Owners(cluster)
+        for key, block in zip(keys, objects, strict=True):
+            assert store(writer, [key], [block]).is_successful()
+            assert len(owners.note()) == 1
+        targets = [memory.make_block(99) for _ in range(8)]
+        assert look_up(reader, keys) == list(range(8))
+        assert load(reader, keys, targets) == list(range(8))
+        assert [bytes(target.byte_array) for target in targets] == [bytes(block.byte_array) for block in objects]
+        reader.submit_unlock(keys)
+
+        lost = owners.stop_one()
+        left = [number for number in range(8) if number not in lost]
+        for _ in range(2):
+            assert look_up(reader, keys) == left
+            assert load(reader, keys, targets) == left
+            reader.submit_unlock([keys[number] for number in left])
+        assert reader.report_status()["is_healthy"]
+        assert not store(writer, keys, objects).is_successful()  # not all of them
+
+
+def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster, memory: Worker) -> None:
+    with running_adapter(cluster.url("copies=2")) as adapter:
+        keys, objects = object_keys(8), [memory.make_block(seed) for seed in range(8)]
+        assert store(adapter, keys, objects).is_successful()
+        cluster.members[0].stop()
+        assert look_up(adapter, keys) == list(range(8))
+        assert load(adapter, keys, [memory.make_block(99) for _ in range(8)]) == list(range(8))

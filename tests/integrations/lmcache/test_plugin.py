@@ -22,6 +22,7 @@ from lmcache.v1.storage_backend.connector import CreateConnector
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
 from tests.integrations.lmcache.engine import (
     CHUNK_TOKENS,
@@ -33,6 +34,7 @@ from tests.integrations.lmcache.engine import (
     running_worker,
 )
 from tests.integrations.other_version import server_of_another_version
+from tests.integrations.owners import Owners
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
 LOGS = ["infinistore.integrations.lmcache", "lmcache.v1.storage_backend.remote_backend"]
@@ -465,3 +467,45 @@ def test_a_configuration_error_is_one_of_ours() -> None:
 
     with pytest.raises(ConfigError, match=r"extra_config names no store; set url to infinistore://HOST:22345"):
         StoreSettings.from_mapping({}, where="extra_config", key_prefix="")
+
+
+def test_in_a_cluster_a_block_and_its_description_are_on_one_server_and_a_lost_one_is_a_miss_of_its_blocks(
+    cluster: Cluster, log: list[str]
+) -> None:
+    config = plugin_config(cluster.url())
+    with running_worker(config, engine_metadata()) as writer, running_worker(config, engine_metadata()) as reader:
+        keys, blocks, owners = keys_of(8), [writer.make_block(seed) for seed in range(8)], Owners(cluster)
+        for key, block in zip(keys, blocks, strict=True):
+            writer.put([key], [block])
+            assert len(owners.note()) == 2
+        assert reader.run(reader.connector.batched_async_contains("all", keys, pin=True)) == 8
+        for got, stored in zip(reader.run(reader.connector.batched_get_non_blocking("all", keys)), blocks, strict=True):
+            assert_same(got, stored)
+            got.ref_count_down()
+        assert sorted(reader.run(reader.connector.list())) == [key.to_string() for key in keys]
+
+        lost = owners.stop_one()
+        for lookup in ("before it counts as lost", "after"):
+            assert reader.backend.batched_contains(keys) == lost[0]
+            assert reader.run(reader.connector.batched_async_contains(lookup, keys, pin=True)) == lost[0]
+            loaded = reader.run(reader.connector.batched_get_non_blocking(lookup, keys))
+            assert len(loaded) == lost[0]
+            for got, stored in zip(loaded, blocks[: lost[0]], strict=True):
+                assert_same(got, stored)
+                got.ref_count_down()
+            loaded = reader.get(keys)
+            assert [number for number, got in enumerate(loaded) if got is None] == lost
+        assert log == []
+        writer.put(keys, blocks)
+        assert writer.connector.counts["not_stored"] == 8  # not all of them
+    assert len(log) == 1
+
+
+def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster) -> None:
+    with running_worker(plugin_config(cluster.url("copies=2")), engine_metadata()) as worker:
+        keys, blocks = keys_of(8), [worker.make_block(seed) for seed in range(8)]
+        worker.put(keys, blocks)
+        cluster.members[0].stop()
+        assert worker.backend.batched_contains(keys) == 8
+        for got, stored in zip(worker.get(keys), blocks, strict=True):
+            assert_same(got, stored)
