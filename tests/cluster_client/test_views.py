@@ -3,6 +3,7 @@ that have moved are found where they were.
 """
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -10,8 +11,11 @@ import pytest
 import trio
 
 from infinistore import blocking, open_store
+from infinistore.client.cluster import reads
+from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.extension import Environment
-from infinistore.cluster.view import NodeState
+from infinistore.cluster import placement
+from infinistore.cluster.view import Node, NodeState
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.cluster_client.clusters import Cluster, Given
 
@@ -137,6 +141,34 @@ def test_what_is_copied_to_a_node_that_joins_ends_when_the_original_does(three: 
         assert set(there) & set(names)
         assert {name for name, end in there.items() if end is not None} == set(there) & set(names)
         assert all(0 < end <= 500.0 for end in there.values() if end is not None)
+
+
+def test_no_more_than_the_bound_is_on_its_way_to_nodes_that_join(
+    three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "_WARMING_BYTES", 3_500)
+    given = Given(three.nodes()[:2])
+    joined = three.members[2]
+    with opened(given) as store:
+        counters = store.calls.counters
+
+        def read_and_wait() -> None:
+            before = counters.warmed
+            assert store.get_many(NAMES) == list(blocks.values())
+            while counters.warming_bytes or counters.warmed == before:
+                pass
+
+        blocks = {name: name.encode().ljust(1_000) for name in NAMES}
+        store.put_many(blocks)
+        given.give(states(three, SERVING, SERVING, JOINING))
+        read_and_wait()
+        assert counters.warmed == len(joined.keys()) == 3
+        read_and_wait()  # what did not fit is copied when it is read again
+        assert counters.warmed == len(joined.keys()) == 6
+        counters.warming_bytes += 3_000  # as if another call had begun to copy
+        assert store.get_many(NAMES) == list(blocks.values())
+        assert counters.warming_bytes == 3_000
+        assert len(joined.keys()) == 6
 
 
 def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
@@ -272,3 +304,19 @@ def test_errors_of_the_caller_are_raised_as_they_are(three: Cluster) -> None:
 
     with pytest.raises(KeyError, match="is not in the store"):
         trio.run(main)
+
+
+@pytest.mark.parametrize("has_numpy", [False, True])
+def test_a_client_without_numpy_says_once_that_a_large_cluster_wants_it(
+    has_numpy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not has_numpy:
+        monkeypatch.setattr(placement, "_import_numpy", lambda: None)
+    counts = []
+    given = Given([])
+    nodes: Any = Nodes(given, lambda address, instance: SimpleNamespace(close=lambda: None))
+    for count in (30, 31, 32, 30, 31):
+        given.give([Node(f"{number:02}", f"tcp://host-{number}:1") for number in range(count)])
+        nodes.begin()
+        counts.append(sum("without numpy" in record.message for record in caplog.records))
+    assert counts == ([0] * 5 if has_numpy else [0, 1, 1, 1, 1])

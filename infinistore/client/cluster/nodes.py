@@ -6,6 +6,7 @@ or whose server is another run now, are closed when the last call that may use t
 over.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -22,6 +23,7 @@ from infinistore.forks import FORKED, let_go_in_child
 
 __all__ = ["PING", "NodeStore", "Nodes", "OpenStore", "ViewInUse", "part_of"]
 
+_log = logging.getLogger("infinistore.client")
 PING: Final = Exists(["infinistore/is the node there?"])
 """What every server answers at once."""
 _Store = TypeVar("_Store", bound="OpenStore")
@@ -123,6 +125,7 @@ class Nodes(Generic[_Store]):
         self.closed = ""
         """Why nothing can be done any more; empty while it is open."""
         self._make = make
+        self._told_of_numpy = False
         self._lock = threading.Lock()
         self._stores: dict[tuple[str, str, str], NodeStore[_Store]] = {}
         self._current: ViewInUse[_Store] | None = None
@@ -185,6 +188,13 @@ class Nodes(Generic[_Store]):
             nodes.append(known)
         current = ViewInUse(view, Placement(view, None if former is None else former.placement), nodes)
         self._current = current
+        if current.placement.lacks_numpy and not self._told_of_numpy:
+            self._told_of_numpy = True
+            _log.warning(
+                "the cluster has %d nodes: without numpy, finding the owners of many keys for the first time "
+                "keeps the caller waiting; install infinistore-trio[disk]",
+                len(nodes),
+            )
         if former is not None and former.calls:
             self._former.append(former)
         return current, self._take_unused()
