@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,7 +29,7 @@ from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.block_events import BlockEvents
 from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.kv_events import WorkerMetadata, describer, events_of
+from infinistore.integrations.vllm.kv_events import Stages, WorkerMetadata, describer, events_of
 from infinistore.integrations.vllm.layout import Layout
 from infinistore.integrations.vllm.listing import delete_all
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
@@ -87,6 +87,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._events: BlockEvents | None = None
         self._told: Group | None = None
+        self._untold: Stages = {}
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
         scheduling = role is KVConnectorRole.SCHEDULER
@@ -141,6 +142,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 delivers=not transfer.is_kv_consumer,
                 observations=self._observed,
             )
+            if self._is_part and vllm_config.parallel_config.pipeline_parallel_size > 1:
+                self._untold = {get_pp_group().rank_in_group: self._own_layers()}
 
     def _pins(self, record: Record) -> Pins | None:
         """Return what pins blocks, if something is to be pinned."""
@@ -266,12 +269,18 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         # A MultiConnector gives it to all its connectors, and most refuse it.
         if self._vllm_config.parallel_config.pipeline_parallel_size == 1 or self._is_part:
             return None
-        return _Layers({group.index: group.layers for group in self._layout.groups})
+        return _Layers(self._own_layers())
+
+    def _own_layers(self) -> dict[int, tuple[str, ...]]:
+        return {group.index: group.layers for group in self._layout.groups}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return which saves have ended, if the scheduler wants to know."""
+        """Return which saves have ended, if the scheduler wants to know; with the first
+        step also this worker's layers, where the handshake has no room for them.
+        """
         saved = self._at_work.take_saved()
-        return WorkerMetadata(saved) if saved else None
+        stages, self._untold = self._untold, {}
+        return WorkerMetadata(saved, stages) if saved or stages else None
 
     # ---- the scheduler's side ----
 
@@ -316,8 +325,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Record which loads and saves have ended, and which blocks failed."""
         written = connector_output.kv_connector_worker_meta
-        if self._events is not None and isinstance(written, WorkerMetadata):
-            self._events.saved(written.saved)
+        if isinstance(written, WorkerMetadata):
+            if self._events is not None:
+                self._events.saved(written.saved)
+            if written.stages:
+                self._at_schedule.learn_layers(written.stages[rank] for rank in sorted(written.stages))
         self._at_schedule.loads_ended(
             connector_output.finished_recving or (),
             connector_output.invalid_block_ids,

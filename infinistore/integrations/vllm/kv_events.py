@@ -1,7 +1,7 @@
 """The connector's changes as vLLM's KV cache events, which vLLM's publisher sends."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -11,7 +11,9 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks
 from infinistore.integrations.vllm.groups import Group
 
-__all__ = ["WorkerMetadata", "describer", "events_of"]
+__all__ = ["Stages", "WorkerMetadata", "describer", "events_of"]
+
+Stages: TypeAlias = Mapping[int, Mapping[int, tuple[str, ...]]]
 
 _REMOTE = "REMOTE"
 _MOST_BLOCKS = 512
@@ -19,15 +21,18 @@ _MOST_BLOCKS = 512
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers have written."""
+    """What workers have written, and, with the first step of a pipeline within a
+    MultiConnector, the labels of each stage's layers, by the index of their group.
+    """
 
-    def __init__(self, saved: SavedBlocks) -> None:
+    def __init__(self, saved: SavedBlocks, stages: Stages | None = None) -> None:
         self.saved = saved
+        self.stages = stages or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Add another worker's."""
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.saved + other.saved)
+        return WorkerMetadata(self.saved + other.saved, {**self.stages, **other.stages})
 
 
 @attrs.frozen

@@ -6,6 +6,7 @@ of caches that are polluted, and of statistics. `made_engine.py` says how an eng
 that a block holds what it should.
 """
 
+import copy
 import importlib.util
 import logging
 import random
@@ -13,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -336,6 +338,71 @@ def test_an_engine_announces_itself_and_one_that_only_reads_hears_that_it_finds_
         logger.removeHandler(caplog.handler)
     assert "model a/made, here b/made" in caplog.text
     assert sorted(key.count("/") for key in store.keys("vllm-engines/made/")) == [2, 3]
+
+
+def test_within_a_multi_connector_stages_of_a_pipeline_tell_their_layers_with_the_first_step(
+    opened: Open, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM brings it from workers to the scheduler: one output of each, and of
+    these, the parts of each connector.
+    """
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from infinistore.integrations.vllm import connector
+
+    engine = opened()
+    known = prompt(26, 4 * BLOCK + 1)
+    engine.ask(known)
+    engine.settle()
+    config = copy.copy(engine.worker._vllm_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.pipeline_parallel_size = 2
+    outer = copy.copy(config)
+    outer.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+    )
+    (group,) = engine.worker._kv_cache_config.kv_cache_groups
+    stages = [KVCacheConfig(200, [], [KVCacheGroupSpec([name], group.kv_cache_spec)]) for name in group.layer_names]
+
+    def reply(made: connector.InfiniStoreConnector) -> ModelRunnerOutput:
+        told = made.build_connector_worker_meta()
+        assert made.build_connector_worker_meta() is None  # once
+        metadata = MultiKVConnectorWorkerMetadata((None, told))
+        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=metadata))
+
+    with ExitStack() as stack:
+        scheduler = connector.InfiniStoreConnector(config, KVConnectorRole.SCHEDULER, stages[0])
+        stack.callback(scheduler.shutdown)
+        outputs = []
+        for rank in (1, 0):
+            monkeypatch.setattr(connector, "get_pp_group", lambda rank=rank: SimpleNamespace(rank_in_group=rank))
+            with set_current_vllm_config(outer):
+                worker = connector.InfiniStoreConnector(config, KVConnectorRole.WORKER, stages[rank])
+            stack.callback(worker.shutdown)
+            assert worker.get_handshake_metadata() is None  # other connectors would refuse it
+            outputs.append(reply(worker))
+        store.delete([key for key in store.keys("vllm/") if key.endswith("/1")])  # the second stage's
+        requests = [engine.submit(known) for _ in range(2)]
+        assert scheduler.get_num_new_matched_tokens(requests[0], 0) == (4 * BLOCK, True)  # before the first step
+
+        collected = KVOutputAggregator(2).aggregate(outputs)
+        assert collected is not None
+        assert collected.kv_connector_output is not None
+        received = collected.kv_connector_output
+        (_, received.kv_connector_worker_meta) = received.kv_connector_worker_meta.metadata
+        scheduler.update_connector_output(received)
+
+        assert scheduler.get_num_new_matched_tokens(requests[1], 0) == (0, False)
+        engine.finish(*requests)
+        engine.settle()  # which writes what was missing
+        requests = [engine.submit(known)]
+        assert scheduler.get_num_new_matched_tokens(requests[0], 0) == (4 * BLOCK, True)
+        engine.finish(*requests)
 
 
 def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_server: ServerProcess) -> None:
