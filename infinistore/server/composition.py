@@ -148,7 +148,7 @@ async def _run(
         giving = resources.enter_context(closing(Giving()))  # first, to be closed last
         token = read_token(config.token_file) if config.token_file else ""
         policy = load_policy(config, token)
-        tls, reloads = load_certificates(config), Reloads()
+        tls, reloads = load_certificates(config, policy.audit), Reloads()
         if tls is not None:
             reloads.add(tls.reload_and_log)
         manager = environment.service_manager

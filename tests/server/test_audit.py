@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDeni
 from infinistore.protocol.messages import Exists, Keys, Purge
 from infinistore.server.composition import run_server
 from infinistore.server.security.audit_log import AUDIT_LOGGER, AuditLog
+from tests.cluster_io.etcd import Etcd, needs_etcd
 from tests.server.running import Peer, RunningServer, make_config, running_server
 from tests.server.test_tenants import TOKENS, everybody, manage, peer_of, put, reload, write
 
@@ -73,6 +75,40 @@ async def test_it_says_who_came_who_was_refused_and_what_was_administered_and_no
     assert "a-prompt" not in text
     assert not any(token.partition(".")[2] in text for token in (*TOKENS.values(), "bob.not-the-secret-of-bob"))
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+@needs_etcd
+async def test_what_a_cluster_asks_of_its_node_is_noted(etcd: Etcd, tmp_path: Path) -> None:
+    log = tmp_path / "audit"
+    config = make_config(cluster=etcd.url_of("noted"), node_id="a", audit_log=str(log))
+
+    async def until(holds: Callable[[], bool]) -> None:
+        with trio.fail_after(30):
+            while not holds():  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+    async def until_noted(count: int) -> None:
+        await until(lambda: len(log.read_text().splitlines()) == count)
+
+    async with running_server(config) as server:
+        peer = Peer(await server.connect())
+        await peer.hello()
+        await put(peer, "a-prompt")
+        seen = server.server.telemetry.cluster
+        assert seen is not None
+        await until(lambda: seen().registration == "registered")
+        for count, command in enumerate((["put", "purge", ""], ["put", "drains/a", ""], ["del", "drains/a"]), 2):
+            verb, key, *value = command
+            await trio.to_thread.run_sync(etcd.control, verb, f"/infinistore/noted/{key}", *value)
+            await until_noted(count)
+        peer.close()
+        await server.quiet()
+    noted = [{key: value for key, value in one.items() if key != "time"} for one in lines(log)[1:]]
+    assert noted == [
+        {"event": "purge", "origin": "cluster", "count": 1},
+        {"event": "node-drain", "origin": "cluster", "wanted": True},
+        {"event": "node-drain", "origin": "cluster", "wanted": False},
+    ]
 
 
 async def test_one_tenant_cannot_hide_what_is_denied_to_another(file: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """TLS at the server: strangers, and certificates that change."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -88,8 +89,8 @@ async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tm
 
 
 async def test_the_management_api_loads_the_certificate_again_as_the_signal_does(tmp_path: Path) -> None:
-    files = issue(tmp_path)
-    async with running_server(make_config(**settings(files))) as server:
+    files, log = issue(tmp_path), tmp_path / "audit"
+    async with running_server(make_config(**settings(files), audit_log=str(log))) as server:
         old = Peer(await connect(server, files))
         await old.hello()
         issue(tmp_path, into=files)
@@ -105,6 +106,9 @@ async def test_the_management_api_loads_the_certificate_again_as_the_signal_does
         for peer in (old, new, again):
             peer.close()
         await server.quiet()
+    noted = [one for one in map(json.loads, log.read_text().splitlines()) if one["event"] == "reload"]
+    assert [(one["ok"], one["certificate"]) for one in noted] == [(True, str(files.cert)), (False, str(files.cert))]
+    assert "does not fit the key" in noted[1]["problem"]
 
 
 async def manage(server: RunningServer, files: Files, path: str) -> Answer:

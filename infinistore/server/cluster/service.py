@@ -51,6 +51,9 @@ _LEAVE_S = 2.0
 """How long a server that ends tries to give its lease up."""
 _PUT_S = 5.0
 """How long another node may take for what it is passed."""
+_ORIGIN = "cluster"
+"""Where something comes from, in the audit log, that whoever may write to etcd, or to
+the file of the cluster, has asked for: who that was is not known here."""
 
 
 @attrs.frozen
@@ -126,7 +129,7 @@ class ClusterService:
                 config=ClusterConfig(place.copies),
                 has_old_blocks=bool(config.disks) or has_old_blocks,
                 on_registered=may_serve.set,
-                on_drain=self._drainer.want,
+                on_drain=self._want_drain,
                 warm_up_s=config.node_warm_up_s,
             )
             connections = EtcdConnections(place, machine.connect_etcd)
@@ -190,6 +193,7 @@ class ClusterService:
 
     async def _purge(self) -> None:
         core, disk = self._server.core, self._server.context.disks
+        self._server.policy.audit.note("purge", origin=_ORIGIN, count=len(core))
         with self._drainer.suspended():
             if disk is None:
                 await purge_incrementally(core)
@@ -212,7 +216,11 @@ class ClusterService:
         wanted = any(node.id == self._node.id and node.state is NodeState.DRAINING for node in view.nodes)
         if wanted != self._listed_as_draining:
             self._listed_as_draining = wanted
-            self._drainer.want(wanted)
+            self._want_drain(wanted)
+
+    def _want_drain(self, wanted: bool) -> None:
+        self._server.policy.audit.note("node-drain", origin=_ORIGIN, wanted=wanted)
+        self._drainer.want(wanted)
 
     async def _push(self, config: ServerConfig, token: str, on_progress: Callable[[Drain], None]) -> None:
         """Pass blocks on, as a client of the other nodes. Those of tenants stay: a node

@@ -4,6 +4,7 @@ import logging
 import ssl
 from typing import TYPE_CHECKING
 
+from infinistore.access.audit import Audit
 from infinistore.errors import ConfigError
 from infinistore.transports.base import Stream
 from infinistore.transports.tls.contexts import client_context, server_context, trust
@@ -22,9 +23,19 @@ class Certificates:
     """What new connections use. Those that are open keep what they began with."""
 
     def __init__(
-        self, cert: "Path", key: "Path | None", client_ca: "Path | None", peer_ca: "Path | None" = None
+        self,
+        cert: "Path",
+        key: "Path | None",
+        client_ca: "Path | None",
+        peer_ca: "Path | None" = None,
+        audit: Audit | None = None,
     ) -> None:
-        """Raises ConfigError if a file cannot be used."""
+        """`audit` hears of each time that the files are read again.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        self._audit = audit or Audit()
         self._files = cert, key, client_ca
         self._peer_ca = peer_ca
         self.context, self._management = self._load()
@@ -86,13 +97,16 @@ class Certificates:
         self.context, self._management = loaded
 
     async def reload_and_log(self) -> str:
-        """Reload, and log what came of it; return the problem, if there is one."""
+        """Reload, log and note what came of it; return the problem, if there is one."""
+        file = str(self._files[0])
         try:
             self.reload()
         except ConfigError as error:
             _log.error("the certificate stays as it was", extra={"problem": str(error)})
+            self._audit.note("reload", ok=False, certificate=file, problem=str(error))
             return str(error)
-        _log.info("the certificate was loaded again", extra={"file": str(self._files[0])})
+        self._audit.note("reload", ok=True, certificate=file)
+        _log.info("the certificate was loaded again", extra={"file": file})
         return ""
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:

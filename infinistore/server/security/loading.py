@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
+from infinistore.access.audit import Audit
 from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.config import ServerConfig
 from infinistore.server.security.audit_log import AuditLog
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["add_tenants", "load_certificates", "load_policy"]
 
 
-def load_certificates(config: ServerConfig) -> "Certificates | None":
-    """Load the files that a configuration names; None without TLS.
+def load_certificates(config: ServerConfig, audit: Audit | None = None) -> "Certificates | None":
+    """Load the files that a configuration names; None without TLS. `audit` hears when
+    they are loaded again.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -25,7 +27,7 @@ def load_certificates(config: ServerConfig) -> "Certificates | None":
         return None
     from infinistore.server.security.certificates import Certificates  # late: most servers have no TLS
 
-    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_peer_ca)
+    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_peer_ca, audit)
 
 
 def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:

@@ -88,7 +88,7 @@ async def serve_shards(
     refused: KeptError | None = None
     with ExitStack() as resources:
         policy = load_policy(config, read_token(config.token_file) if config.token_file else "")
-        tls, reloads = load_certificates(config), Reloads()
+        tls, reloads = load_certificates(config, policy.audit), Reloads()
         if tls is not None:
             reloads.add(tls.reload_and_log)
         add_tenants(reloads, config, policy, _plan_tenants(config, policy))
