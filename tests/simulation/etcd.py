@@ -23,7 +23,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.span import Span
 from tests.cluster.etcd.fake_etcd import FakeEtcd
 from tests.simulation.clock import Timer
-from tests.simulation.network import Network, NetworkSettings
+from tests.simulation.network import Listener, Network, NetworkSettings
 from tests.simulation.streams import Pipe, SimulatedStream
 from tests.simulation.world import World
 
@@ -137,6 +137,9 @@ class SimulatedEtcd:
         self.changed = trio.lowlevel.ParkingLot()
         """Where tasks wait until something may have changed."""
         self._seen = -1
+        self._listeners: list[Listener] = []
+        self._listens = True
+        """Whether anybody can connect to its members."""
 
     # Its state
 
@@ -154,6 +157,7 @@ class SimulatedEtcd:
 
     def _elected(self) -> None:
         if self.has_leader:
+            self._listens = True
             self.memory.refill_leases()
             self._expire_later()
             self.told()
@@ -166,6 +170,15 @@ class SimulatedEtcd:
         if empty:
             self.memory.empty()
         self.told()
+
+    def leave(self, seconds: float) -> None:
+        """End all members, which come back after so long, with all data. Meanwhile,
+        nobody can connect to them.
+        """
+        self._listens = False
+        for listener in self._listeners:
+            listener.close()
+        self.restart(seconds)
 
     def compact(self) -> None:
         """Forget all revisions but the last."""
@@ -215,13 +228,19 @@ class SimulatedEtcd:
             task_status.started()
 
     async def _listen(self, member: str, nursery: trio.Nursery) -> None:
-        listener = self.network.listen(member, member)
-        try:
-            while True:
-                stream = _Stream(await listener.accept())
-                nursery.start_soon(self._serve, member, stream)
-        finally:
-            listener.close()
+        while True:
+            listener = self.network.listen(member, member)
+            self._listeners.append(listener)
+            try:
+                while True:
+                    stream = _Stream(await listener.accept())
+                    nursery.start_soon(self._serve, member, stream)
+            except trio.ClosedResourceError:
+                self._listeners.remove(listener)
+            finally:
+                listener.close()
+            while not self._listens:
+                await self.changed.park()
 
     async def _serve(self, member: str, stream: _Stream) -> None:
         """Answer what comes over one connection, one after the other."""

@@ -26,11 +26,13 @@ from infinistore.cluster.etcd.messages import (
     watch,
 )
 from infinistore.cluster.locate import EtcdPlace
-from infinistore.cluster.view import Node
+from infinistore.cluster.view import Node, NodeState
 from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded
 from tests.simulation.clusters import ClusterSettings
 from tests.simulation.etcd import MEMBERS, EtcdNetwork, SimulatedEtcd
 from tests.simulation.faults import BuggifySettings, FaultSettings
+from tests.simulation.history import Call
 from tests.simulation.network import NetworkSettings
 from tests.simulation.registered import EVENTS, EtcdSettings, RegisteredCluster
 from tests.simulation.scenario import Scenario
@@ -93,6 +95,19 @@ def test_without_a_leader_nothing_is_answered_and_no_lease_runs_out() -> None:
             with pytest.raises(EtcdUnavailable, match="did not answer"):
                 await ask(connections, range_of("/a"), member)
         await trio.sleep(60 - 3 * 2 + 9)
+        assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
+
+    with_etcd(use)
+
+
+def test_nobody_can_connect_while_all_members_are_away_and_what_was_written_comes_back() -> None:
+    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+        etcd.leave(60.0)
+        for member in range(3):
+            with pytest.raises(EtcdUnavailable, match="connection refused"):
+                await ask(connections, range_of("/a"), member)
+        await trio.sleep(60 + 9)
         assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
 
     with_etcd(use)
@@ -163,18 +178,18 @@ def test_an_etcd_that_comes_back_empty_begins_again_at_the_first_revision() -> N
 # What happens to a cluster
 
 
-def run_with(*kinds: str, events: int = 4, seed: int = 6) -> Outcome:
-    scenario = Scenario.plain(seed).with_cluster().shortened(30)
+def run_with(*kinds: str, events: int = 4, seed: int = 6, operations: int = 30, copies: int = 1) -> Outcome:
+    scenario = Scenario.plain(seed).with_cluster()
     return simulate(
         attrs.evolve(
             scenario,
             clients=2,
-            workload=attrs.evolve(scenario.workload, most_pause_s=3.0),
+            workload=attrs.evolve(scenario.workload, operations=operations, most_pause_s=3.0),
             faults=FaultSettings(),
             buggify=BuggifySettings(),
             client_restart_chance=0.0,
             deadline_s=5.0,
-            cluster=ClusterSettings(nodes=3),
+            cluster=ClusterSettings(nodes=3, copies=copies),
             etcd=EtcdSettings(registers=True, events=events, kinds=kinds, most_outage_s=25.0),
         )
     )
@@ -203,6 +218,37 @@ def test_a_node_that_only_its_answers_kept_in_views_may_be_there_for_longer(monk
     outcome = run_with("server_cut_off")
     assert outcome.faults["CRASH"] == 1
     assert outcome.violations == []
+
+
+@pytest.mark.parametrize(("seed", "copies"), [(6, 1), (7, 2), (8, 1)])
+def test_no_call_fails_and_no_key_moves_while_all_of_etcd_is_away_for_a_minute(
+    seed: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away_s, left_s = 60.0, list[float]()
+    calls: list[Call] = []
+    views: set[tuple[tuple[str, NodeState, int], ...]] = set()
+
+    class LeftAlone(RegisteredCluster):
+        async def run(self) -> None:
+            await self._settled()
+            await trio.sleep(20.0)
+            left_s.append(self._world.clock.now)
+            self._disturb("etcd", away_s)
+            self.etcd.leave(away_s)
+            await trio.sleep(away_s + 30.0)
+            calls.extend(self._history.calls)
+            views.update(tuple((node.id, node.state, node.weight) for node in view.nodes) for view in self.views)
+
+    monkeypatch.setattr("tests.simulation.simulate.RegisteredCluster", LeftAlone)
+    outcome = run_with("restarted", seed=seed, operations=100, copies=copies)
+    assert outcome.violations == []
+    meanwhile = [call for call in calls if left_s[0] <= call.begun and call.ended <= left_s[0] + away_s]
+    assert len(meanwhile) > 40
+    assert {call.client for call in meanwhile} == {"client-1", "client-2"}
+    errors = {type(call.error) for call in meanwhile if call.error is not None}
+    assert errors <= {LimitExceeded, BufferTooSmall, KeyNotFound}  # by what was asked for
+    assert not any(call.lost for call in meanwhile)
+    assert views == {tuple((f"node-{number}", NodeState.SERVING, 100) for number in (1, 2, 3))}
 
 
 def test_a_lost_lease_that_a_node_believes_to_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
