@@ -7,6 +7,7 @@ the next is empty.
 
 import logging
 import mmap
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -23,9 +24,7 @@ from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.core.pool_state import _MAGIC as STATE_MAGIC
-from infinistore.core.pool_state import _VERSION as STATE_VERSION
-from infinistore.core.pool_state import decode_state, encode_state, header_of
+from infinistore.core.pool_state import PoolState, decode_state, encode_state, header_of
 from infinistore.disk.format import (
     LEAD,
     SUPERBLOCK_BYTES,
@@ -343,11 +342,14 @@ def _read_structure(name: str, found: bytes) -> None:
                 assert len(header[2]) == header[0].segments
 
 
+_STATE_MAGIC, _STATE_FORMAT = struct.unpack_from("=8sQ", encode_state(PoolState("", "", 1, [], [], [], [], []))[0])
+
+
 def pool_state(data: bytes) -> None:
     """The state of a pool that another process has handed over: the body of one, or all
     of it. What is taken can be written again.
     """
-    for found in (data, header_of(STATE_MAGIC, STATE_VERSION, data) + data):
+    for found in (data, header_of(_STATE_MAGIC, _STATE_FORMAT, data) + data):
         with suppress(ValueError):
             state = decode_state(found)
             again = decode_state(b"".join(encode_state(state)))
