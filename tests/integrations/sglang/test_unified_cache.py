@@ -18,12 +18,14 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache import mixins
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
-from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_device_value
+from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix, node_device_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess
+from tests.cluster_client.clusters import Cluster
+from tests.integrations.owners import Owners
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sglang" / "hicache.json"
 FULL = CacheConfig(page_size=4, num_layers=4, full_attention_layer_ids=(1, 3))
@@ -32,6 +34,7 @@ STATES = replace(
     FULL, components=(ComponentType.FULL, ComponentType.MAMBA), enable_mamba_extra_buffer=True, mamba_cache_size=60
 )
 KINDS = pytest.mark.parametrize("cfg", [FULL, WINDOWS, STATES], ids=["full", "windows", "states"])
+PLAIN = pytest.mark.parametrize("cfg", [FULL], ids=["full"])
 WITHOUT_STATES = pytest.mark.parametrize("cfg", [FULL, WINDOWS], ids=["full", "windows"])
 
 
@@ -178,3 +181,72 @@ def test_a_store_that_is_killed_is_a_miss_and_the_cache_goes_on(
     kit._flush_l3_backups(cache)  # fails, and every thread goes on
     kit._consume_prefetch(cache, sequence(cfg)[::-1], CacheRequestHandle("other", 0))
     cache.sanity_check()
+
+
+@PLAIN
+def test_in_a_cluster_a_cache_loads_what_is_before_the_pages_of_a_lost_server(
+    kit: Kit, cfg: CacheConfig, cluster: Cluster
+) -> None:
+    kit.url = cluster.url()
+    tokens, owners = sequence(cfg), Owners(cluster)
+    for end in range(cfg.page_size, len(tokens) + 1, cfg.page_size):
+        kit._l3_produce("", tokens[:end])
+        owners.note()
+
+    def loaded() -> int:
+        cache, _, _ = kit._l3_consumer("")
+        kit._consume_prefetch(cache, tokens, CacheRequestHandle("request", 0))
+        cache.sanity_check()
+        return int(match_prefix(cache, tokens).host_hit_length)
+
+    assert loaded() == len(tokens)
+    lost = owners.stop_one()
+    assert loaded() == lost[0] * cfg.page_size
+
+
+@PLAIN
+def test_sglang_tells_a_look_up_less_of_the_prefix_than_a_store(
+    kit: Kit, cfg: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So pages cannot be named by the prefix. Once this fails, they may be: see
+    docs/sglang.md.
+    """
+    told: dict[str, tuple[list[str], list[str]]] = {}
+    tokens, half = sequence(cfg), len(sequence(cfg)) // 2
+
+    def told_cache(*ends: int) -> Any:
+        """A cache whose host has so many of the tokens, each a node of its tree."""
+        cache, allocator, requests = build_fixture(cfg)
+        extra = {"hicache_storage_pass_prefix_keys": True}
+        kit._init_hicache(cache, storage_backend="file", storage_dir="", prefetch_threshold=1, storage_extra=extra)
+        backend = cache.cache_controller.storage_backend
+        for name in ("batch_set_v1", "batch_exists", "batch_get_v1"):
+            monkeypatch.setattr(backend, name, recorded(name, getattr(backend, name)))
+        for end in ends:
+            kit._insert(cache, allocator, requests, tokens[:end])
+            kit._backup_node(cache, match_prefix(cache, tokens[:end]).last_device_node)
+        return cache
+
+    def recorded(name: str, plain: Any) -> Any:
+        def call(keys: list[str], *arguments: Any) -> Any:
+            told[name] = (arguments[-1].prefix_keys or [], keys)
+            return plain(keys, *arguments)
+
+        return call
+
+    cache = told_cache(half, len(tokens))
+    kit._write_path_to_l3(cache, match_prefix(cache, tokens).last_device_node)
+    kit._flush_l3_backups(cache)
+    prefix, keys = told["batch_set_v1"]
+    assert (len(prefix), len(keys)) == (half // cfg.page_size, (len(tokens) - half) // cfg.page_size)
+
+    cache, request = told_cache(half), CacheRequestHandle("request", 0)
+    node = match_prefix(cache, tokens).last_host_node
+    # As SGLang's scheduler does it.
+    last, of_node = cache.get_last_hash_value(node), cache.get_prefix_hash_values(node)
+    cache.prefetch_from_storage(request, node, array("q", tokens[half:]), last, of_node)
+    kit._run_prefetch_to_completion(cache, request)
+
+    assert last == prefix[-1]
+    assert told["batch_exists"] == told["batch_get_v1"] == ([], keys)
+    assert match_prefix(cache, tokens).host_hit_length == len(tokens) - half  # and the rest is on the device
