@@ -1,7 +1,7 @@
 """Goes through all keys with a prefix, in pages as large as a server gives.
 
-A server looks at all of its keys for each page, about 0.2 s with a million. So few
-large pages take a tenth of the time of many small ones.
+A server looks at all of its keys for each page, which takes it some tenths of a second
+with a million. So few large pages take a tenth of the time of many small ones.
 """
 
 from collections.abc import Iterator
