@@ -2,6 +2,7 @@
 that have moved are found where they were.
 """
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from infinistore import blocking, open_store
 from infinistore.client.cluster import reads
 from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.extension import Environment
-from infinistore.cluster import placement
 from infinistore.cluster.view import Node, NodeState
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.cluster_client.clusters import Cluster, Given
@@ -146,7 +146,7 @@ def test_what_is_copied_to_a_node_that_joins_ends_when_the_original_does(three: 
 def test_no_more_than_the_bound_is_on_its_way_to_nodes_that_join(
     three: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "_WARMING_BYTES", 3_500)
+    monkeypatch.setattr(reads, "MOST_WARMING_BYTES", 3_500)
     given = Given(three.nodes()[:2])
     joined = three.members[2]
     with opened(given) as store:
@@ -311,7 +311,7 @@ def test_a_client_without_numpy_says_once_that_a_large_cluster_wants_it(
     has_numpy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not has_numpy:
-        monkeypatch.setattr(placement, "_import_numpy", lambda: None)
+        monkeypatch.setitem(sys.modules, "numpy", None)
     counts = []
     given = Given([])
     nodes: Any = Nodes(given, lambda address, instance: SimpleNamespace(close=lambda: None))

@@ -192,7 +192,7 @@ class Nodes(Generic[_Store]):
             self._told_of_numpy = True
             _log.warning(
                 "the cluster has %d nodes: without numpy, finding the owners of many keys for the first time "
-                "keeps the caller waiting; install infinistore-trio[disk]",
+                "keeps the caller waiting; install numpy",
                 len(nodes),
             )
         if former is not None and former.calls:

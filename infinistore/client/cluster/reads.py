@@ -32,10 +32,10 @@ from infinistore.cluster.view import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
-__all__ = ["exists", "lease", "present_anywhere", "read"]
+__all__ = ["MOST_WARMING_BYTES", "exists", "lease", "present_anywhere", "read"]
 
 _T = TypeVar("_T")
-_WARMING_BYTES: Final = 64 * 1024 * 1024
+MOST_WARMING_BYTES: Final = 64 * 1024 * 1024
 """How much may be on its way to nodes that have joined."""
 
 
@@ -166,7 +166,7 @@ async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict
         copies: list[memoryview] = []
         for position in positions:
             value = found[position] if isinstance(request, Get) else request.batch.views[position][: found[position]]
-            if counters.warming_bytes + size_bytes + len(value) > _WARMING_BYTES:
+            if counters.warming_bytes + size_bytes + len(value) > MOST_WARMING_BYTES:
                 break
             size_bytes += len(value)
             keys.append(request.keys[position])
