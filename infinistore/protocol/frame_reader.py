@@ -158,6 +158,18 @@ class FrameReader:
         self._start = end
         return self._buffer[start:end]
 
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes were read ahead."""
+        return self._end - self._start
+
+    async def read_ahead(self, count: int) -> None:
+        """Read until the next `count` bytes have been read ahead, if the buffer has
+        room for them at all.
+        """
+        if count <= len(self._buffer):
+            await self._fill(count)
+
     async def discard(self, count: int) -> None:
         """Read and drop the next `count` bytes."""
         ahead = min(self._end - self._start, count)

@@ -175,8 +175,21 @@ class ServerConnection:
         await self._reader.read_payload(span, progress)
         self.state = after
 
+    async def gather_payload(self) -> None:
+        """Wait until a payload has come that is short enough to be read ahead; do
+        nothing for a long one.
+
+        TCP delivers a block of 64 KiB in two pieces: its head fills up the first.
+        """
+        await self._reader.read_ahead(self.payload_left)
+
+    @property
+    def payload_to_come(self) -> int:
+        """How many bytes of the payload have not come yet."""
+        return max(0, self.payload_left - self._reader.ahead_bytes)
+
     def take_payload(self) -> memoryview | None:
-        """Return the complete payload if it has come together with its head, else None.
+        """Return the complete payload if it was read ahead, else None.
 
         It is valid until the next call of `receive`.
         """

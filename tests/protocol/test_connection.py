@@ -2,6 +2,7 @@
 `infinistore.protocol.states`, and nothing else.
 """
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -466,6 +467,29 @@ def test_a_block_of_64_kib_comes_together_with_its_head() -> None:
     assert bytes(reader.payload_at_hand() or b"") == block
 
 
+@given(st.integers(1, READ_AHEAD_BYTES + 1000), pieces)
+def test_a_payload_in_pieces_is_gathered_if_it_is_short(length: int, sizes: list[int]) -> None:
+    payload = random.Random(length).randbytes(length)
+    connection = server(State.READY)
+    wire = Wire(
+        frame(Put(Keys(["k"]), pack_u64([length]), checksums=False), payload) + frame(Exists(Keys(["k"]))), sizes
+    )
+    assert wire.run(connection.receive()) is not None
+    wire.run(connection.gather_payload())
+
+    if length <= READ_AHEAD_BYTES:
+        assert connection.payload_to_come == 0
+        assert connection.take_payload() == payload
+    else:
+        assert connection.take_payload() is None
+        received = bytearray(length)
+        wire.run(connection.read_payload([memoryview(received)]))
+        assert received == payload
+    wire.run(connection.reply(ErrorReply(1, "")))
+    following = wire.run(connection.receive())
+    assert following is not None and following.message == Exists(Keys(["k"]))
+
+
 def test_a_client_that_has_said_hello_may_send_long_bodies() -> None:
     connection = server(State.READY)
     exists = Exists(Keys([f"{index:01000}" for index in range(1000)]))
@@ -776,7 +800,10 @@ def serve_what_has_come(connection: ServerConnection, wire: Wire) -> list[Receiv
         if received is None:
             return events
         if connection.state is State.PAYLOAD:
-            if (taken := connection.take_payload()) is not None:
+            if (taken := connection.take_payload()) is None:
+                wire.run(connection.gather_payload())
+                taken = connection.take_payload()
+            if taken is not None:
                 events.append(bytes(taken))
             else:
                 payload = bytearray(connection.payload_left)

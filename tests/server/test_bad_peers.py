@@ -615,7 +615,8 @@ async def test_a_fault_of_ours_while_a_client_may_still_write_keeps_its_room_for
 ) -> None:
     async with simulated_server() as server:
         keeper, peer = await server.peer(), await server.peer()
-        await peer.send_head(Put(Keys(["k"]), pack_u64([KIB]), checksums=False), payload_bytes=KIB)
+        length = 128 * KIB  # longer than what is read ahead, so that it has room before it comes
+        await peer.send_head(Put(Keys(["k"]), pack_u64([length]), checksums=False), payload_bytes=length)
         await trio.testing.wait_all_tasks_blocked()
         assert server.core.statistics().reserved_bytes
 
@@ -627,6 +628,6 @@ async def test_a_fault_of_ours_while_a_client_may_still_write_keeps_its_room_for
             patched.setattr(server.core, "abort", lambda reservation: None)
             peer.close()
             await trio.testing.wait_all_tasks_blocked()
-        assert server.core.statistics().quarantined_bytes == KIB
+        assert server.core.statistics().quarantined_bytes == length
         await put(keeper, "canary", CANARY)
         assert await get(keeper, "canary") == CANARY

@@ -260,7 +260,9 @@ async def test_a_put_under_way_is_finished(config: ServerConfig) -> None:
     async with running(config) as (old, old_ended):
         peer = await peer_of(config)
         async with trio.open_nursery() as nursery:
-            encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+            encoded = peer.connection.encode(
+                Put(Keys(["slow", "too"]), pack_u64([2500, 2500]), checksums=False), payload_bytes=5000
+            )
             await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
             while not old.core.statistics().reservations:
                 await trio.lowlevel.checkpoint()
@@ -428,7 +430,9 @@ async def test_a_request_that_does_not_end_keeps_the_server(
     async with running(impatient) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
         await store.put("key", BLOCK)
         peer = await peer_of(config)
-        encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+        encoded = peer.connection.encode(
+            Put(Keys(["slow", "too"]), pack_u64([2500, 2500]), checksums=False), payload_bytes=5000
+        )
         await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
         with trio.fail_after(20):
             while not old.core.statistics().reservations:
@@ -453,7 +457,9 @@ async def test_a_request_behind_one_that_does_not_end_is_ended_as_well(
     async with running(impatient) as (old, _):
         peers = [await peer_of(config) for _ in range(2)]
         for peer in peers:
-            encoded = peer.connection.encode(Put(Keys(["slow"]), pack_u64([5000]), checksums=False), payload_bytes=5000)
+            encoded = peer.connection.encode(
+                Put(Keys(["slow", "too"]), pack_u64([2500, 2500]), checksums=False), payload_bytes=5000
+            )
             await peer.stream.send_all([memoryview(encoded.head), memoryview(BLOCK)[:1000]])
         with trio.fail_after(20):
             while old.core.statistics().reservations < 2:

@@ -53,9 +53,9 @@ PLANTED = [
     Planted(
         "commit before payload",
         _INLINE,
-        "            if payload is None:\n                await self._receive(views, received)\n",
+        "            if payload is None:\n                await self._receive(self._connection.read",
         "            self._core.commit(reservation, put.keys, None, replace=put.replace, free=False)\n"
-        "            if payload is None:\n                await self._receive(views, received)\n",
+        "            if payload is None:\n                await self._receive(self._connection.read",
     ),
     Planted(
         "a put retried as idempotent",

@@ -7,6 +7,7 @@ from infinistore.core.entry import NO_CHECKSUM, checksum_of, length_of
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.effects import Exchange
 from infinistore.protocol.messages import MISSING, Get, GetReply, Message, Put, PutReply
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.span import Span
@@ -47,15 +48,19 @@ class _InlineConnection(ConnectionMover):
         check_distinct(put.keys)
         conversation.check_lengths(put.keys)
         # What ends at a time is rare, and takes the way of batches.
-        payload = self._connection.take_payload() if len(put.keys) == 1 and not put.ttl_us else None
-        if payload is not None and await self._put_single(put, payload):
-            return
+        payload = None
+        if len(put.keys) == 1 and not put.ttl_us:
+            if (payload := self._connection.take_payload()) is None:
+                await self._receive(self._connection.gather_payload(), received)
+                payload = self._connection.take_payload()
+            if payload is not None and await self._put_single(put, payload):
+                return
         reservation = await conversation.reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(pack_u64(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
             views = [*reservation.merged_views, trailer]
             if payload is None:
-                await self._receive(views, received)
+                await self._receive(self._connection.read_payload(views), received)
             else:
                 Span(views).copy_in(payload)
             checksums = trailer.cast("Q").tolist() if put.checksums else None
@@ -67,13 +72,13 @@ class _InlineConnection(ConnectionMover):
             self._core.abort(reservation)  # does nothing after a commit
             self._core.free_replaced()
 
-    async def _receive(self, views: list[memoryview], received: Received) -> None:
+    async def _receive(self, exchange: Exchange[None], received: Received) -> None:
         conversation = self._conversation
         within_s = conversation.limits.transfer_s(received.payload_bytes, received.deadline_us)
         try:
-            await conversation.drive(self._connection.read_payload(views), within_s)
+            await conversation.drive(exchange, within_s)
         except TimeoutError:
-            left = in_units(self._connection.payload_left)
+            left = in_units(self._connection.payload_to_come)
             raise DeadlineExceeded(f"{left} of {in_units(received.payload_bytes)} had not come in time") from None
 
     async def _put_single(self, put: Put, payload: memoryview) -> bool:
