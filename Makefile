@@ -89,7 +89,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
-# Skips without root, ip, nft or etcd, and in `make test`: it takes minutes.
+# Skips without root, and in `make test`: it takes minutes. For root, what it needs and is missing fails.
 test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster on hosts of its own, which are killed, stopped and cut off
 	INFINISTORE_TEST_NETWORK=1 $(BIN)/pytest tests/cluster_network $(PYTEST_ARGS)
 
