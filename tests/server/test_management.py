@@ -107,7 +107,7 @@ async def test_a_server_is_healthy_but_not_ready_while_its_pool_is_made() -> Non
 async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:
     async with running_server() as server:
         peer = await server.peer()
-        await peer.send_head(Put(Keys(["a"]), pack_u64([1000]), checksums=False), payload_bytes=1000)
+        await peer.send_head(Put(Keys(["a", "b"]), pack_u64([500, 500]), checksums=False), payload_bytes=1000)
         while not server.core.statistics().reservations:  # until then, the session would end at once
             await trio.lowlevel.checkpoint()
         server.server.drain()
