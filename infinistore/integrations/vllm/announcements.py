@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import InfiniStoreException
+from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.listing import pages
 from infinistore.integrations.vllm.names import BlockNames
+from infinistore.new_threads import start_thread
 
 __all__ = ["Announcement"]
 
@@ -65,7 +66,10 @@ class Announcement:
 
     def start(self) -> None:
         """Announce, and do it again until this is closed, in a thread."""
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except StoreUnavailable as error:
+            self._record.failed("announcement", error)
 
     def close(self) -> None:
         """End the thread. The announcement expires."""

@@ -121,6 +121,18 @@ def test_one_that_never_started_can_be_closed(store: blocking.BlockingStore) -> 
     assert there(store) == []
 
 
+def test_an_engine_without_a_thread_for_it_goes_on(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    announcement = Announcement(store, make_names(), make_record(), writes=True)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    announcement.start()
+    announcement.close()
+
+
 def test_an_engine_that_ended_is_not_named(store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture) -> None:
     engine(store, shards=4)
     store.delete(there(store))  # as when its time is over
