@@ -252,7 +252,8 @@ async def with_overhead(bench: Bench) -> Outcome:
                     rates[name].append(made.prompts_a_s)
     ratio = statistics.median(rates["with"]) / statistics.median(rates["without"])
     rounds = len(rates["with"])
-    text = f"with nothing to reuse, the connector has {ratio:.3f} of the throughput without ({rounds} rounds of each)"
+    each = "; ".join(f"{name}: {', '.join(f'{rate:.2f}' for rate in rates[name])}" for name in rates)
+    text = f"with nothing to reuse, the connector has {ratio:.3f} of the throughput without (prompts/s {each})"
     return Outcome([], {"ratio": ratio, "rounds": rounds}, text)
 
 
