@@ -239,7 +239,10 @@ async def with_overhead(bench: Bench) -> Outcome:
     rates: dict[str, list[float]] = {"with": [], "without": []}
     async with bench.store() as store:
         transfer = connector(f"infinistore://{store.address}")
-        async with bench.vllm(transfer, alone) as using, bench.vllm(None, alone) as without:
+        async with (
+            bench.vllm(transfer, alone, unbound=True) as using,
+            bench.vllm(None, alone, unbound=True) as without,
+        ):
             began = trio.current_time()
             for number in range(OVERHEAD_ROUNDS):
                 if number >= OVERHEAD_AT_LEAST and trio.current_time() - began > 60 * bench.overhead_minutes:

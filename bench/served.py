@@ -5,6 +5,7 @@ vLLM's metrics say.
 import argparse
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -34,6 +35,7 @@ _ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count())}
 
 
 class Round(NamedTuple):
@@ -134,9 +136,13 @@ class Bench:
         *flags: str,
         lmcache: Path | None = None,
         model: Path | None = None,
+        unbound: bool = False,
     ) -> AsyncIterator[Vllm]:
         """Run `vllm serve`, of the common model or another, which has answered one
         prompt that no other one begins like.
+
+        vLLM binds its threads to cores, and to one core fewer where it has a connector:
+        `unbound` has both compute with all of them.
         """
         port = free_port()
         sizes = ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(self.tokens + 256), "--dtype", "float32"]
@@ -155,6 +161,7 @@ class Bench:
             **_ENVIRONMENT,
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.cache_bytes * 1.1 / 2**30)),
             **({} if lmcache is None else {"LMCACHE_CONFIG_FILE": str(lmcache)}),
+            **(_ALL_CORES if unbound else {}),
         }
         command = [str(_HERE / "vllm_command.py"), *serve, *sizes, "--enforce-eager", *given, *flags]
         self.tell("vLLM starts")
