@@ -125,12 +125,13 @@ class _Socket:
         self._clock = clock
         self.away_s = 0.0
         self.comes = True
+        self.count = 1
 
     def recv_into(self, view: memoryview, count: int, flags: int) -> int:
         self._clock.now += self.away_s
         if not self.comes:
             raise BlockingIOError
-        return 1
+        return self.count
 
 
 class Fixture(NamedTuple):
@@ -164,6 +165,14 @@ def test_a_spin_that_lost_the_processor_does_not_pay_although_something_came() -
     fixed = fixture(400)
     fixed.sock.away_s = 3e-3
     assert fixed.spins(1000) == 1000
+
+
+def test_copying_what_came_is_no_lost_processor() -> None:
+    one = fixture("adaptive")
+    one.sock.count, one.sock.away_s = 64 * 1024, 80e-6
+    assert one.spins(100) == 100
+    one.sock.away_s = 200e-6
+    assert one.spins(100) < 10
 
 
 def test_what_a_miss_cost_is_paid_by_those_that_pay_and_then_it_spins_at_each_chance() -> None:

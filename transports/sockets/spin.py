@@ -24,6 +24,8 @@ STALLED_S: Final = 30e-6
 """A look at the socket and the clock takes 1 or 2 us. If it takes so long, somebody
 else has had the processor, or this process's interpreter.
 """
+_COPY_S_PER_BYTE = 1e-9
+"""What a look that brings bytes may take longer: it copies them."""
 _RECENT_S = 2e-3
 _ALONE_S = 2e-3
 _MOST_SKIPPED, _MOST_SKIPPED_ADAPTIVE = 8, 1024
@@ -123,7 +125,7 @@ class Spinner:
             except BlockingIOError:
                 pass
             now = clock()
-            if now - before > stalled_s:
+            if now - before > stalled_s + (count or 0) * _COPY_S_PER_BYTE:
                 lost_s += now - before
         if count is None:
             self.missed(now - start, counts=now >= until or lost_s > 0)
