@@ -1,9 +1,12 @@
 """How long keys stay: a time at which they end, and protection from eviction.
 
 A block may have a time to live. When it is over, the key is as if it had been deleted,
-whoever holds it. Nothing waits for that moment: `take_due` is asked before every access
-to the index. A protected key is passed over by eviction. It can be deleted, and put
-again: then its new block is protected, if that is within the bound.
+whoever holds it. A protected key is passed over by eviction, for a time or without an
+end. It can be deleted, and put again: then its new block is protected for as long, if
+that is within the bound. Nothing waits for the moment at which a time is over:
+`take_due` is asked before every access to the index.
+
+Protection has no owner, so the longest that anybody asked for counts.
 
 What it promises: the cost of a key that has neither is nothing; all protected keys
 together pin at most `max_protected_ratio` of the pool; a key that is gone is forgotten.
@@ -12,8 +15,9 @@ Leaves to others: to say which keys are gone or have another block (`removals`).
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import count
+from math import inf
 
 from infinistore.core.entry import Entry
 from infinistore.core.index import Index
@@ -34,9 +38,10 @@ class Retention:
     """
 
     def __init__(self, pool: Pool, pins: PinTable, limits: CoreLimits, clock: Callable[[], float]) -> None:
-        self.ends: list[tuple[float, int, Sequence[str]]] = []
-        """A heap of (time, number, keys); keys that are gone, or end at another time,
-        stay in it for a while. Read it; empty if no key ends."""
+        self.ends: list[tuple[float, int, Sequence[str], dict[str, float]]] = []
+        """A heap of (time, number, keys, what has the times of such keys); keys that
+        are gone, or end at another time, stay in it for a while. Read it; empty if
+        nothing ends."""
         self.look: Callable[[], Index] = Index
         """Returns the index, up to date. Whoever makes this sets it."""
         self._pool = pool
@@ -46,6 +51,7 @@ class Retention:
         self.clock = clock
         self._end_of: dict[str, float] = {}
         self._protected: dict[str, Entry] = {}
+        self._protected_until: dict[str, float] = {}  # those of them that are not for ever
         self._numbers = count()
         self._listed = 0  # keys in the heap
 
@@ -53,22 +59,21 @@ class Retention:
 
     def end_in(self, keys: Sequence[str], ttl_s: float) -> None:
         """End keys that have just been put after so many seconds."""
-        end = self.clock() + min(ttl_s, _LONGEST_S)
-        self._end_of.update(dict.fromkeys(keys, end))
-        heapq.heappush(self.ends, (end, next(self._numbers), keys))
-        self._listed += len(keys)
-        if self._listed > 2 * len(self._end_of) + _FEW:  # mostly out of date: forget those
-            self._rebuild()
+        self._list(keys, self._end_in(ttl_s), self._end_of)
 
     def take_due(self) -> Sequence[str]:
         """Return the keys whose time is over; `removed` is told of them, or `put_back`
-        if they could not be removed."""
+        if they could not be removed. End the protection whose time is over."""
         due: dict[str, None] = {}
         now = self.clock()
         while self.ends and self.ends[0][0] <= now:
-            end, _, keys = heapq.heappop(self.ends)
+            end, _, keys, end_of = heapq.heappop(self.ends)
             self._listed -= len(keys)
-            due.update((key, None) for key in keys if self._end_of.get(key) == end)
+            over = [key for key in keys if end_of.get(key) == end]
+            if end_of is self._protected_until:
+                self._unpin(over)
+            else:
+                due.update(dict.fromkeys(over))
         return list(due)
 
     def put_back(self, keys: Sequence[str]) -> None:
@@ -97,11 +102,22 @@ class Retention:
             for there, end in zip(index.contains_many(keys), ends, strict=True)
         ]
 
+    def _end_in(self, ttl_s: float) -> float:
+        return self.clock() + min(ttl_s, _LONGEST_S)
+
+    def _list(self, keys: Sequence[str], end: float, end_of: dict[str, float]) -> None:
+        """Note that keys, or their protection, end at a time."""
+        end_of.update(dict.fromkeys(keys, end))
+        heapq.heappush(self.ends, (end, next(self._numbers), keys, end_of))
+        self._listed += len(keys)
+        if self._listed > 2 * (len(self._end_of) + len(self._protected_until)) + _FEW:
+            self._rebuild()  # most of it is out of date
+
     def _rebuild(self) -> None:
-        left = [(end, n, [key for key in keys if self._end_of.get(key) == end]) for end, n, keys in self.ends]
+        left = [(end, n, [key for key in keys if of.get(key) == end], of) for end, n, keys, of in self.ends]
         self.ends[:] = [item for item in left if item[2]]
         heapq.heapify(self.ends)
-        self._listed = sum(len(keys) for _, _, keys in self.ends)
+        self._listed = sum(len(keys) for _, _, keys, _ in self.ends)
 
     # Protection
 
@@ -115,12 +131,12 @@ class Retention:
         """What their blocks take of the pool."""
         return self._own.bytes
 
-    def protect(self, keys: Sequence[str]) -> bytes:
-        """Protect those of these keys that are there; return a byte for each key: 1 if
-        it is protected now.
+    def protect(self, keys: Sequence[str], ttl_s: float = 0) -> bytes:
+        """Protect those of these keys that are there, for `ttl_s` seconds from now on,
+        or without an end; return a byte for each key: 1 if it is protected now.
 
-        LimitExceeded, and nothing changed: too many keys, or all protected keys
-        together would take too much.
+        What is protected for longer stays so. LimitExceeded, and nothing changed: too
+        many keys, or all protected keys together would take too much.
         """
         self._limits.check_batch(len(keys))
         index = self.look()
@@ -131,7 +147,19 @@ class Retention:
             footprint_bytes = self._own.footprint(entries)
             self._limits.check_protected(self._own.bytes + footprint_bytes, footprint_bytes, self._pool.capacity_bytes)
             self._pin(fresh, footprint_bytes)
+        self._protect_for(found, fresh, ttl_s)
         return bytes(map(found.__contains__, keys))
+
+    def _protect_for(self, keys: Iterable[str], fresh: Container[str], ttl_s: float) -> None:
+        """Note how long these keys are protected; those in `fresh` were not before."""
+        until = self._protected_until
+        if not ttl_s:
+            for key in until.keys() & keys if until else ():
+                del until[key]
+            return
+        end = self._end_in(ttl_s)
+        if longer := [key for key in keys if key in fresh or until.get(key, inf) < end]:
+            self._list(longer, end, until)
 
     def unprotect(self, keys: Sequence[str]) -> bytes:
         """Protect these keys no more; return a byte for each: 1 if it was protected.
@@ -153,7 +181,11 @@ class Retention:
         self._protected.update(blocks)
 
     def _unpin(self, keys: Iterable[str]) -> None:
-        entries = [entry for key in keys if (entry := self._protected.pop(key, None)) is not None]
+        entries = []
+        for key in keys:
+            if (entry := self._protected.pop(key, None)) is not None:
+                entries.append(entry)
+                self._protected_until.pop(key, None)
         if entries:  # they have their keys, so none of them waits for this
             footprint_bytes = self._own.footprint(entries)
             self._pins.remove(entries, footprint_bytes)
@@ -172,13 +204,15 @@ class Retention:
         """Note new blocks of keys: they do not end, and are protected if the old ones
         were. One that is over the bound is not."""
         if self._end_of or self._protected:
-            protected = [i for i, key in enumerate(keys) if key in self._protected]
+            protected = [(i, self._protected_until.get(key)) for i, key in enumerate(keys) if key in self._protected]
             self.removed(keys)
-            for position in protected:
+            for position, end in protected:
                 entry = entries[position]
                 footprint_bytes = self._pool.footprint(entry[2])
                 if self._limits.may_protect(self._own.bytes + footprint_bytes, self._pool.capacity_bytes):
                     self._pin({keys[position]: entry}, footprint_bytes)
+                    if end is not None:  # the heap still has it
+                        self._protected_until[keys[position]] = end
 
     # For another process
 

@@ -29,6 +29,8 @@ class Block:
     leases: int = 0
     holds: int = 0
     protected: bool = False
+    protected_until: float = float("inf")
+    """When it is protected no more, if it is."""
     end: float = float("inf")
     """When its key ends."""
 
@@ -144,11 +146,13 @@ class ReferenceStore:
         moved: list[Block] = []
         for key, data in items:
             if key not in skipped:
-                protected = key in self.blocks and self.blocks[key].protected
+                before = self.blocks.get(key)
+                protected = before is not None and before.protected
                 self.unlink(key)
-                self.blocks[key] = Block(data, self.footprint(len(data)))
-                if protected:
-                    moved.append(self.blocks[key])
+                self.blocks[key] = new = Block(data, self.footprint(len(data)))
+                if before is not None and protected:
+                    new.protected_until = before.protected_until
+                    moved.append(new)
         for block in moved:
             block.protected = self.protected + block.footprint <= int(self.most_protected * self.capacity)
         self.touch([key for key, _ in items])
@@ -177,14 +181,16 @@ class ReferenceStore:
 
     # How long keys stay
 
-    def protect(self, keys: Sequence[str]) -> list[bool]:
-        """Protect those that are there; NoRoom if that is too much."""
+    def protect(self, keys: Sequence[str], until: float = float("inf")) -> list[bool]:
+        """Protect those that are there, or for longer; NoRoom if that is too much."""
         fresh = {key for key in keys if key in self.blocks and not self.blocks[key].protected}
         more = sum(self.blocks[key].footprint for key in fresh)
         if fresh and self.protected + more > int(self.most_protected * self.capacity):
             raise NoRoom
-        for key in fresh:
-            self.blocks[key].protected = True
+        for key in set(keys).intersection(self.blocks):
+            block = self.blocks[key]
+            block.protected_until = until if key in fresh else max(until, block.protected_until)
+            block.protected = True
         return self.exists(keys)
 
     def unprotect(self, keys: Sequence[str]) -> list[bool]:
@@ -195,7 +201,9 @@ class ReferenceStore:
         return were
 
     def expire(self, now: float) -> int:
-        """Remove the keys whose time is over; return how many."""
+        """Remove the keys whose time is over; return how many. End such protection."""
+        for block in self.blocks.values():
+            block.protected &= block.protected_until > now
         return self.delete([key for key, block in self.blocks.items() if block.end <= now])
 
     # Order and room

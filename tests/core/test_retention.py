@@ -195,6 +195,66 @@ def test_a_protected_key_that_is_gone_leaves_nothing(make_core: MakeCore, clock:
     assert core.statistics().protected_keys == 0
 
 
+def test_protection_with_a_time_ends_by_itself(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), {"k": b"k" * 1024})
+    assert core.retention.protect(["k", "missing"], 5.0) == b"\1\0"
+    clock.now += 4.5
+    assert core.evict(0.0, 0.0) == 0
+    clock.now += 0.5
+    assert core.statistics().protected_keys == core.statistics().pinned_bytes == 0
+    assert core.keys() == ["k"]
+    assert core.retention.unprotect(["k"]) == b"\0"
+    assert core.evict(0.0, 0.0) == 1
+
+
+@pytest.mark.parametrize(("first", "then", "ends"), [(5, 9, 9), (9, 5, 9), (5, 0, 0), (0, 5, 0), (5, 5, 5)])
+def test_the_longer_of_two_protections_counts(
+    make_core: MakeCore, clock: FakeClock, first: float, then: float, ends: float
+) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), blocks("k"))
+    core.retention.protect(["k"], first)
+    core.retention.protect(["k"], then)
+    clock.now += ends - 0.5 if ends else 1e8
+    assert core.statistics().protected_keys == 1
+    clock.now += 0.5
+    assert core.statistics().protected_keys == (0 if ends else 1)
+
+
+def test_protection_for_a_time_begins_anew_after_it_was_taken_away(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), blocks("k"))
+    core.retention.protect(["k"], 9.0)
+    core.retention.unprotect(["k"])
+    core.retention.protect(["k"], 5.0)
+    clock.now += 5.0
+    assert core.statistics().protected_keys == 0
+    core.retention.protect(["k"])
+    clock.now += 4.0
+    assert core.statistics().protected_keys == 1
+
+
+def test_a_block_put_again_is_protected_for_what_is_left_of_the_time(make_core: MakeCore, clock: FakeClock) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), blocks("k"))
+    core.retention.protect(["k"], 5.0)
+    clock.now += 3.0
+    put(core, core.open_client("b"), blocks("k"))
+    clock.now += 1.5
+    assert core.statistics().protected_keys == 1
+    clock.now += 0.5
+    assert core.statistics().protected_keys == 0
+
+
+def test_protection_that_is_renewed_again_and_again_is_listed_a_few_times(make_core: MakeCore) -> None:
+    core = make_core()
+    put(core, core.open_client("a"), {"k": b"k" * 1024})
+    for number in range(20_000):
+        core.retention.protect(["k"], 5.0 + number)
+    assert len(core.retention.ends) < 2000
+
+
 def test_a_put_that_does_not_fit_beside_protected_keys_is_refused(make_core: MakeCore) -> None:
     core = make_core(limits=CoreLimits(max_protected_ratio=0.5))
     client = core.open_client("a")

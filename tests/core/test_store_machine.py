@@ -623,14 +623,14 @@ class StoreMachine(RuleBasedStateMachine):
         name, arguments = then
         getattr(self, name)(*arguments)
 
-    @rule(keys=some_keys)
-    def protect(self, keys: list[str]) -> None:
+    @rule(keys=some_keys, ttl_s=st.sampled_from([0, 0, 0.25, 0.5, 3.0]))
+    def protect(self, keys: list[str], ttl_s: float = 0) -> None:
         try:
-            expected = self.model.protect(keys)
+            expected = self.model.protect(keys, self.now + ttl_s if ttl_s else float("inf"))
         except NoRoom:
-            self.expect(LimitExceeded, self.core.retention.protect, keys)
+            self.expect(LimitExceeded, self.core.retention.protect, keys, ttl_s)
         else:
-            assert list(map(bool, self.core.retention.protect(keys))) == expected
+            assert list(map(bool, self.core.retention.protect(keys, ttl_s))) == expected
 
     @rule(keys=some_keys)
     def unprotect(self, keys: list[str]) -> None:
