@@ -2,6 +2,7 @@
 
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.client.api.key_pages import key_pages
 from infinistore.client.api.prefix_match import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
@@ -17,5 +18,6 @@ __all__ = [
     "PrefixMatch",
     "Registration",
     "RemovedKeys",
+    "key_pages",
     "open_store",
 ]

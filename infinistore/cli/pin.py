@@ -1,6 +1,7 @@
 """`infinistore pin` and `infinistore unpin`: which keys eviction passes over."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
 __all__ = ["command", "unpin"]
-
-_PAGE_KEYS = 1000
 
 
 def _arguments(which: str) -> Callable[[Any], Any]:
@@ -32,15 +31,20 @@ def _arguments(which: str) -> Callable[[Any], Any]:
 
 
 @click.command("pin", short_help="Keep keys from being evicted.")
+@click.option(
+    "--ttl", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Let the pins end after so many seconds. A key that is pinned for longer stays so.",
+)  # fmt: skip
 @_arguments("Pin")
-def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
-    """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`.
+def command(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: bool, target: Target) -> None:
+    """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`, or for
+    a time.
 
     Exits with 1 if a KEY could not be pinned because it is not in memory. A file that
     `put` stored in blocks is pinned with its blocks. All pinned keys together may take
     --max-protected-ratio of the server's pool. A server that restarts forgets all pins.
     """
-    _carry_out("pinned", lambda store: store.pin, keys, prefix, as_json=as_json, target=target)
+    _carry_out("pinned", lambda store: partial(store.pin, ttl_s=ttl), keys, prefix, as_json=as_json, target=target)
 
 
 @click.command("unpin", short_help="Let pinned keys be evicted again.")
@@ -64,6 +68,8 @@ def _carry_out(
 ) -> None:
     if bool(keys) == bool(prefix):
         raise click.UsageError("name the keys, or give --prefix PREFIX")
+    from infinistore.blocking import key_pages
+
     count = asked = 0
     with target.open() as store:
         call = call_of(store)
@@ -71,10 +77,7 @@ def _carry_out(
             names = with_blocks(store, list(dict.fromkeys(keys)))
             count, asked = call(names), len(names)
         else:
-            after = ""
-            while page := store.keys(prefix, limit=_PAGE_KEYS, after=after):
-                count += call(page)
-                after = page[-1]
+            count = sum(call(page) for page in key_pages(store, prefix))
     missing = asked - count if prefix is None else 0
     if as_json:
         print_json({done: count, "missing": missing})

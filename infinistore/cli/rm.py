@@ -41,8 +41,6 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
 
 
 def _delete_prefix(store: "BlockingStore", prefix: str) -> int:
-    deleted, after = 0, ""
-    while page := store.keys(prefix, limit=1000, after=after):
-        deleted += store.delete(page)
-        after = page[-1]
-    return deleted
+    from infinistore.blocking import key_pages
+
+    return sum(store.delete(page) for page in key_pages(store, prefix))

@@ -68,10 +68,7 @@ class Batch(NamedTuple):
 
 
 def check_all_there(keys: Sequence[str], found: Sequence[object | None]) -> None:
-    """Raise `KeyNotFound` if anything in `found` is None.
-
-    For callers that want all or nothing.
-    """
+    """Raise `KeyNotFound` if anything in `found` is None."""
     if None in found:
         missing = [key for key, value in zip(keys, found, strict=True) if value is None]
         raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store, first {missing[0][:100]!r}")
@@ -361,16 +358,17 @@ class Delete(Request[int]):
 @attrs.define
 class Pin(KeyedRequest[bool]):
     """Protect keys from eviction, or no more; tell for each whether it is protected
-    now, or was.
+    now, or was. If `ttl_us` is not 0, that ends after so many microseconds.
     """
 
     keys: Sequence[str]
     pinned: bool = True
+    ttl_us: int = 0
     idempotent = False
 
     def at(self, positions: Sequence[int]) -> "Pin":
         """Return the same request for the keys at these positions only."""
-        return Pin([self.keys[i] for i in positions], self.pinned)
+        return Pin([self.keys[i] for i in positions], self.pinned, self.ttl_us)
 
 
 @attrs.define
@@ -421,6 +419,8 @@ class ListKeys(Request[list[str]]):
     prefix: str
     limit: int
     after: str
+    every_node: bool = False
+    """Whether a node of a cluster that does not answer makes it fail."""
 
 
 @attrs.define

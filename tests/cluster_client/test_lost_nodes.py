@@ -63,6 +63,8 @@ def test_what_a_lost_node_has_is_missing_and_nothing_else(kind: str, three: Clus
             async with store.lease(NAMES) as views:
                 assert [view is not None for view in views] == there
             assert await store.keys() == sorted(set(NAMES) - lost)
+            with pytest.raises(StoreUnavailable, match=three.members[0].address):
+                await store.keys(every_node=True)
             assert await store.flush(NAMES) == 0
         stats = await store.stats()
         assert stats.store.keys == len(NAMES) - len(lost)

@@ -295,8 +295,10 @@ class BlockingStore(ABC):
         check_hold_token(hold)
         return bool(hold) and self._call(ReleaseHold(hold))
 
-    def pin(self, keys: Iterable[str]) -> int:
-        """Keep keys from being evicted, until `unpin`. Returns how many are pinned now.
+    def pin(self, keys: Iterable[str], *, ttl_s: float | None = None) -> int:
+        """Keep keys from being evicted, until `unpin`, or for `ttl_s` seconds from now
+        on. Pins have no owner: a key that is pinned for longer, or without an end,
+        stays so. Returns how many are pinned now.
 
         Keys that do not exist, or are on disk only, are not pinned. A pinned key can
         still be deleted, and ends with its time to live. If it is put again, its new
@@ -306,27 +308,28 @@ class BlockingStore(ABC):
             LimitExceeded: all pinned keys together would take more of the pool than the
                 server's `--max-protected-ratio`. None was pinned on that server.
         """
-        checked = key_list(keys)
-        return sum(self._call(Pin(checked)))
+        return sum(self._call(Pin(key_list(keys), ttl_us=ttl_in_us(ttl_s))))
 
     def unpin(self, keys: Iterable[str]) -> int:
         """Let keys be evicted again. Returns how many of them were pinned."""
-        checked = key_list(keys)
-        return sum(self._call(Pin(checked, pinned=False)))
+        return sum(self._call(Pin(key_list(keys), pinned=False)))
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete keys. Returns how many of them existed."""
         checked = key_list(keys)
         return self._call(Delete(checked))
 
-    def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
+    def keys(self, prefix: str = "", limit: int = 1000, after: str = "", *, every_node: bool = False) -> list[str]:
         """List up to `limit` keys that begin with `prefix`, in code point order.
 
         Only keys after `after` are listed: for the next page, give the last key of this
         one. Looks at every key of the store: not for hot paths.
+
+        Nodes of a cluster that do not answer are passed over; with `every_node`, the
+        call then raises `StoreUnavailable`, which names them.
         """
         check_page(prefix, limit, after)
-        return self._call(ListKeys(prefix, limit, after))
+        return self._call(ListKeys(prefix, limit, after, every_node))
 
     def removals(self, wait_s: float = 10.0) -> BlockingRemovals:
         """Follow which keys the store removes: `for batch in store.removals()`.

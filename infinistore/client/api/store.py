@@ -296,8 +296,10 @@ class AsyncStore(ABC):
         check_hold_token(hold)
         return bool(hold) and await self._call(ReleaseHold(hold))
 
-    async def pin(self, keys: Iterable[str]) -> int:
-        """Keep keys from being evicted, until `unpin`. Returns how many are pinned now.
+    async def pin(self, keys: Iterable[str], *, ttl_s: float | None = None) -> int:
+        """Keep keys from being evicted, until `unpin`, or for `ttl_s` seconds from now
+        on. Pins have no owner: a key that is pinned for longer, or without an end,
+        stays so. Returns how many are pinned now.
 
         Keys that do not exist, or are on disk only, are not pinned. A pinned key can
         still be deleted, and ends with its time to live. If it is put again, its new
@@ -307,27 +309,30 @@ class AsyncStore(ABC):
             LimitExceeded: all pinned keys together would take more of the pool than the
                 server's `--max-protected-ratio`. None was pinned on that server.
         """
-        checked = key_list(keys)
-        return sum(await self._call(Pin(checked)))
+        return sum(await self._call(Pin(key_list(keys), ttl_us=ttl_in_us(ttl_s))))
 
     async def unpin(self, keys: Iterable[str]) -> int:
         """Let keys be evicted again. Returns how many of them were pinned."""
-        checked = key_list(keys)
-        return sum(await self._call(Pin(checked, pinned=False)))
+        return sum(await self._call(Pin(key_list(keys), pinned=False)))
 
     async def delete(self, keys: Iterable[str]) -> int:
         """Delete keys. Returns how many of them existed."""
         checked = key_list(keys)
         return await self._call(Delete(checked))
 
-    async def keys(self, prefix: str = "", limit: int = 1000, after: str = "") -> list[str]:
+    async def keys(
+        self, prefix: str = "", limit: int = 1000, after: str = "", *, every_node: bool = False
+    ) -> list[str]:
         """List up to `limit` keys that begin with `prefix`, in code point order.
 
         Only keys after `after` are listed: for the next page, give the last key of this
         one. Looks at every key of the store: not for hot paths.
+
+        Nodes of a cluster that do not answer are passed over; with `every_node`, the
+        call then raises `StoreUnavailable`, which names them.
         """
         check_page(prefix, limit, after)
-        return await self._call(ListKeys(prefix, limit, after))
+        return await self._call(ListKeys(prefix, limit, after, every_node))
 
     def removals(self, wait_s: float = 10.0) -> AsyncRemovals:
         """Follow which keys the store removes: `async for batch in store.removals()`.

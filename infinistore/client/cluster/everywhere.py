@@ -29,8 +29,14 @@ async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]
 
 
 async def list_keys(call: CallInView, request: ListKeys) -> list[str]:
-    """Return one page of keys, in code point order, of the nodes that answer."""
+    """Return one page of keys, in code point order, of the nodes that answer.
+
+    Raises:
+        StoreUnavailable: every node is asked for, and one could not be reached.
+    """
     pages = await _ask_everyone(call, request)
+    if request.every_node:
+        check_done(call, range(len(pages)), pages, "listed")
     return sorted({key for page in pages if not is_lost(page) for key in page})[: request.limit]
 
 

@@ -16,10 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from infinistore.blocking import BlockingStore
+from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.listing import pages
 from infinistore.integrations.vllm.names import BlockNames
 from infinistore.new_threads import start_thread
 
@@ -101,7 +100,7 @@ class Announcement:
 
     def _others(self) -> Iterator[tuple[str, bytes]]:
         folder = self._names.announcement.rpartition("/")[0] + "/"
-        for page in pages(self._store, folder):
+        for page in key_pages(self._store, folder):
             for key, value in zip(page, self._store.get_many(page), strict=True):
                 if value is not None and key != self._key:
                     yield key, bytes(value)
