@@ -31,11 +31,11 @@ from infinistore.integrations.vllm.block_events import BlockEvents
 from infinistore.integrations.vllm.groups import Group
 from infinistore.integrations.vllm.kv_events import Stages, WorkerMetadata, describer, events_of
 from infinistore.integrations.vllm.layout import Layout
-from infinistore.integrations.vllm.listing import delete_all
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
 from infinistore.integrations.vllm.pins import Pins, read_prompts
+from infinistore.integrations.vllm.reset import delete_all
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step
@@ -348,13 +348,17 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Delete all blocks of this model from the store, as for new weights. The
-        scheduler waits for it.
+        scheduler waits for it. False if some may be left.
         """
-        prefix = f"{self._layout.names.prefix}/"
+        prefix, clustered = f"{self._layout.names.prefix}/", self._store.is_cluster
         try:
             delete_all(self._patient, prefix)
         except InfiniStoreException as error:
-            LOG.warning("InfiniStore: the blocks under %s could not be deleted: %s", prefix, str(error))
+            remedy = "Start these nodes, or take them out of the cluster, and repeat" if clustered else "Repeat"
+            LOG.warning(
+                "InfiniStore: blocks under %s may be left, and would be read again: %s. %s the reset",
+                *(prefix, str(error), remedy),
+            )
             return False
         self._at_schedule.forget()
         return True
