@@ -68,7 +68,7 @@ mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, 
 	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
 
 # Hours. Each part runs whatever became of the one before it.
-nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk and soak-cluster for an hour each, bugs that simulate has to find, fuzz for two, all the tests with many examples, mutants
+nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk and soak-cluster for an hour each, bugs that simulate has to find, fuzz for two, what operations cost as the work grows, all the tests with many examples, mutants
 	@failed=; \
 	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
 	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
@@ -77,6 +77,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
 	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
 	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
+	for program in scale server_cost; do $(BIN)/python bench/$$program.py --quick --check || failed="$$failed $$program"; done; \
 	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
 	$(MAKE) test-deploy || failed="$$failed test-deploy"; \
 	$(MAKE) test-docs || failed="$$failed test-docs"; \

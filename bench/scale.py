@@ -1,13 +1,14 @@
 """What an operation costs as the work grows: keys, clients, the pool, and the length of
 a prefix.
 
-    python bench/scale.py [--quick] [--json] [--only keys]
+    python bench/scale.py [--quick] [--json | --markdown] [--check] [--only keys]
 
 Each line is one operation. Its cost is processor time, of the server (`--spin-time 0`)
 where there is one, and the last column is the exponent that fits the figures best, in
 cost = c * work ^ exponent: 0.0 stays the same, 1.0 grows with the work. The sizes take
-turns in each round, and medians are fitted. The program fails if an exponent is 0.1 or
-more, except where the reason is known: these lines are marked with a star.
+turns in each round, and medians are fitted. With `--check` the exit status is 1 if an
+exponent is 0.1 or more, except where the reason is known: these lines are marked with a
+star.
 
 - keys: 10^3 to 10^6 blocks of 64 bytes in a server. Each call names the keys of one
   prompt, which were put one after the other, or (starred) keys drawn from all: the
@@ -33,6 +34,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from core import key_batches, open_core, put
 from infinistore.blocking import BlockingStore, open_store
@@ -215,10 +217,60 @@ def exponent(figures: Mapping[int, float]) -> float:
     return statistics.linear_regression([math.log(n) for n in figures], [math.log(c) for c in figures.values()]).slope
 
 
+class Result(NamedTuple):
+    """The median cost of one operation by the size of the work, and what fits it."""
+
+    part: str
+    name: str
+    costs: Mapping[int, float]
+    exponent: float
+
+    @property
+    def grows(self) -> bool:
+        """Say whether it grows with the work, and nobody knows why."""
+        return self.exponent >= MOST and not self.name.endswith("*")
+
+
+def fitted(part: str, costs: Costs) -> list[Result]:
+    """Return the results of a part."""
+    results = []
+    for name, figures in costs.items():
+        medians = {size: statistics.median(some) for size, some in sorted(figures.items())}
+        results.append(Result(part, name, medians, exponent(medians)))
+    return results
+
+
+def line(result: Result) -> str:
+    """Return a result for a terminal."""
+    listed = "  ".join(f"{_size(result.part, n)}: {cost:8.2f}" for n, cost in result.costs.items())
+    return f"{result.part:8} {result.name:26} us  {listed}  exponent {result.exponent:6.3f}"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Return the table of a part. An exponent that is too large is bold."""
+    part, sizes = results[0].part, list(results[0].costs)
+    shown = " | ".join(_size(part, size) for size in sizes)
+    rows = [f"| {part}: microseconds | {shown} | exponent |", "|---" * (len(sizes) + 2) + "|"]
+    for one in results:
+        cells = [f"{one.costs[size]:.2f}" for size in sizes]
+        slope = f"{one.exponent:.3f}"
+        # A star of Markdown's own would be no star.
+        name = one.name.replace("*", "\\*")
+        rows.append(f"| {name} | {' | '.join(cells)} | {f'**{slope}**' if one.grows else slope} |")
+    return "\n".join(rows)
+
+
+def _size(part: str, number: int) -> str:
+    return f"{number // GIB} GiB" if part == "pool" else f"{number:,}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing larger than 10^5 keys")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print tables")
+    parser.add_argument("--check", action="store_true", help="fail where an exponent is too large")
     parser.add_argument("--only", choices=("keys", "clients", "pool", "prefix"))
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -229,24 +281,21 @@ def main() -> int:
         "pool": lambda: by_pool([GIB, 4 * GIB, *([] if quick else [16 * GIB])], rounds, calls),
         "prefix": lambda: by_prefix([100, 1000, 10_000], rounds, calls),
     }
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    grows = False
+    results: list[Result] = []
     for part in [arguments.only] if arguments.only else parts:
-        for name, figures in parts[part]().items():
-            medians = {size: statistics.median(some) for size, some in sorted(figures.items())}
-            slope = exponent(medians)
-            found.setdefault(part, {})[name] = {**{str(n): cost for n, cost in medians.items()}, "exponent": slope}
-            grows = grows or (slope >= MOST and not name.endswith("*"))
-            if not arguments.json:
-                listed = "  ".join(f"{_size(part, n)}: {cost:8.2f}" for n, cost in medians.items())
-                print(f"{part:8} {name:26} us  {listed}  exponent {slope:6.3f}", flush=True)
+        some = fitted(part, parts[part]())
+        results += some
+        if arguments.markdown:
+            print(f"{markdown(some)}\n", flush=True)
+        elif not arguments.json:
+            print("\n".join(map(line, some)), flush=True)
     if arguments.json:
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for one in results:
+            costs = {str(size): cost for size, cost in one.costs.items()}
+            found.setdefault(one.part, {})[one.name] = {**costs, "exponent": one.exponent}
         print(json.dumps(found, indent=2))
-    return int(grows)
-
-
-def _size(part: str, number: int) -> str:
-    return f"{number // GIB} GiB" if part == "pool" else f"{number:,}"
+    return int(arguments.check and any(one.grows for one in results))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """What a server takes for a small request over TCP, against a bare Trio server that
 receives and sends as many bytes.
 
-    python bench/server_cost.py [--quick] [--json]
+    python bench/server_cost.py [--quick] [--json | --markdown] [--check]
 
 Both servers are processes of their own, on loopback, and none spins. Each gets the same
 number of calls from one client at a time, in an order that changes. What is compared is
 the processor time of their threads as the kernel counts it, in user and kernel mode
 together; waiting does not count, so that other load matters less. Ratios are those of
-each round, server / bare; beside their median stand their quartiles.
+each round, server / bare; beside their median stand their quartiles. With `--check` the
+exit status is 1 if a median is above 2.0.
 
 Each is asked again at once, and then 300 us after each answer. The client of the bare
 server does next to nothing, so that its next request comes before that server sleeps,
@@ -23,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 
 KIB = 1024
 CALLS = 300
+MOST = 2.0
 PAUSES_S = {"at once": 0.0, "after 300 us": 300e-6}
 _BARE_SERVER = """
 import sys, trio
@@ -126,24 +128,10 @@ def processor_s(process: int) -> float:
     return sum(int(file.read_text().split()[0]) for file in files) * 1e-9
 
 
-def main() -> None:
-    """Run, and print what was seen."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 40")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
-    store_server = [
-        "-m",
-        "infinistore",
-        "--service-port",
-        "0",
-        "--manage-port",
-        "off",
-        "--json",
-        "--unix-socket",
-        "off",
-    ]
-    store_server += ["--prealloc-size", "64MiB", "--log-level", "error", "--spin-time", "off"]
+def measure(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of a request, and its medians and ratios."""
+    store_server = ["-m", "infinistore", "--service-port", "0", "--manage-port", "off", "--json"]
+    store_server += ["--unix-socket", "off", "--prealloc-size", "64MiB", "--log-level", "error", "--spin-time", "off"]
     generator = random.Random(1)
     with ExitStack() as stack:
         process, line = stack.enter_context(started(store_server))
@@ -156,12 +144,11 @@ def main() -> None:
             "get 4 KiB": lambda: store.get_into("key", buffer),
             "put 4 KiB": lambda: store.put("key", value),
         }
-        results: dict[str, Any] = {}
         for (name, call), (when, pause_s) in itertools.product(calls.items(), PAUSES_S.items()):
             bare = Bare(int(port), *moved_bytes(call))
             sides = {"server": (call, process), "bare": (bare.call, bare_process)}
             taken: dict[str, list[float]] = {side: [] for side in sides}
-            for number in range(2 + (10 if arguments.quick else 40)):
+            for number in range(2 + rounds):
                 for side in generator.sample(list(sides), 2):
                     one, of_process = sides[side]
                     before = processor_s(of_process)
@@ -174,18 +161,48 @@ def main() -> None:
             bare.close()
             ratios = [one / other for one, other in zip(taken["server"], taken["bare"], strict=True)]
             medians = {side: round(1e6 * statistics.median(times), 1) for side, times in taken.items()}
-            ratio = [round(one, 2) for one in statistics.quantiles(ratios)]
-            results[f"{name}, {when}"] = {"us": medians, "ratio": ratio}
+            yield f"{name}, {when}", {"us": medians, "ratio": [round(one, 2) for one in statistics.quantiles(ratios)]}
+
+
+def is_dear(result: Mapping[str, Any]) -> bool:
+    """Say whether a request takes more than is wanted."""
+    return bool(result["ratio"][1] > MOST)
+
+
+def line(name: str, result: Mapping[str, Any]) -> str:
+    """Return a result for a terminal."""
+    us, (low, middle, high) = result["us"], result["ratio"]
+    measured = f"{us['server']:6.1f} us of the server, {us['bare']:6.1f} us bare: {middle:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{name:24} {measured}{'  MORE' if is_dear(result) else ''}"
+
+
+def markdown_row(name: str, result: Mapping[str, Any]) -> str:
+    """Return a row of a table. A ratio that is too large is bold."""
+    us, (low, middle, high) = result["us"], result["ratio"]
+    ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return f"| {name} | {us['server']:.1f} | {us['bare']:.1f} | {f'**{ratio}**' if is_dear(result) else ratio} |"
+
+
+def main() -> int:
+    """Run, and print what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 40")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a table")
+    parser.add_argument("--check", action="store_true", help=f"fail if a median is above {MOST}")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print("| request | server, us | bare, us | server / bare |\n|---|---|---|---|")
+    results = {}
+    for name, result in measure(10 if arguments.quick else 40):
+        results[name] = result
+        if not arguments.json:
+            print((markdown_row if arguments.markdown else line)(name, result), flush=True)
     if arguments.json:
         print(json.dumps(results))
-        return
-    for name, result in results.items():
-        us, (low, middle, high) = result["us"], result["ratio"]
-        print(
-            f"{name:24} {us['server']:6.1f} us of the server, {us['bare']:6.1f} us bare:"
-            f" {middle:.2f} [{low:.2f}, {high:.2f}]"
-        )
+    return int(arguments.check and any(map(is_dear, results.values())))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """What spinning is worth: clients in closed loops, with spinning off, on and adaptive,
 on an idle machine and on a busy one.
 
-    python bench/waiting.py [--quick] [--json] [--clients 1,2] [--machine idle] [--path tcp] [--operation exists]
+    python bench/waiting.py [--quick] [--json | --markdown] [--check] [--clients 1,2]
+                            [--machine idle] [--path tcp] [--operation exists]
 
 Three servers run all the time, one for each setting, and eight client processes, which
 have a store open at each of them by each path. In each round, the settings take turns
@@ -12,8 +13,9 @@ lowest one.
 The time of an operation is the time of the turn by the operations of all clients
 together. Ratios are the times of adaptive / the better of off and on, of the same
 round; beside their median stands its 95 % interval. A row is marked if the whole
-interval is above 1.10. In brackets stands the processor time of an operation, of the
-server and all clients, which shows on a noisy machine, too, who spins in vain.
+interval is above 1.10, and with `--check` the exit status is 1 if one is. In brackets
+stands the processor time of an operation, of the server and all clients, which shows on
+a noisy machine, too, who spins in vain.
 """
 
 import argparse
@@ -25,8 +27,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,9 @@ PATHS = ("tcp", "shm")
 OPERATIONS = ("exists", "put 4 KiB", "get 4 KiB", "get 64 KiB", "put and get 64 x 64 KiB")
 TURN_S, WARM_UP_S = 0.08, 0.03
 BOUND = 1.10
+MARKDOWN_HEAD = """\
+| machine | path | operation | clients | off, us | on, us | adaptive, us | adaptive / the better one |
+|---|---|---|---|---|---|---|---|"""
 
 
 def operations(store: BlockingStore, number: int) -> dict[str, Callable[[], object]]:
@@ -177,11 +183,30 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[cut], ordered[count - 1 - cut]
 
 
-def main() -> None:
+def measure(arguments: argparse.Namespace, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield row after row."""
+    paths, operations = arguments.path or PATHS, arguments.operation or OPERATIONS
+    generator = random.Random(1)
+    with running(paths, max(counts)) as (clients, servers):
+        for machine in arguments.machine or MACHINES:
+            with load(machine):
+                for path, operation, count in product(paths, operations, counts):
+                    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
+                    for _ in range(7 if arguments.quick else 15):
+                        for name in generator.sample(list(SETTINGS), len(SETTINGS)):
+                            turns[name].append(take_turn(clients[:count], servers[name], f"{name} {path}", operation))
+                    what = {"machine": machine, "path": path, "operation": operation, "clients": count}
+                    yield summary(turns) | what
+
+
+def main() -> int:
     """Run, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="7 rounds instead of 15")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a table")
+    parser.add_argument("--check", action="store_true", help="fail if a row is marked")
     parser.add_argument("--clients", help="how many, such as 1,2")
     parser.add_argument("--machine", action="append", choices=MACHINES, help="may be repeated")
     parser.add_argument("--path", action="append", choices=PATHS, help="may be repeated")
@@ -190,34 +215,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.client:
         client(json.loads(arguments.client[0]), int(arguments.client[1]))
-        return
+        return 0
     counts = [int(count) for count in arguments.clients.split(",")] if arguments.clients else CLIENTS
-    paths = arguments.path or PATHS
-    rounds = 7 if arguments.quick else 15
-    generator = random.Random(1)
-    results: list[dict[str, Any]] = []
-    with running(paths, max(counts)) as (clients, servers):
-        for machine in arguments.machine or MACHINES:
-            with load(machine):
-                for path in paths:
-                    for operation in arguments.operation or OPERATIONS:
-                        for count in counts:
-                            times: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
-                            for _ in range(rounds):
-                                for name in generator.sample(list(SETTINGS), len(SETTINGS)):
-                                    turn = take_turn(clients[:count], servers[name], f"{name} {path}", operation)
-                                    times[name].append(turn)
-                            result = summary(times) | {
-                                "machine": machine,
-                                "path": path,
-                                "operation": operation,
-                                "clients": count,
-                            }
-                            results.append(result)
-                            if not arguments.json:
-                                show(result)
+    if arguments.markdown:
+        print(MARKDOWN_HEAD)
+    results = []
+    for result in measure(arguments, counts):
+        results.append(result)
+        if not arguments.json:
+            print(markdown_row(result) if arguments.markdown else line(result), flush=True)
     if arguments.json:
         print(json.dumps(results))
+    return int(arguments.check and any(map(is_worse, results)))
 
 
 def summary(turns: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
@@ -234,16 +243,29 @@ def summary(turns: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print a line."""
+def is_worse(result: Mapping[str, Any]) -> bool:
+    """Say whether adaptive is certainly worse than the better of the others."""
+    return bool(result["ratio"][1] > BOUND)
+
+
+def line(result: Mapping[str, Any]) -> str:
+    """Return a row for a terminal."""
     median, low, high = result["ratio"]
     measured = "  ".join(f"{name} {result[f'{name}_us']:7.1f} ({result[f'{name}_cpu_us']:6.1f})" for name in SETTINGS)
-    print(
+    return (
         f"{result['machine']:12} {result['path']:4} {result['operation']:24} {result['clients']} clients: {measured} us"
-        f"  {median:5.2f} [{low:.2f}, {high:.2f}] of {result['best']}{'  WORSE' if low > BOUND else ''}",
-        flush=True,
+        f"  {median:5.2f} [{low:.2f}, {high:.2f}] of {result['best']}{'  WORSE' if is_worse(result) else ''}"
     )
 
 
+def markdown_row(result: Mapping[str, Any]) -> str:
+    """Return a row of a table. What is worse is bold."""
+    median, low, high = result["ratio"]
+    what = [result["machine"], result["path"], result["operation"], str(result["clients"])]
+    times = [f"{result[f'{name}_us']:.1f} ({result[f'{name}_cpu_us']:.1f})" for name in SETTINGS]
+    ratio = f"{median:.2f} ({low:.2f} to {high:.2f}) of {result['best']}"
+    return f"| {' | '.join([*what, *times])} | {f'**{ratio}: WORSE**' if is_worse(result) else ratio} |"
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
