@@ -195,7 +195,7 @@ bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
 	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|serve_bench|prefill_decode_proxy|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
-compare: .venvs/compare/.installed ## measure this store and Redis, memcached and Mooncake in turns; COMPARE_ARGS adds arguments
+compare: .venvs/compare/.installed .venvs/original/.installed ## measure this store and Redis, memcached and Mooncake in turns; COMPARE_ARGS adds arguments
 	.venvs/compare/bin/python bench/compare.py $(COMPARE_ARGS)
 
 bench-guard: $(VENV)/.installed-base ## count the hot operations' instructions: RECORD=1 keeps the numbers, AGAINST=PATH compares
@@ -218,11 +218,12 @@ $(VENV)/.installed-%: pyproject.toml $(wildcard requirements/pins/tests.txt) | $
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(call PINS,tests) --editable ".$(EXTRAS)"
 	@touch $@
 
-# Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings.
-$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/compare/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed .venvs/audit/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
+# Not compiled to bytecode: that is done for what is imported, which is a small part of what an engine brings. The original has
+# this store's name, and therefore an environment without it.
+$(ENGINE_STAMPS) .venvs/fuzz/.installed .venvs/mutants/.installed .venvs/beside/.installed .venvs/compare/.installed .venvs/original/.installed .venvs/packages/.installed .venvs/deploy/.installed .venvs/docs/.installed .venvs/audit/.installed: .venvs/%/.installed: requirements/%.txt $(wildcard requirements/*.no-deps.txt) pyproject.toml \
                                       | .venvs/%/bin/python
 	@set -e; install() { .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$@"; }; \
-	install $(call PINS,$*) --requirement requirements/$*.txt --editable .; \
+	install $(call PINS,$*) --requirement requirements/$*.txt $(if $(filter original,$*),,--editable .); \
 	if [ -f requirements/$*.no-deps.txt ]; then install --no-deps --requirement requirements/$*.no-deps.txt; fi
 	@touch $@
 

@@ -5,17 +5,19 @@
                             [--operations put get] [--clients 1 2] [--rounds 3]
 
 Redis (redis-py with hiredis), memcached (pymemcache and pylibmc), Mooncake's store with
-its zero-copy calls, and as limits raw sockets and memcpy. Each server has as much
-memory, each client is a process, all are on this machine. In each round all stores take
-turns, in an order that is drawn, so that a neighbour's load falls on all of them; what
-is shown are the medians of the rounds. A client calls as fast as it can, one call after
+its zero-copy calls, the original InfiniStore where there is an RDMA device, without
+which its server does not start, and as limits raw sockets and memcpy. Each server has
+as much memory, each client is a process, all are on this machine. In each round all
+stores take turns, in an order that is drawn, so that a neighbour's load falls on all of
+them; what is shown are the medians of the rounds. A client calls as fast as it can, one call after
 the other. It writes new keys, from memory larger than the last-level cache, and reads
 blocks in an order of its own; a batch that was read is compared byte by byte before it
 is measured.
 
-Results are in `bench/out/compare.json` and `compare.md` (`--out`). `--plots FOLDER` draws them,
-too. The original InfiniStore is not among them: its server does not start without an
-RDMA device.
+Results are in `bench/out/compare.json` and `compare.md` (`--out`): also why a store is
+not there, and what is wanted of this one beside what came out. With `--check` the exit
+status is 1 if something that is wanted was lost, or nothing of it was measured.
+`--plots FOLDER` draws the results, too.
 """
 
 import argparse
@@ -35,9 +37,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from peers.report import Machine, Result, markdown, versions
+from peers.report import Machine, markdown, versions
 from peers.systems import SYSTEMS, Server, System, process_cpu_s, servers
-from peers.work import KIB, MIB, OPERATIONS, SHAPES, SOURCE_BYTES, Shape, fill_source
+from peers.wanted import reached, wanted
+from peers.work import KIB, MIB, OPERATIONS, SHAPES, SOURCE_BYTES, Result, Shape, fill_source
 
 BENCH = Path(__file__).parent
 _BEFORE_S = 0.02
@@ -66,7 +69,7 @@ class Clients:
         began = len(self._workers)
         for number in range(began, count):
             target_bytes = max(16 * MIB, _TARGET_BYTES // (1 << number.bit_length()))
-            command = [sys.executable, str(BENCH / "peers" / "worker.py"), self._system.client]
+            command = [self._system.python, str(BENCH / "peers" / "worker.py"), self._system.client]
             command += [self._system.address(self.server.address), str(self._source), str(target_bytes), str(number)]
             self._workers.append(self._until_end.enter_context(_worker(command)))
         for worker in self._workers[began:]:
@@ -173,9 +176,11 @@ def run(
                     for name in generator.sample(names, len(names)):
                         if f"{name}: {shape}" not in failures:
                             try:
-                                figures.setdefault(name, []).append(measure(cell, clients[name], arguments.seconds))
+                                measured = measure(cell, clients[name], arguments.seconds)
                             except Failed as error:
                                 failures[f"{name}: {shape}"] = f"{cell.operation}, {cell.clients} clients: {error}"
+                            else:
+                                figures.setdefault(name, []).append(measured)
                     progress.advance(task)
                 results += [_median(cell, systems[name], runs) for name, runs in figures.items()]
             _clear(shape, clients, failures)
@@ -251,7 +256,9 @@ def _resident_bytes(process: int) -> int:
     return pages * 4096
 
 
-def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return what to do; shapes are looked up, and what is not said is filled in."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {str(shape): shape for shape in SHAPES}
     parser.add_argument("--quick", action="store_true", help="three shapes, one and four clients, short runs")
     parser.add_argument(
@@ -262,9 +269,10 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--clients", nargs="+", type=int, help="how many at a time (1 2 4 8)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="how long one run of a cell is (0.3)")
+    parser.add_argument("--check", action="store_true", help="fail where less came out than is wanted")
     parser.add_argument("--out", type=Path, default=BENCH / "out", metavar="FOLDER", help="where results go")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw SVGs into this folder")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     quick = arguments.quick
     some = arguments.shapes or (["4 KiB", "64 KiB", "64 x 64 KiB"] if quick else list(names))
     arguments.shapes = [names[name] for name in some]
@@ -274,9 +282,7 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = _arguments(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    )
+    arguments = read_arguments(sys.argv[1:])
     out = Console()
     chosen = [system for system in SYSTEMS if not arguments.systems or system.name in arguments.systems]
     failures: dict[str, str] = {}
@@ -306,6 +312,11 @@ def main() -> int:
     text = markdown(machine, results, taken, failures)
     found: dict[str, Any] = {"machine": machine._asdict(), "memory": taken, "failures": failures}
     found["results"] = [result._asdict() for result in results]
+    checked = wanted(results)
+    found["wanted"] = [
+        {"wanted": one.wanted, "measured": [part._asdict() for part in one.measured], "verdict": one.verdict}
+        for one in checked
+    ]
     written = arguments.out
     written.mkdir(parents=True, exist_ok=True)
     (written / "compare.md").write_text(text, encoding="utf-8")
@@ -315,7 +326,7 @@ def main() -> int:
         from peers.plots import draw  # matplotlib
 
         draw(results, arguments.plots)
-    return 0
+    return int(arguments.check and not reached(checked))
 
 
 if __name__ == "__main__":

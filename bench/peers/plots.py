@@ -9,8 +9,7 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from peers.report import Result
-from peers.work import KIB, Shape
+from peers.work import KIB, Result, Shape
 
 _BATCH = Shape(64, 64 * KIB)
 _SMALL = Shape(1, 4 * KIB)

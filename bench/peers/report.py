@@ -1,5 +1,6 @@
 """What came of `bench/compare.py`, in Markdown: a table for each operation and number
-of clients, what several clients get together, and the rows that this store loses.
+of clients, what several clients get together, the rows that this store loses, and what
+is wanted of it beside what came out.
 """
 
 import importlib.metadata
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peers.systems import SYSTEMS
-from peers.work import Shape
+from peers.wanted import wanted
+from peers.work import Result, Shape
 
 _PACKAGES = ("redis", "hiredis", "pymemcache", "pylibmc", "mooncake-transfer-engine-non-cuda", "numpy", "trio")
 _PROGRAMS = ("redis-server", "memcached")
@@ -28,28 +30,6 @@ class Machine(NamedTuple):
     versions: Mapping[str, str]
     command: str
     seconds: int = 0
-
-
-class Result(NamedTuple):
-    """The medians of one cell for one store."""
-
-    operation: str
-    shape: Shape
-    clients: int
-    system: str
-    ours: bool
-    limit: bool
-    figures: Mapping[str, float]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Return the rate of payload of all clients together."""
-        return self.figures["calls_per_s"] * self.shape.batch_bytes
-
-    @property
-    def cell(self) -> tuple[str, Shape, int]:
-        """Return what was measured."""
-        return self.operation, self.shape, self.clients
 
 
 def versions() -> dict[str, str]:
@@ -88,6 +68,8 @@ def markdown(
         title = "## Memory of the server beside 256 MiB in blocks of 64 KiB\n"
         parts.append("\n".join([title, *_head("store", "memory"), *rows]))
     parts.append(f"## Rows that are lost\n\n{_lost(results)}")
+    if rows := [one.row for one in wanted(results) if one.measured]:
+        parts.append("\n".join(["## Wanted and measured\n", *_head("wanted", "measured", ""), *rows]))
     if failures:
         parts.append("\n".join(["## Not measured\n", *(f"- {what}: {why}" for what, why in failures.items())]))
     return "\n\n".join(parts) + "\n"

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
+from peers import original
 from peers.work import MIB, POOL_BYTES, SOURCE_BYTES
 
 HERE = "127.0.0.1"
@@ -46,6 +47,8 @@ class System(NamedTuple):
     batches_only: bool = False
     most_clients: int = 8
     ours: bool = False
+    python: str = sys.executable
+    """What runs its clients."""
     limit: bool = False
     """It does less than any store: what could be reached at best."""
 
@@ -69,6 +72,7 @@ SYSTEMS = (
     System("memcached, pymemcache", "Pymemcache", "memcached", operations=("put", "get", "mix")),
     System("memcached, pylibmc", "Pylibmc", "memcached", operations=("put", "get", "mix")),
     System("Mooncake", "Mooncake", "mooncake"),
+    System("the original", "Original", "original", operations=("put", "get", "exists"), python=str(original.PYTHON)),
     System("raw sockets", "RawSockets", "raw", operations=("put", "get", "exists"), limit=True),
     System("memcpy", "Memcpy", "none", operations=("put", "get"), limit=True),
 )
@@ -169,6 +173,28 @@ def _mooncake(_: Path) -> Iterator[Server]:
             yield Server(f"{HERE}:{port}", [leader.pid, process.pid])
 
 
+@contextmanager
+def _original(folder: Path) -> Iterator[Server]:
+    installed = original.installed()
+    if installed is None:
+        raise Missing("it is not installed: make compare, with Python 3.12 at most, on x86-64")
+    device = original.rdma_device()
+    port, manage_port = free_port(), free_port()
+    # -P: nothing from the folder that this was started in, which may have this store under that name.
+    command = [str(original.PYTHON), "-P", "-m", "infinistore.server", "--service-port", str(port), "--host", HERE]
+    command += ["--manage-port", str(manage_port), "--prealloc-size", str(POOL_BYTES // (1024 * MIB))]
+    command += ["--minimal-allocate-size", "16"]  # KiB: it takes no less
+    if device is not None:
+        command += ["--dev-name", device.name, "--link-type", device.link_type]
+    with (folder / "original.log").open("w+") as log, _process(command, log=log) as process:
+        try:
+            _wait_for(manage_port, process)  # the other one listens before the server looks for a device
+        except Missing as error:
+            log.seek(0)
+            raise Missing(f"the server of {installed} does not start: {original.said_of_its_end(log)}") from error
+        yield Server(f"{HERE}:{port}", [process.pid])
+
+
 _RAW_SERVER = """
 import mmap, socket, struct, sys, threading
 import numpy as np
@@ -215,15 +241,18 @@ _START = {
     "redis": _redis,
     "memcached": _memcached,
     "mooncake": _mooncake,
+    "original": _original,
     "raw": _raw,
 }
 
 
 @contextmanager
-def _process(command: list[str], stdin: int | None = subprocess.DEVNULL) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+def _process(
+    command: list[str], stdin: int | None = subprocess.DEVNULL, log: IO[str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """Run a server, which writes to a log or else to a pipe."""
+    out, err = (subprocess.PIPE, subprocess.DEVNULL) if log is None else (log, subprocess.STDOUT)
+    with subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, text=True) as process:
         try:
             yield process
         finally:

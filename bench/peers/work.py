@@ -1,7 +1,9 @@
-"""What every store is asked to do: the shapes of batches, their keys, and their bytes."""
+"""What every store is asked to do: the shapes of batches, their keys, and their bytes;
+and what came of it.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +51,28 @@ SHAPES = (
     Shape(1, 4 * MIB),
     Shape(1, 16 * MIB),
 )
+
+
+class Result(NamedTuple):
+    """The medians of one cell for one store."""
+
+    operation: str
+    shape: Shape
+    clients: int
+    system: str
+    ours: bool
+    limit: bool
+    figures: Mapping[str, float]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate of payload of all clients together."""
+        return self.figures["calls_per_s"] * self.shape.batch_bytes
+
+    @property
+    def cell(self) -> tuple[str, Shape, int]:
+        """Return what was measured."""
+        return self.operation, self.shape, self.clients
 
 
 def fill_source(memory: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peers import clients
+from peers import clients, original
 from peers.work import MIB, WRITTEN_BYTES, Shape, batches_to_read, source_of, stored_keys
 
 _MOST_CALLS = 20_000
@@ -43,7 +43,8 @@ class Worker:
         target = memoryview(mmap.mmap(-1, target_bytes))
         target[:: mmap.PAGESIZE] = bytes(len(target[:: mmap.PAGESIZE]))
         self._number = client
-        self._client: clients.Client = getattr(clients, kind)(address, self._source, target)
+        kinds = vars(clients) | vars(original)
+        self._client: clients.Client = kinds[kind](address, self._source, target)
         self._written: list[str] = []
         self._runs = 0
         self._prepared: Iterator[clients.Call] = iter(())

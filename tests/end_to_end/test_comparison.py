@@ -35,7 +35,12 @@ def test_stores_are_measured_with_their_limits_in_one_run(tmp_path: Path) -> Non
     assert "## Not measured" not in out
 
 
-def test_a_store_that_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
-    _, found = compare(tmp_path, "--systems", "Mooncake", "raw sockets", "--shapes", "4 KiB", "--clients", "1")
+def test_a_store_that_is_not_there_is_named_with_the_remedy_and_others_are_measured(tmp_path: Path) -> None:
+    names = ["TCP", "memcpy", "Mooncake"]
+    out, found = compare(
+        tmp_path, "--systems", *names, "--shapes", "64 x 4 KiB", "--operations", "put", "--clients", "1"
+    )
     assert "make compare" in found["failures"]["Mooncake"]
-    assert {one["system"] for one in found["results"]} == {"raw sockets"}
+    assert {one["system"] for one in found["results"]} == {"TCP", "memcpy"}
+    assert "- Mooncake: mooncake is not installed" in out.partition("## Not measured")[2]
+    assert {one["verdict"] for one in found["wanted"]} == {"not measured"}  # which takes other shapes
