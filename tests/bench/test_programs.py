@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
+import pytest
 import trio
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
+import programs  # noqa: E402
 from programs import ProgramError, running  # noqa: E402
 
 # The child removes a file when its parent has ended, as Python's process does that
@@ -32,7 +34,10 @@ async def test_what_a_program_has_started_may_tidy_up_after_it(tmp_path: Path) -
     assert not memory.exists()
 
 
-async def test_what_a_program_has_started_is_killed_if_it_does_not_end(tmp_path: Path) -> None:
+async def test_what_a_program_has_started_is_killed_if_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_TIDY_UP_S", 0.2)
     async with trio.open_nursery() as nursery:
         command = [sys.executable, "-c", PARENT, STUBBORN]
         async with running(nursery, "parent", command, log=tmp_path / "log") as program:
