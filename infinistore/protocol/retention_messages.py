@@ -9,7 +9,7 @@ from typing import ClassVar
 import attrs
 from attrs import validators
 
-from infinistore.protocol.fields import Keys, Numbers
+from infinistore.protocol.fields import Keys, Numbers, count
 from infinistore.protocol.versions import Capability, NewerFields
 
 __all__ = ["Pin", "PinReply", "TimesLeft", "TimesLeftReply"]
@@ -17,13 +17,18 @@ __all__ = ["Pin", "PinReply", "TimesLeft", "TimesLeftReply"]
 
 @attrs.frozen
 class Pin:
-    """Protect keys from eviction, or with `pinned` false, protect them no more."""
+    """Protect keys from eviction, or with `pinned` false, protect them no more.
+
+    If `ttl_us` is not 0, the protection ends after that many microseconds. What is
+    protected for longer stays so.
+    """
 
     KIND: ClassVar[int] = 0x0F
     CAPABILITY: ClassVar = Capability.RETENTION
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen

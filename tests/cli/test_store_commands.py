@@ -307,6 +307,17 @@ def test_keys_are_pinned_and_unpinned_by_name_and_by_prefix(store: Run) -> None:
     assert store("pin").returncode == store("pin", "a", "--prefix", "a").returncode == 2
 
 
+def test_pins_with_a_time_end_by_themselves(store: Run) -> None:
+    for key in ("timed/a", "timed/b"):
+        _ok(store("put", key, input=b"x"))
+    assert _ok(store("pin", "timed/a", "--ttl", "0.000001")) == b"pinned 1 key\n"
+    assert _ok(store("pin", "--prefix", "timed/b", "--ttl", "3600")) == b"pinned 1 key\n"
+    assert _ok(store("unpin", "--prefix", "timed/")) == b"unpinned 1 key\n"
+    ended = store("pin", "timed/a", "--ttl", "-1")
+    assert ended.returncode == 2
+    assert b"--ttl" in ended.stderr
+
+
 def test_a_file_in_blocks_is_pinned_with_its_blocks(store: Run) -> None:
     _ok(store("put", "pinned-file", "--block-size", "64KiB", input=os.urandom(200_000)))
     assert _ok(store("pin", "pinned-file")) == b"pinned 5 keys\n"

@@ -116,6 +116,32 @@ def test_pinned_keys_outlive_everything_else(opened: Opened) -> None:
     assert store.pin(["kept"]) == 0
 
 
+def test_a_pin_with_a_time_ends_by_itself(opened: Opened) -> None:
+    store = opened.store
+    store.put_many({"short": b"s" * 1000, "long": b"l" * 1000})
+    assert store.pin(["short", "long"], ttl_s=100.0) == 2
+    assert store.pin(["long"], ttl_s=200.0) == store.pin(["long"], ttl_s=1.0) == 1
+    let_pass(opened, 99.0)
+    assert store.evict(0.0, 0.0) == 0
+    let_pass(opened, 1.0)
+    assert store.stats().store.protected_keys == 1
+    assert store.evict(0.0, 0.0) == 1
+    assert store.keys() == ["long"]
+    let_pass(opened, 100.0)
+    assert store.unpin(["long"]) == 0
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), 1e10, "5", True])
+def test_a_pin_for_a_time_that_is_none_is_refused_before_anything_is_sent(ttl_s: Any) -> None:
+    class Silent(BlockingStore):
+        def _call(self, request: Any) -> Any:
+            raise AssertionError("something was sent")
+
+    kind = TypeError if isinstance(ttl_s, str | bool) else ValueError
+    with pytest.raises(kind, match=r"ttl_s is .*seconds"):
+        Silent().pin(["k"], ttl_s=ttl_s)
+
+
 def test_pins_over_the_bound_name_the_setting(opened: Opened) -> None:
     store = opened.store
     store.put_many({str(number): bytes(256 * KIB) for number in range(8)})
@@ -188,3 +214,17 @@ def test_a_server_that_cannot_end_or_pin_keys_is_not_asked_to(loops: Loops) -> N
         assert store.keys() == []
         store.put("k", b"v")
         assert store.get("k") == b"v"
+
+
+def test_a_server_that_cannot_end_pins_is_not_asked_to(loops: Loops) -> None:
+    older = versions.Offer(versions.MINOR, versions.OFFER.capabilities & ~versions.Capability.TIMED_PINS)
+    with (
+        mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=older)),
+        REMOTE["shm-threads"](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as opened,
+    ):
+        store = opened.store
+        store.put("k", b"v")
+        with pytest.raises(VersionMismatch, match="does not end pins; pin without ttl_s"):
+            store.pin(["k"], ttl_s=5.0)
+        assert store.stats().store.protected_keys == 0
+        assert store.pin(["k"]) == 1

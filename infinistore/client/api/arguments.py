@@ -118,8 +118,8 @@ def ttl_in_us(ttl_s: float | None) -> int:
         raise TypeError(f"ttl_s is a number of seconds, or None, not {type(ttl_s).__name__}")
     if not 0 < ttl_s <= _LONGEST_TTL_S:
         raise ValueError(
-            f"ttl_s is how many seconds the block lives from now on, more than 0 and at most {_LONGEST_TTL_S:.0f}, not"
-            f" {ttl_s!r}; None if it does not end"
+            f"ttl_s is a number of seconds from now on, more than 0 and at most {_LONGEST_TTL_S:.0f}, not {ttl_s!r};"
+            " None for no end"
         )
     return math.ceil(ttl_s * 1e6)
 

@@ -369,8 +369,8 @@ class EmbeddedOperations:
     async def pin(self, request: requests.Pin) -> list[bool]:
         """Pin keys, or unpin them."""
         with self._lock:
-            kept = self._core.retention
-            return list(map(bool, (kept.protect if request.pinned else kept.unprotect)(request.keys)))
+            kept, keys = self._core.retention, request.keys
+            return list(map(bool, kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys)))
 
     async def times_left(self, request: requests.TimesLeft) -> list[int | None]:
         """Tell when keys end."""

@@ -63,9 +63,13 @@ def check_ttl(channel: Channel, ttl_us: int) -> None:
 
 async def pin(channel: Channel, request: requests.Pin) -> list[bool]:
     """Pin keys, or unpin them."""
+    if request.ttl_us and Capability.TIMED_PINS not in channel.connection.peer.capabilities:
+        raise VersionMismatch(
+            "the server's release does not end pins; pin without ttl_s, or install this release there, too"
+        )
 
     async def ask(part: Keys) -> bytes:
-        return expect(PinReply, await channel.ask(Pin(part, request.pinned))).pinned
+        return expect(PinReply, await channel.ask(Pin(part, request.pinned, request.ttl_us))).pinned
 
     return list(map(bool, await _of_each(channel, request.keys, ask)))
 

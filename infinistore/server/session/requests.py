@@ -75,8 +75,8 @@ async def _prefetch(request: Prefetch, core: StoreCore, client: Client) -> Reply
 
 
 async def _pin(request: Pin, core: StoreCore, client: Client) -> Reply:
-    change = core.retention.protect if request.pinned else core.retention.unprotect
-    return PinReply(change(request.keys))
+    kept, keys = core.retention, request.keys
+    return PinReply(kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys))
 
 
 async def _times_left(request: TimesLeft, core: StoreCore, client: Client) -> Reply:
