@@ -1,7 +1,7 @@
 """What the tenants of a server have in the pools of its trust groups, as bytes: for a
 process that takes these pools over.
 
-The bytes begin with a header: what they are, the version of the format, and the length
+The bytes begin with a header: what they are, the number of the format, and the length
 and the xxh3-64 of a description in JSON. After that follows the state of each store
 (`pool_state`). Nothing is believed before it was checked: whatever is malformed raises
 `ValueError`.
@@ -16,13 +16,14 @@ from typing import Any
 
 import attrs
 
-from infinistore.core.pool_state import PoolState, decode_state, encode_state, header_of, open_body
+from infinistore.core.pool_state import PoolState, decode_state, encode_state
+from infinistore.core.state_formats import header_of, open_body
 from infinistore.tenant_limits import check_tenant_name
 
 __all__ = ["GroupLayout", "GroupStates", "TenantState", "decode_groups", "encode_groups", "is_of_groups"]
 
 _MAGIC = b"INFGRPS\n"
-_VERSION = 1
+_FORMAT = 1
 _SIZE = struct.Struct("=Q")
 
 
@@ -88,7 +89,7 @@ def encode_groups(states: GroupStates) -> list[bytes]:
         "quiet": states.quiet,
     }
     text = json.dumps(described).encode()
-    pieces = [header_of(_MAGIC, _VERSION, text), text]
+    pieces = [header_of(_MAGIC, _FORMAT, text), text]
     for one in states.tenants:
         encoded = encode_state(one.state)
         pieces += [_SIZE.pack(sum(map(len, encoded))), *encoded]
@@ -101,7 +102,7 @@ def decode_groups(data: bytes | memoryview) -> GroupStates:
     Raises:
         ValueError: they describe none, or not one that can be.
     """
-    text, rest = open_body(data, _MAGIC, _VERSION, "about groups of tenants")
+    _, text, rest = open_body(data, _MAGIC, [_FORMAT], "about groups of tenants")
     described = json.loads(bytes(text))
     groups = [_layout(one) for one in _list(described, "groups")]
     if len({group.name for group in groups}) != len(groups):

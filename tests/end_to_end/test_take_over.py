@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import IO
 
 import attrs
 import pytest
@@ -47,12 +48,14 @@ class Servers:
     def socket(self) -> str:
         return str(self.folder / "socket")
 
-    def spawn(self, *flags: str) -> subprocess.Popen[bytes]:
+    def spawn(self, *flags: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-W", "error", "-m", "infinistore", "serve", "--host", "127.0.0.1"]
         command += ["--service-port", str(self.port), "--manage-port", "0", "--unix-socket", self.socket]
         command += ["--prealloc-size", f"{POOL_BYTES}B", "--minimal-allocate-size", "1", "--log-level", "warning"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
-        process = subprocess.Popen([*command, *self.flags, *flags], stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(
+            [*command, *self.flags, *flags], stdout=subprocess.PIPE, stderr=stderr, env=environment
+        )
         self.processes.append(process)
         return process
 
@@ -167,25 +170,37 @@ class Load:
 
 def test_a_server_is_upgraded_twice_under_load(servers: Servers) -> None:
     process = servers.start()
-    loads = [Load(f"{transport}{n}", servers.open(transport)) for n in (1, 2) for transport in ("tcp", "unix", "shm")]
-    upgrade_twice(servers, process, loads, servers.open("shm"))
+    upgrade_twice(servers, process, loads_of(servers), servers.open("shm"))
 
 
 def test_a_server_with_tenants_is_upgraded_twice_under_load(servers: Servers) -> None:
     """Two tenants, each in a trust group of its own, have blocks of the same keys."""
+    tokens = give_tenants(servers)
+    process = servers.start()
+    upgrade_twice(servers, process, loads_of_tenants(servers, tokens), servers.open("shm", tokens["ann"]))
+
+
+def loads_of(servers: Servers) -> list[Load]:
+    return [Load(f"{transport}{n}", servers.open(transport)) for n in (1, 2) for transport in ("tcp", "unix", "shm")]
+
+
+def give_tenants(servers: Servers) -> dict[str, str]:
+    """Have the servers serve two tenants; return their tokens."""
     tokens = {name: make_token(name, os.urandom) for name in ("ann", "ben")}
     entries = (f"  {name}: {{group: of-{name}, tokens: [{digest_of(tokens[name])}]}}\n" for name in tokens)
     tenants = servers.folder / "tenants.yaml"
     tenants.write_text("groups: {of-ann: 16MiB, of-ben: 16MiB}\ntenants:\n" + "".join(entries))
     tenants.chmod(0o600)
     servers.flags = ("--tenants", str(tenants))
-    process = servers.start()
-    loads = [
-        Load(transport, servers.open(transport, tokens[name]), name)
-        for name in tokens
+    return tokens
+
+
+def loads_of_tenants(servers: Servers, tokens: Mapping[str, str]) -> list[Load]:
+    return [
+        Load(transport, servers.open(transport, token), name)
+        for name, token in tokens.items()
         for transport in ("tcp", "unix", "shm")
     ]
-    upgrade_twice(servers, process, loads, servers.open("shm", tokens["ann"]))
 
 
 def upgrade_twice(servers: Servers, process: subprocess.Popen[bytes], loads: list[Load], holder: BlockingStore) -> None:

@@ -24,7 +24,8 @@ from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.core.pool_state import PoolState, decode_state, encode_state, header_of
+from infinistore.core.pool_state import PoolState, decode_state, encode_state
+from infinistore.core.state_formats import READERS, header_of
 from infinistore.disk.format import (
     LEAD,
     SUPERBLOCK_BYTES,
@@ -342,14 +343,14 @@ def _read_structure(name: str, found: bytes) -> None:
                 assert len(header[2]) == header[0].segments
 
 
-_STATE_MAGIC, _STATE_FORMAT = struct.unpack_from("=8sQ", encode_state(PoolState("", "", 1, [], [], [], [], []))[0])
+(_STATE_MAGIC,) = struct.unpack_from("=8s", encode_state(PoolState("", "", 1, [], [], [], [], []))[0])
 
 
 def pool_state(data: bytes) -> None:
-    """The state of a pool that another process has handed over: the body of one, or all
-    of it. What is taken can be written again.
+    """The state of a pool that another process has handed over: the body of one, in
+    each format, or all of it. What is taken can be written again.
     """
-    for found in (data, header_of(_STATE_MAGIC, _STATE_FORMAT, data) + data):
+    for found in (data, *(header_of(_STATE_MAGIC, number, data) + data for number in READERS)):
         with suppress(ValueError):
             state = decode_state(found)
             again = decode_state(b"".join(encode_state(state)))

@@ -37,7 +37,7 @@ def test_make_fuzz_runs_every_target() -> None:
     assert listed.split() == list(TARGETS)
 
 
-@pytest.mark.parametrize("name", ["body", "whole"])
+@pytest.mark.parametrize("name", ["body", "body-3", "whole", "whole-3"])
 def test_a_state_of_a_pool_in_the_corpus_is_read_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the fuzzer would see nothing but the check of the header."""
     taken: list[PoolState] = []

@@ -4,6 +4,7 @@ none, and the log says why.
 
 import logging
 import os
+import struct
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from infinistore import open_store
 from infinistore.allocators import Allocator
 from infinistore.allocators.bitmap import BitmapAllocator
 from infinistore.config import ServerConfig
+from infinistore.core.state_formats import FORMAT
 from infinistore.disk_settings import DiskPlace
 from infinistore.server import Server
 from infinistore.server import server as server_module
@@ -174,6 +176,17 @@ async def test_a_torn_state_is_dropped(
     ((message, reason),) = reasons(caplog)
     assert message == "the cache starts empty"
     assert reason.startswith("what the last run said of its pool cannot be read: it ")
+
+
+async def test_a_state_of_a_newer_format_is_dropped_and_the_log_says_which(
+    config: ServerConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fill(config, keeper)
+    os.pwrite(keeper.next["infinistore-state"], struct.pack("=Q", FORMAT + 1), 8)
+    assert await there(config, keeper) == 0
+    ((message, reason),) = reasons(caplog)
+    assert message == "the cache starts empty"
+    assert reason.endswith(f"it has format {FORMAT + 1}, and this release reads format 2 or {FORMAT}")
 
 
 async def test_an_arena_that_is_another_file_is_dropped(

@@ -23,9 +23,11 @@ from infinistore.config import ServerConfig
 from infinistore.core.group_states import GroupStates
 from infinistore.core.pool_state import PoolState
 from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
+from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Get, Keys, Put, PutReply, TakeOver
 from infinistore.protocol.take_over_messages import TakeOverStep
+from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server import Server
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
@@ -313,7 +315,7 @@ async def test_a_pool_that_does_not_fit_starts_empty(config: ServerConfig, caplo
             await store.put("key", BLOCK)
 
 
-async def test_a_release_with_another_format_of_the_state_is_refused_and_says_how_to_upgrade(
+async def test_a_state_of_a_newer_format_is_refused_and_the_server_serves_on(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_by_another_release(data: bytes) -> PoolState | GroupStates:
@@ -323,10 +325,26 @@ async def test_a_release_with_another_format_of_the_state_is_refused_and_says_ho
     monkeypatch.setattr(taking_module, "decode", read_by_another_release)
     async with running(config) as (_, old_ended), open_store(f"unix://{config.unix_socket}") as store:
         await store.put("key", BLOCK)
-        with pytest.raises(ConfigError, match=r"it has format \d+, .* reads format \d+\. .*start without --take-over"):
+        with pytest.raises(ConfigError, match=r"it has format 4, .* reads format 2 or 3\. .*start without --take-over"):
             await run_server(taking_over(config), on_listening=lambda server: None)
         assert not old_ended.is_set()
         assert await store.get("key") == BLOCK
+
+
+async def test_a_process_of_an_older_release_is_refused_before_anything_ends(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Offer(MINOR, OFFER.capabilities & ~Capability.STATE_SECTIONS)
+    monkeypatch.setattr(taking_module, "ClientConnection", partial(ClientConnection, offer=older))
+    async with running(config) as (server, _):
+        found = server.context.giving
+        assert found is not None
+        with (
+            ExitStack() as resources,
+            pytest.raises(ConfigError, match="server is of a newer release than the process"),
+        ):
+            await begun(taking_over(config), resources)
+        assert (found.taker, found.wanted.is_set()) == (None, False)
 
 
 async def test_a_larger_pool_keeps_the_blocks(config: ServerConfig) -> None:

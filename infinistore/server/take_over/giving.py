@@ -27,6 +27,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, TakeOver, TakeOverReply
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.take_over_messages import TakeOverStep
+from infinistore.protocol.versions import Capability
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.listeners import Listeners
 from infinistore.server.take_over.exporting import Ended, Whole, write_state
@@ -138,6 +139,11 @@ class Giving:
         if peer_user(sock) != os.geteuid():
             raise InvalidRequest(
                 f"--take-over: only the user of the server may ({os.geteuid()}); start it as that user"
+            )
+        if Capability.STATE_SECTIONS not in conversation.connection.peer.capabilities:
+            raise InvalidRequest(
+                "--take-over: the server is of a newer release than the process that takes over, which could not read"
+                " its state; start one that is not older"
             )
         if self.taker is not None or self.refuses:
             what = "another process takes over already" if self.taker is not None else "the server is stopping"

@@ -27,13 +27,13 @@ REQUEST_ID = 0x01020304
 DEADLINE_US = 5_000_000
 
 
-def unpack(folder: Path) -> None:
-    """Put the files of the last release into a folder.
+def unpack(folder: Path, commit: str = COMMIT) -> None:
+    """Put the files of the last release, or of another commit, into a folder.
 
     Raises:
-        subprocess.CalledProcessError: its commit is not there, as in a shallow clone.
+        subprocess.CalledProcessError: that commit is not there, as in a shallow clone.
     """
-    command = ["git", "-C", str(HERE.parents[2]), "archive", "--format=tar", COMMIT]
+    command = ["git", "-C", str(HERE.parents[2]), "archive", "--format=tar", commit]
     archive = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
