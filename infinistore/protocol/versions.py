@@ -44,6 +44,8 @@ class Capability(enum.Flag):
     """The client pins keys, and says after what time blocks end."""
     REMOVALS = 256
     """The client follows which keys are removed."""
+    STATE_SECTIONS = 512
+    """A process that takes over reads the state of a pool in format 3."""
     TIMED_PINS = 1024
     """The client says after what time pins end."""
 
