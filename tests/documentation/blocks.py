@@ -5,10 +5,12 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["PAGES", "PROJECT", "Block", "blocks", "of_pages", "programs"]
+__all__ = ["PAGES", "PROJECT", "TUTORIALS", "Block", "blocks", "of_pages", "programs"]
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
+TUTORIALS = ["docs/tutorials/five-minutes.md", "docs/tutorials/moving.md", "docs/tutorials/two-hosts.md"]
+"""Their programs run between their commands, and what they show is printed."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -22,8 +24,13 @@ class Block:
     line: int
 
     @property
+    def page_name(self) -> str:
+        """The page, from the top of the repository."""
+        return str(self.page.relative_to(PROJECT))
+
+    @property
     def name(self) -> str:
-        return f"{self.page.relative_to(PROJECT)}:{self.line}"
+        return f"{self.page_name}:{self.line}"
 
 
 def blocks(*languages: str) -> list[Block]:
@@ -39,7 +46,7 @@ def blocks(*languages: str) -> list[Block]:
 
 def of_pages(pages: list[str]) -> list[Block]:
     """The blocks of these pages, named from the top of the repository."""
-    return [block for block in blocks() if str(block.page.relative_to(PROJECT)) in pages]
+    return [block for block in blocks() if block.page_name in pages]
 
 
 def programs(page: str) -> list[Block]:

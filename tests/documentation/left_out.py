@@ -1,0 +1,92 @@
+"""Which commands in the documentation no test runs, and why.
+
+`tests/documentation/test_shell_blocks.py` runs all others. For each page, this tells
+how a command begins, and the reason.
+"""
+
+from typing import Final
+
+__all__ = ["LEFT_OUT"]
+
+_ENGINE: Final = "it needs vLLM and a model; tests/integrations/vllm serves with it"
+_LMCACHE: Final = "it needs LMCache and a model; tests/integrations/lmcache runs both"
+_SGLANG: Final = "it needs SGLang and a GPU; tests/integrations/sglang runs its cache"
+_INSTALLS: Final = "it would change the environment that the tests run in; tests/packages and tests/packaging install"
+_CI: Final = "it would run itself; .ci/run does, as tests/packaging asserts"
+_DOCKER: Final = "it needs Docker and an image from a registry; tests/deploy/test_container.py builds with buildah"
+_KUBERNETES: Final = "it needs Kubernetes; tests/deploy/test_chart.py renders the chart with Helm"
+_SYSTEMD: Final = "it needs systemd as process 1, and changes the machine; tests/deploy checks the units"
+_STORES: Final = "it takes minutes, and needs the other stores; tests/bench checks its parts"
+
+LEFT_OUT: Final[dict[str, dict[str, str]]] = {
+    "README.md": {
+        "make demo": _CI,
+        "make test": _CI,
+        "pip install": _INSTALLS,
+        "pip wheel": _INSTALLS,
+    },
+    "docs/aibrix.md": {
+        "pip install": _INSTALLS,
+    },
+    "docs/container.md": {
+        "docker build": _DOCKER,
+        "docker compose": _DOCKER,
+        "docker run": _DOCKER,
+        "make dist": _INSTALLS,
+    },
+    "docs/demo.md": {
+        "make demo": _CI,
+    },
+    "docs/kubernetes.md": {
+        "helm install": _KUBERNETES,
+        "kubectl create": _KUBERNETES,
+    },
+    "docs/lmcache.md": {
+        "PYTHONHASHSEED=0 LMCACHE_CONFIG_FILE=plugin.yaml vllm serve": _LMCACHE,
+        "lmcache server": _LMCACHE,
+        "vllm serve": _LMCACHE,
+    },
+    "docs/rdma.md": {
+        "docker run": "it needs an RDMA card, and Docker",
+    },
+    "docs/reference/performance.md": {
+        "python bench/compare.py": _STORES,
+    },
+    "docs/sglang.md": {
+        "pip install": _INSTALLS,
+        "python -m sglang.launch_server": _SGLANG,
+    },
+    "docs/systemd.md": {
+        "chown infinistore:": _SYSTEMD,
+        "python3 -m venv": _INSTALLS,
+        "systemctl daemon-reload": _SYSTEMD,
+        "systemctl enable": _SYSTEMD,
+        "systemd-sysusers": _SYSTEMD,
+        "usermod": _SYSTEMD,
+    },
+    "docs/transformers.md": {
+        "pip install": _INSTALLS,
+    },
+    "docs/tutorials/five-minutes.md": {
+        "pip install": _INSTALLS,
+        "python3 -m venv": _INSTALLS,
+        "source .venv": _INSTALLS,
+    },
+    "docs/tutorials/moving.md": {
+        "pip": _INSTALLS,
+    },
+    "docs/tutorials/two-hosts.md": {
+        "INFINISTORE_TOKEN=$(cat token) vllm serve": _ENGINE,
+    },
+    "docs/tutorials/vllm.md": {
+        "pip install": _INSTALLS,
+        "vllm serve": _ENGINE,
+    },
+    "docs/vllm-scale.md": {
+        "vllm serve": _ENGINE,
+    },
+    "docs/vllm.md": {
+        "pip install": _INSTALLS,
+        "vllm serve": _ENGINE,
+    },
+}
