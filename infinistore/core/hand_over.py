@@ -77,7 +77,7 @@ class HandOver:
         index = self._parts.committed.up_to_date()
         self._parts.holds.expire()
         self._parts.retired.reclaim()
-        ends, protected = self._parts.retention.export(list(index))
+        ends, protected, protected_ends = self._parts.retention.export(list(index))
         return PoolState(
             instance=instance,
             allocator=self._pool.allocator.name,
@@ -89,6 +89,7 @@ class HandOver:
             pins=[list(dict.fromkeys(chain.from_iterable(map(_pinned_by, group)))) for group in groups],
             ends=ends,
             protected=protected,
+            protected_ends=protected_ends,
         )
 
     def adopt(self, state: PoolState) -> Adopted:
@@ -113,6 +114,7 @@ class HandOver:
         self._parts.retention.adopt(
             ((key, left_s) for position, left_s in state.ends if (key := state.keys[position]) in stored),
             ((key, stored[key]) for position in state.protected if (key := state.keys[position]) in stored),
+            ((key, left_s) for position, left_s in state.protected_ends if (key := state.keys[position]) in stored),
         )
         for held in state.holds:
             self._parts.holds.adopt(held.hold, held.entries, held.left_s)

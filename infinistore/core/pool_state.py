@@ -37,6 +37,7 @@ _SECTIONS: Final = frozenset(
         *("entries", "held", "pinned"),
     ]
 )
+_PROTECTED_ENDS: Final = "+protected_ends"
 _COLUMNS = 4  # of an entry
 _MOST_KEY_BYTES = 4096  # more than any store allows
 _LONGEST_HOLD_S = 1e9  # the same
@@ -76,6 +77,8 @@ class PoolState:
     """The positions of keys that end, and after how many seconds."""
     protected: list[int] = attrs.field(factory=list)
     """The positions of keys that are protected from eviction."""
+    protected_ends: list[tuple[int, float]] = attrs.field(factory=list)
+    """The positions of those whose protection ends, and after how many seconds."""
 
 
 def encode_state(state: PoolState) -> list[bytes]:
@@ -98,6 +101,9 @@ def encode_state(state: PoolState) -> list[bytes]:
         "key_bytes": _numbers(map(len, keys)),
         "keys": b"".join(keys),
     }
+    if state.protected_ends:
+        left = ((position, round(left_s * 1e6)) for position, left_s in state.protected_ends)
+        sections[_PROTECTED_ENDS] = _numbers(chain.from_iterable(left))
     body = write_sections(sections)
     return [header_of(_MAGIC, FORMAT, body), body]
 
@@ -141,6 +147,9 @@ def _read(sections: Sections) -> PoolState:
         pins=list(map(_entries, pinned)),
         ends=[(position, left_us / 1e6) for position, left_us in _rows(sections["ends"], 2)],
         protected=numbers_of(sections["protected"]),
+        protected_ends=[
+            (position, left_us / 1e6) for position, left_us in _rows(sections.get(_PROTECTED_ENDS, memoryview(b"")), 2)
+        ],
     )
 
 
@@ -157,6 +166,11 @@ def _check(state: PoolState) -> None:
         raise ValueError("it ends or protects what it does not have, or ends it never")
     if len(set(ending)) != len(ending) or len(set(state.protected)) != len(state.protected):
         raise ValueError("it ends or protects a key twice")
+    until = dict(state.protected_ends)
+    if len(until) != len(state.protected_ends) or not until.keys() <= set(state.protected):
+        raise ValueError("it ends protection twice, or where there is none")
+    if max(until.values(), default=0) > _LONGEST_TTL_S:
+        raise ValueError("it ends protection never")
     if not all(keys):
         raise ValueError("it has a key that no store has")
     for arena, offset, size, _ in chain(entries, *(held.entries for held in state.holds), *state.pins):

@@ -15,7 +15,7 @@ Leaves to others: to say which keys are gone or have another block (`removals`).
 """
 
 import heapq
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import count
 from math import inf
 
@@ -216,18 +216,31 @@ class Retention:
 
     # For another process
 
-    def export(self, keys: Sequence[str]) -> tuple[list[tuple[int, float]], list[int]]:
-        """Return (position, seconds left) of those of these keys that end, and the
-        positions of those that are protected."""
+    def export(self, keys: Sequence[str]) -> tuple[list[tuple[int, float]], list[int], list[tuple[int, float]]]:
+        """Return (position, seconds left) of those of these keys that end, the
+        positions of those that are protected, and (position, seconds left) of those of
+        them whose protection ends."""
         now = self.clock()
+
+        def left(end_of: dict[str, float]) -> list[tuple[int, float]]:
+            return [(i, max(0.0, end_of[key] - now)) for i, key in enumerate(keys) if key in end_of]
+
         return (
-            [(i, max(0.0, self._end_of[key] - now)) for i, key in enumerate(keys) if key in self._end_of],
+            left(self._end_of),
             [i for i, key in enumerate(keys) if key in self._protected],
+            left(self._protected_until),
         )
 
-    def adopt(self, ends: Iterable[tuple[str, float]], protected: Iterator[tuple[str, Entry]]) -> None:
+    def adopt(
+        self,
+        ends: Iterable[tuple[str, float]],
+        protected: Iterable[tuple[str, Entry]],
+        protected_ends: Iterable[tuple[str, float]],
+    ) -> None:
         """Go on with what another process exported, of keys that are here now."""
         for key, left_s in ends:
             self.end_in([key], left_s)
         blocks = dict(protected)
         self._pin(blocks, self._own.footprint(blocks.values()))
+        for key, left_s in protected_ends:
+            self._list([key], self._end_in(left_s), self._protected_until)

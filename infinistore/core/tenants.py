@@ -183,7 +183,7 @@ class Tenants:
         """Return what a tenant goes on with: if it has left, only what is in use."""
         if name in self._limits:
             return state
-        return attrs.evolve(state, keys=[], entries=[], holds=[], ends=[], protected=[])
+        return attrs.evolve(state, keys=[], entries=[], holds=[], ends=[], protected=[], protected_ends=[])
 
     def expect_hazards(self) -> None:
         """Nothing: each store does so when it is made."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+import attrs
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -195,6 +196,38 @@ def test_times_to_live_and_pins_go_on(make_core: Callable[..., StoreCore]) -> No
     assert new.keys() == ["pinned"]
     assert new.statistics().protected_bytes == 64
     assert new.evict(0.0, 0.0) == 0
+
+
+def test_a_pin_with_a_time_ends_in_the_new_process(make_core: Callable[..., StoreCore]) -> None:
+    old = make_core()
+    put(old, old.open_client("writer"), {"short": b"s" * 64, "long": b"l" * 64, "ever": b"e" * 64})
+    put(old, old.open_client("other"), {"unhashed": b"u" * 64}, hashed=False)
+    old.retention.protect(["short", "unhashed"], 5.0)
+    old.retention.protect(["long"], 9.0)
+    old.retention.protect(["ever"])
+    old.retention.clock = lambda: 101.0
+    new = make_core(like=old)
+    hand_over(old, new)
+    new.retention.clock = lambda: 103.999
+    assert new.statistics().protected_keys == 3
+    new.retention.clock = lambda: 104.0
+    assert new.statistics().protected_keys == 2
+    new.retention.clock = lambda: 108.0
+    assert new.statistics().protected_keys == 1
+    assert new.evict(0.0, 0.0) == 2
+
+
+@pytest.mark.parametrize("ends", [[(0, 1.0), (0, 2.0)], [(1, 1.0)], [(7, 1.0)], [(0, 1e11)]])
+def test_a_state_that_ends_protection_where_there_is_none_is_refused(
+    make_core: Callable[..., StoreCore], ends: list[tuple[int, float]]
+) -> None:
+    old = make_core()
+    put(old, old.open_client("writer"), {"protected": b"p" * 64})
+    put(old, old.open_client("another"), {"not protected": b"n" * 64})
+    old.retention.protect(["protected"], 5.0)
+    state = attrs.evolve(old.hand_over.export("i", []), protected_ends=ends)
+    with pytest.raises(ValueError, match="it ends protection"):
+        decode_state(b"".join(encode_state(state)))
 
 
 def test_blocks_that_have_a_place_in_larger_units_are_kept(make_core: Callable[..., StoreCore]) -> None:
