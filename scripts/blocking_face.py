@@ -37,6 +37,11 @@ TRANSLATIONS = (
         ((r"infinistore\.aio import", "infinistore.blocking import"),),
     ),
     Translation(
+        "infinistore/integrations/internal/pinned_loads.py",
+        "infinistore/integrations/internal/blocking_pinned_loads.py",
+        ((r"infinistore\.aio import", "infinistore.blocking import"),),
+    ),
+    Translation(
         "infinistore/tensors/transfers.py",
         "infinistore/tensors/blocking_transfers.py",
         (

@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from marks import between_marks
+
 if TYPE_CHECKING:
     from infinistore.settings import Setting
 
@@ -130,11 +132,7 @@ def with_tables(page: str) -> str:
         ValueError: a mark where a table begins or ends is missing.
     """
     for name, table in (("urls", table_of_urls()), ("options", tables_of_options())):
-        before, begin, rest = page.partition(f"<!-- {name}: generated -->\n")
-        _, end, after = rest.partition(f"<!-- end of {name} -->")
-        if not end:
-            raise ValueError(f"{PAGE} lacks the marks `{name}: generated` and `end of {name}`")
-        page = before + begin + table + end + after
+        page = between_marks(page, name, table, PAGE)
     return page
 
 
@@ -143,7 +141,7 @@ def table_of_urls() -> str:
     from infinistore.client.options.url import SCHEMES
 
     rows = [f"| `{scheme.form}` | {scheme.meaning} |" for scheme in SCHEMES.values()]
-    return "\n".join(["", "| URL | transport |", "|---|---|", *rows, "", ""])
+    return "\n".join(["| URL | transport |", "|---|---|", *rows])
 
 
 def tables_of_options() -> str:
@@ -167,4 +165,4 @@ def tables_of_options() -> str:
                 value = setting.kind.metavar.replace("|", "\\|") or "True\\|False"
                 url = "yes" if setting.key in in_urls else "no"
                 lines.append(f"| `{setting.key}` | {value} | {setting.default_text} | {url} | {setting.help} |")
-    return "\n".join([*lines, "", ""])
+    return "\n".join(lines)

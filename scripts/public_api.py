@@ -8,6 +8,8 @@ from pathlib import Path
 
 import attrs
 
+from marks import between_marks
+
 __all__ = ["public_api"]
 
 PAGE = "docs/public-api.md"
@@ -55,12 +57,7 @@ def public_api(project: Path) -> dict[str, str]:
     Raises:
         ValueError: a public name is defined nowhere, or the page lacks its marks.
     """
-    page = (project / PAGE).read_text()
-    before, begin, rest = page.partition("<!-- names: generated -->\n")
-    _, end, after = rest.partition("<!-- end of names -->")
-    if not end:
-        raise ValueError(f"{PAGE} lacks the marks `names: generated` and `end of names`")
-    return {PAGE: before + begin + "\n".join(listing(project)) + "\n\n" + end + after}
+    return {PAGE: between_marks((project / PAGE).read_text(), "names", "\n".join(listing(project)), PAGE)}
 
 
 def listing(project: Path) -> Iterator[str]:

@@ -13,9 +13,10 @@ __all__ = ["command"]
 def command(shell: str) -> None:
     """Print a completion script for SHELL.
 
-    \b bash    eval "$(infinistore completion bash)"              in ~/.bashrc zsh
-    eval "$(infinistore completion zsh)"               in ~/.zshrc fish    infinistore
-    completion fish | source               in ~/.config/fish/config.fish
+    \b
+    bash    eval "$(infinistore completion bash)"      in ~/.bashrc
+    zsh     eval "$(infinistore completion zsh)"       in ~/.zshrc
+    fish    infinistore completion fish | source       in ~/.config/fish/config.fish
     """
     from infinistore.cli.root import COMPLETION_VARIABLE, PROGRAM, root
 

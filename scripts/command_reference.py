@@ -1,0 +1,141 @@
+"""Generate docs/reference/commands.md: every command with its flags, as click knows
+them.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["command_reference"]
+
+PAGE = "docs/reference/commands.md"
+WIDTH = 88
+SHARED = "Connection"
+"""The heading, in the help, of the flags that many commands have."""
+BEGINNING = """\
+<!-- Generated from infinistore/cli by scripts/generate.py. -->
+
+# Every command
+
+This is what `infinistore COMMAND --help` prints. [The command line](../command-line.md)
+explains the commands with examples. Every command has `--help`, too.
+
+## Flags of the connection
+
+Commands for a running server have these. Where a command says the same with another
+default, it is in the table of that command.
+"""
+
+
+def command_reference(_: Path) -> dict[str, str]:
+    """Return the page, by its path from the top folder."""
+    import click
+
+    from infinistore.cli.root import root
+
+    context = click.Context(root, info_name="infinistore")
+    commands = list(commands_of(root, context))
+    ping = root.get_command(context, "stat")
+    assert ping is not None
+    shared = {row(option, context): option.opts[0] for option in options_of(ping) if panel(option) == SHARED}
+    lines = [BEGINNING, *table(list(shared)), "", "## Commands"]
+    for command, within in commands:
+        lines += ["", f"### {within.command_path}", "", "```text", usage(command, within), "```", ""]
+        lines += text_of(command)
+        if within.command_path == "infinistore serve":
+            lines += ["", "[Its other flags are its settings.](../configuration.md#all-settings)"]
+        rows = [row(option, within) for option in options_of(command) if not is_setting(option, within)]
+        if own := [one for one in rows if one not in shared]:
+            lines += ["", *table(own)]
+        if also := [f"`{shared[one]}`" for one in rows if one in shared]:
+            lines += ["", *textwrap.wrap(f"Connection: {', '.join(also)}.", WIDTH)]
+    return {PAGE: "\n".join(lines) + "\n"}
+
+
+def commands_of(group: "click.Group", context: "click.Context") -> Iterator[tuple["click.Command", "click.Context"]]:
+    """Yield the commands of a group, and those of groups in it, in the order of the
+    help.
+    """
+    import click
+
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        within = click.Context(command, parent=context, info_name=name)
+        yield command, within
+        if isinstance(command, click.Group):
+            yield from commands_of(command, within)
+
+
+def usage(command: "click.Command", context: "click.Context") -> str:
+    """Return how the command is called."""
+    return " ".join([context.command_path, *command.collect_usage_pieces(context)])
+
+
+def text_of(command: "click.Command") -> Iterator[str]:
+    """Yield the lines of the text of the help. What it shows line by line is a block."""
+    for index, paragraph in enumerate(textwrap.dedent(f"    {command.help or ''}").strip().split("\n\n")):
+        if index:
+            yield ""
+        first, *rest = paragraph.splitlines()
+        if first.strip() == "\b":
+            yield from ["```text", *rest, "```"]
+        else:
+            words = in_markdown(" ".join(" ".join([first, *rest]).split()))
+            yield from textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def options_of(command: "click.Command") -> list["click.Option"]:
+    """Return the flags that the help shows."""
+    import click
+
+    return [one for one in command.params if isinstance(one, click.Option) and not one.hidden and one.name != "help"]
+
+
+def panel(option: "click.Option") -> str | None:
+    """Return the heading of a flag in the help."""
+    return getattr(option, "panel", None)
+
+
+def is_setting(option: "click.Option", context: "click.Context") -> bool:
+    """Whether the flag is a setting of a server, which another page lists."""
+    from infinistore.config import server_settings
+
+    return context.command_path == "infinistore serve" and option.name in {one.key for one in server_settings()}
+
+
+def table(rows: list[str]) -> list[str]:
+    """Return a table of flags."""
+    return ["| Flag | Variable | Default | What it does |", "|---|---|---|---|", *rows]
+
+
+def row(option: "click.Option", context: "click.Context") -> str:
+    """Return a flag as a line of a table."""
+    help_text, _, default = (option.help or "").partition(" Default: ")
+    if not default and not option.is_flag and isinstance(option.default, str | int | float):
+        default = str(option.default).removesuffix(".0")
+    metavar = "" if option.is_flag else " " + value_of(option, context).replace("|", "\\|")
+    names = ", ".join(f"`{name}{metavar}`" for name in (*option.opts, *option.secondary_opts))
+    variable = f"`{option.envvar}`" if option.envvar else ""
+    return f"| {names} | {variable} | {in_markdown(default.rstrip('.'))} | {in_markdown(help_text.rstrip('.'))} |"
+
+
+def value_of(option: "click.Option", context: "click.Context") -> str:
+    """Return what stands for the value of a flag."""
+    import click
+
+    if isinstance(option.type, click.Choice) and not option.metavar:
+        return "|".join(option.type.choices)
+    return option.make_metavar(context)
+
+
+def in_markdown(text: str) -> str:
+    """Return text of the help with flags and variables as code."""
+    parts = text.split("`")  # every other one is code
+    parts[::2] = [re.sub(r"(?<![\w-])(--[a-z][a-z-]*|\$?INFINISTORE_\w+)", r"`\1`", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", "\\|")
