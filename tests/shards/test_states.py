@@ -62,6 +62,7 @@ def test_the_state_of_a_shard_is_that_of_its_process() -> None:
         "port": 5001,
         "unix_socket": "/run/s.1",
         "restarts": 0,
+        "hangs": 0,
     }
     shard.ended(2.0)
     assert (shard.state, shard.described()["pid"], shard.described()["port"]) == ("down", None, 5001)

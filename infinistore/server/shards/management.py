@@ -47,6 +47,7 @@ _FORWARDED: Final = ("authorization", "content-type")
 SHARD_METRICS: Final = {
     "infinistore_shard_up": "1 while the shard serves, 0 while it does not",
     "infinistore_shard_restarts_total": "How often the shard was started again after it had ended",
+    "infinistore_shard_hangs_total": "How often the shard was killed because its event loop hung",
 }
 """The metrics of the supervisor, with the label `shard`, and what they are."""
 
@@ -190,16 +191,18 @@ def _refusal(answer: Answer) -> HTTPException:
 
 
 def _own_metrics(shards: Sequence[ShardState], *, answering: set[int]) -> bytes:
-    up_name, restarts_name = SHARD_METRICS
+    up_name, restarts_name, hangs_name = SHARD_METRICS
     up = GaugeMetricFamily(up_name, SHARD_METRICS[up_name], labels=["shard"])
     restarts = CounterMetricFamily(restarts_name, SHARD_METRICS[restarts_name], labels=["shard"])
+    hangs = CounterMetricFamily(hangs_name, SHARD_METRICS[hangs_name], labels=["shard"])
     for shard in shards:
         up.add_metric([str(shard.index)], int(shard.serves and shard.index in answering))
         restarts.add_metric([str(shard.index)], shard.restarts)
-    return generate_latest(_Two([up, restarts]))
+        hangs.add_metric([str(shard.index)], shard.hangs)
+    return generate_latest(_Some([up, restarts, hangs]))
 
 
-class _Two(CollectorRegistry):
+class _Some(CollectorRegistry):
     """A registry of these metrics, while they are being formatted."""
 
     def __init__(self, metrics: list[Metric]) -> None:
@@ -220,6 +223,7 @@ _SHARD: Final[Schema] = exactly(
     port={"type": ["integer", "null"]},
     unix_socket={"type": ["string", "null"]},
     restarts={"type": "integer"},
+    hangs={"type": "integer"},
 )
 
 
@@ -242,7 +246,7 @@ OPERATIONS: Final = (
     Operation(
         "GET",
         "/shards",
-        "The shards: their states, processes and addresses, and how often each was restarted",
+        "The shards: their states, processes and addresses, and how often each was restarted, and hung",
         ShardsManagement.shards,
         {200: exactly(shards={"type": "array", "items": _SHARD})},
     ),

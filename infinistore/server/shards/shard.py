@@ -26,7 +26,18 @@ from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.server.server import Server
-from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start, receive_start
+from infinistore.server.shards.link import (
+    Alive,
+    Drain,
+    Link,
+    Listening,
+    Met,
+    Refused,
+    Reload,
+    Serving,
+    Start,
+    receive_start,
+)
 from infinistore.transports.sockets.unix_listener import listen_unix
 
 __all__ = ["ShardProcess"]
@@ -56,6 +67,7 @@ class ShardProcess:
         async with trio.open_nursery() as nursery:
             served = _Served(link, self.start, on_serving, nursery.cancel_scope)
             nursery.start_soon(served.obey)
+            nursery.start_soon(served.beat)
             await nursery.start(served.drain_on_signal)
             await nursery.start(reload_on_signal, served.reloads)
             refused = await served.run()
@@ -113,6 +125,12 @@ class _Served:
         await self._link.send(Listening(addresses))
         await self._met.wait()
         return self._shards
+
+    async def beat(self) -> None:
+        """Tell the supervisor again and again that the event loop runs."""
+        while True:
+            await self._link.send(Alive())
+            await trio.sleep(self._start.beat_s)
 
     async def obey(self) -> None:
         """Do as the supervisor says; end when it is gone."""

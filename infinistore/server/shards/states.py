@@ -34,6 +34,8 @@ class ShardState:
         """Where it listens, or did: it is restarted at the same port."""
         self.pid: int | None = None
         self.restarts = 0
+        self.hangs = 0
+        """How often its event loop hung."""
         self._serving_since: float | None = None
         self._pause_s = _FIRST_PAUSE_S
 
@@ -77,6 +79,7 @@ class ShardState:
             "port": self.addresses.port if self.addresses else None,
             "unix_socket": None if unix_socket is None else str(unix_socket),
             "restarts": self.restarts,
+            "hangs": self.hangs,
         }
 
 

@@ -6,7 +6,8 @@ shards listen before any takes memory, so that a port in use is known at once, a
 one refuses at the start ends all. So does what it refuses later in its first life, when
 its settings have turned out to be wrong, as an id that another server has. Otherwise a
 shard that ends is started again, at the same port, with growing pauses; the others go
-on, and its blocks are missing meanwhile.
+on, and its blocks are missing meanwhile. A shard whose event loop hangs is killed, and
+so ends.
 """
 
 import logging
@@ -34,7 +35,18 @@ from infinistore.server.listeners import ServerAddresses
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
 from infinistore.server.security.reloading import Reloads, reload_on_signal
-from infinistore.server.shards.link import Drain, Link, Listening, Met, Refused, Reload, Serving, Start
+from infinistore.server.shards.link import (
+    Drain,
+    Link,
+    Listening,
+    Met,
+    Refused,
+    Reload,
+    Serving,
+    Silence,
+    Start,
+    beat_of,
+)
 from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
 from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.server.take_over.kept import forget_kept
@@ -54,6 +66,9 @@ _LAST_STEPS_S: Final = 10.0
 """What a shard has after the drain timeout, for its disks, before it is killed."""
 _END_S: Final = 2.0
 """What it has when nobody waits for requests."""
+_HANGS_S: Final = 30.0
+"""After what time without a sign of life a shard is killed, if no service manager says
+after what time it would kill a server."""
 
 
 async def serve_shards(
@@ -159,8 +174,9 @@ class _Supervisor:
         self._allowed_hosts = config.manage_allowed_hosts
         self._command = command
         self._manager = manager
+        self._hangs_s = manager.watchdog_s or _HANGS_S
         self._starts = [
-            Start(index, one, None if cores is None else cores[index], sockets[index])
+            Start(index, one, None if cores is None else cores[index], sockets[index], beat_of(self._hangs_s))
             for index, one in enumerate(configs)
         ]
         self.fleet = Fleet([ShardState(index, place) for index, place in enumerate(sockets)])
@@ -263,11 +279,13 @@ class _Supervisor:
         shard.started(process.pid)
         self._links[shard.index] = link
         refused: list[Refused] = []
+        silence = Silence(start.beat_s)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._drain_one, link, process)
+                nursery.start_soon(self._watch, shard, silence, process)
                 await link.send(start)
-                await self._listen_to(shard, link, refused)
+                await self._listen_to(shard, link, silence, refused)
                 nursery.cancel_scope.cancel()
         finally:
             link.close()
@@ -275,10 +293,11 @@ class _Supervisor:
                 status = await _end(process)
         return refused[0].error(f"shard {shard.index}: {refused[0].problem}") if refused else None, status
 
-    async def _listen_to(self, shard: ShardState, link: Link, refused: list[Refused]) -> None:
+    async def _listen_to(self, shard: ShardState, link: Link, silence: Silence, refused: list[Refused]) -> None:
         """Take note of what a shard says, until it is gone."""
         async with trio.open_nursery() as nursery:
             while (message := await link.receive()) is not None:
+                silence.heard()
                 if isinstance(message, Listening):
                     shard.addresses = message.addresses
                     if self.fleet.places() is not None:
@@ -291,6 +310,15 @@ class _Supervisor:
                 elif isinstance(message, Refused):
                     refused.append(message)
             nursery.cancel_scope.cancel()
+
+    async def _watch(self, shard: ShardState, silence: Silence, process: trio.Process) -> None:
+        """Kill a shard whose event loop hangs."""
+        await silence.wait()
+        if not self.fleet.draining:  # then it has its time to end, and no more
+            extra = {"shard": shard.index, "pid": process.pid, "silent_s": self._hangs_s}
+            _log.error("a shard hangs, and is killed", extra=extra)
+            shard.hangs += 1
+            process.kill()
 
     async def _introduce(self, link: Link) -> None:
         await self._met.wait()
