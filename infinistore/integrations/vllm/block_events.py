@@ -43,6 +43,19 @@ class Change:
     tokens: tuple[int, ...] = ()
     about: Any = None
     """What else the engine tells of such blocks, such as the LoRA adapter."""
+    extra_keys: tuple[Any, ...] = ()
+    """What each block depends on besides its tokens; empty if none does."""
+
+    def part(self, first: int, end: int) -> "Change":
+        """Return that of some of the blocks, by their numbers."""
+        each = len(self.tokens) // len(self.names)
+        return Change(
+            self.names[first:end],
+            self.names[first - 1] if first else self.parent,
+            self.tokens[first * each : end * each],
+            self.about,
+            self.extra_keys[first:end],
+        )
 
 
 @attrs.frozen
@@ -130,8 +143,13 @@ class BlockEvents:
         return hashes
 
     def _stored(self, hashes: Sequence[str], change: Change) -> None:
+        # Routers may count how often a block was told, so one that is known is not.
+        is_new = [block not in self._known for block in hashes]
+        for new, run in itertools.groupby(range(len(hashes)), is_new.__getitem__):
+            if new:
+                first, *others = run
+                self._changes.append(change.part(first, first + 1 + len(others)))
         self._known.update(zip(hashes, change.names, strict=True))
-        self._changes.append(change)
         if (excess := len(self._known) - self._most) > 0:
             self.missing(list(itertools.islice(self._known, excess)))
 

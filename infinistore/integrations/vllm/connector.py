@@ -20,16 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.announcements import Announcement
-from infinistore.integrations.vllm.block_events import BlockEvents
-from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.kv_events import Stages, WorkerMetadata, describer, events_of
+from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
 from infinistore.integrations.vllm.layout import Layout
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
@@ -85,8 +83,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._stack = ExitStack()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._events: BlockEvents | None = None
-        self._told: Group | None = None
+        self._teller: Teller | None = None
         self._untold: Stages = {}
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
@@ -101,13 +98,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy = "recompute"
             if layout.obstacle:
                 LOG.warning("InfiniStore: the model is computed, and nothing of it is stored: %s", layout.obstacle)
-            told = next((group for group in layout.groups if group.is_full), None)
-            config = vllm_config.kv_events_config
-            if told is not None and config is not None and config.enable_kv_cache_events:
-                _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-                if told.block_tokens % hash_tokens == 0:  # else vLLM has no hashes of its blocks
-                    self._events = BlockEvents(vllm_config.parallel_config.world_size, describer(told, hash_tokens))
-                    self._told = told
+            self._teller = teller_of(vllm_config, kv_cache_config, layout.groups)
             self._scheduler = SchedulerSide(
                 store,
                 layout.names,
@@ -119,7 +110,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 boundary_tokens=self._settings.boundary_tokens,
                 observations=self._observed,
                 extra=extra_keys,
-                events=self._events,
+                events=None if self._teller is None else self._teller.changes,
                 pins=self._pins(record),
             )
             # For calls that look at all keys of the store, which takes it a while.
@@ -286,9 +277,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return which blocks were stored, and which were lost, since the last call."""
-        if self._events is None or self._told is None:
-            return ()
-        return events_of(self._events, self._told)
+        return () if self._teller is None else self._teller.take()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -326,8 +315,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Record which loads and saves have ended, and which blocks failed."""
         written = connector_output.kv_connector_worker_meta
         if isinstance(written, WorkerMetadata):
-            if self._events is not None:
-                self._events.saved(written.saved)
+            if self._teller is not None:
+                self._teller.changes.saved(written.saved)
             if written.stages:
                 self._at_schedule.learn_layers(written.stages[rank] for rank in sorted(written.stages))
         self._at_schedule.loads_ended(

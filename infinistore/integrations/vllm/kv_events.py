@@ -1,17 +1,26 @@
 """The connector's changes as vLLM's KV cache events, which vLLM's publisher sends."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
 from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks
 from infinistore.integrations.vllm.groups import Group
 
-__all__ = ["Stages", "WorkerMetadata", "describer", "events_of"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Stages", "Teller", "WorkerMetadata", "describer", "teller_of"]
 
 Stages: TypeAlias = Mapping[int, Mapping[int, tuple[str, ...]]]
 
@@ -41,6 +50,53 @@ class _About:
     lora_name: str | None
 
 
+@attrs.frozen
+class Teller:
+    """Makes events of the changes of one group's blocks, which vLLM calls a `kind`."""
+
+    changes: BlockEvents
+    group: Group
+    kind: str
+
+    def take(self) -> Iterator[BlockStored | BlockRemoved]:
+        """Take the changes, as events."""
+        for whole in self.changes.take():
+            for first in range(0, len(whole.names), _MOST_BLOCKS):
+                yield self._event(whole.part(first, first + _MOST_BLOCKS))
+
+    def _event(self, change: Change) -> BlockStored | BlockRemoved:
+        where = {"medium": MEDIUM_STORAGE, "group_idx": self.group.index, "locality": _REMOTE}
+        if not change.tokens:
+            return BlockRemoved(block_hashes=list(change.names), **where)
+        return BlockStored(
+            block_hashes=list(change.names),
+            parent_block_hash=change.parent,
+            token_ids=list(change.tokens),
+            block_size=self.group.block_tokens,
+            lora_id=change.about.lora_id,
+            lora_name=change.about.lora_name,
+            extra_keys=to_event_extra_keys(change.extra_keys),
+            kv_cache_spec_kind=self.kind,
+            **where,
+        )
+
+
+def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> Teller | None:
+    """Return what tells of the first group that attends to all tokens, if vLLM's
+    configuration asks for events.
+    """
+    told = next((group for group in groups if group.is_full), None)
+    config = vllm_config.kv_events_config
+    if told is None or config is None or not config.enable_kv_cache_events:
+        return None
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if told.block_tokens % hash_tokens:
+        return None  # vLLM has no hashes of its blocks
+    changes = BlockEvents(vllm_config.parallel_config.world_size, describer(told, hash_tokens))
+    kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[told.index].kv_cache_spec)
+    return Teller(changes, told, kind.value)
+
+
 def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Change]:
     """Return what describes blocks of this group, where each hash of a request is of
     `hash_tokens` tokens.
@@ -54,28 +110,15 @@ def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Chang
         tokens = request.all_token_ids[first * group.block_tokens : end * group.block_tokens]
         lora = request.lora_request
         about = _About(lora.adapter_id, lora.name) if lora else _About(None, None)
-        return Change(tuple(hashes), parent, tuple(tokens), about)
+        return Change(tuple(hashes), parent, tuple(tokens), about, _extra_keys(request, group, first, end))
 
     return describe
 
 
-def events_of(events: BlockEvents, group: Group) -> Iterator[BlockStored | BlockRemoved]:
-    """Take the changes, as events."""
-    for change in events.take():
-        for first in range(0, len(change.names), _MOST_BLOCKS):
-            names = list(change.names[first : first + _MOST_BLOCKS])
-            if not change.tokens:
-                yield BlockRemoved(block_hashes=names, medium=MEDIUM_STORAGE, group_idx=group.index, locality=_REMOTE)
-                continue
-            tokens = change.tokens[first * group.block_tokens : (first + len(names)) * group.block_tokens]
-            yield BlockStored(
-                block_hashes=names,
-                parent_block_hash=change.names[first - 1] if first else change.parent,
-                token_ids=list(tokens),
-                block_size=group.block_tokens,
-                lora_id=change.about.lora_id,
-                lora_name=change.about.lora_name,
-                medium=MEDIUM_STORAGE,
-                group_idx=group.index,
-                locality=_REMOTE,
-            )
+def _extra_keys(request: Any, group: Group, first: int, end: int) -> tuple[Any, ...]:
+    keys, image = [], 0
+    for number in range(first, end):
+        start = number * group.block_tokens
+        own, image = generate_block_hash_extra_keys(request, start, start + group.block_tokens, image)
+        keys.append(own)
+    return tuple(keys) if any(keys) else ()

@@ -226,12 +226,25 @@ def test_whoever_follows_the_changes_knows_what_is_known_and_no_more_than_the_bo
         else:
             events.missing(hashes)
         for change in events.take():
-            for name in change.names:
-                follows[name] = 1 if change.tokens else 0
+            for name in change.names:  # one that counts ends up with the same
+                follows[name] += 1 if change.tokens else -1
+                assert follows[name] in (0, 1)
 
         known = {str(name) for name, is_there in follows.items() if is_there}
         assert known == set(events.next_to_sweep(1000))
         assert len(known) <= most
+
+
+def test_a_block_that_is_known_is_not_told_again_and_what_follows_it_names_it() -> None:
+    """Two requests may compute the same blocks at the same time."""
+    events = BlockEvents(1, describe)
+    request = MadeRequest.of(TOKENS)
+    events.found(request, list("ab"))
+    events.missing(["a"])
+    told(events)
+    events.saved(SavedBlocks(Counter([events.saving(request, list("abcde"), 0)])))
+
+    assert told(events) == [("stored", [103], None), ("stored", [111, 115, 119], 107)]
 
 
 def test_saves_whose_workers_never_answer_are_forgotten_in_the_end() -> None:

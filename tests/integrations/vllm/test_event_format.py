@@ -14,6 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BLOCK_TOKENS = 4
 HASHES = [bytes([number]) * 32 for number in (1, 2)]
 TOKENS = list(range(100, 108))
+EXTRA_KEYS = ((("lora", "adapter"), ("cache_salt", "s")), (("lora", "adapter"), ("mm", "image", 3)))
+"""As the hashes have them; events have them without their kinds."""
 BY_PLACE = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
 """A stored block, after its tag, as routers read it; then extra keys and the group."""
 
@@ -24,19 +26,19 @@ def published(lora_name: str | None = None) -> bytes:
     from vllm.distributed.kv_events import KVEventBatch
 
     from infinistore.integrations.vllm.block_events import Change
-    from infinistore.integrations.vllm.kv_events import events_of
+    from infinistore.integrations.vllm.kv_events import Teller
 
     about = SimpleNamespace(lora_id=7 if lora_name else None, lora_name=lora_name)
 
     class Changes:
         def take(self) -> Iterator[Change]:
-            yield Change(tuple(HASHES), b"\x09" * 32, tuple(TOKENS), about)
+            yield Change(tuple(HASHES), b"\x09" * 32, tuple(TOKENS), about, EXTRA_KEYS if lora_name else ())
             yield Change((HASHES[1],), None, ())
 
     group = SimpleNamespace(index=0, block_tokens=BLOCK_TOKENS)
     changes: Any = Changes()
     made: Any = group
-    batch = KVEventBatch(ts=1.5, events=list(events_of(changes, made)), data_parallel_rank=0)
+    batch = KVEventBatch(ts=1.5, events=list(Teller(changes, made, "full_attention").take()), data_parallel_rank=0)
     written: bytes = msgspec.msgpack.encode(batch)
     return written
 
@@ -55,7 +57,9 @@ def test_the_bytes_are_those_of_a_plain_encoder(lora_name: str | None) -> None:
         "lora_id": 7 if lora_name else None,
         "medium": "STORAGE",
         "lora_name": lora_name,
+        **({"extra_keys": [["adapter", "s"], ["adapter", ["image", 3]]]} if lora_name else {}),
         "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
         "locality": "REMOTE",
     }
     removed = {

@@ -167,7 +167,7 @@ def test_a_subscriber_that_does_not_read_misses_batches_and_sees_that_it_did(tmp
     import zmq
     from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
-    from infinistore.integrations.vllm.kv_events import events_of
+    from infinistore.integrations.vllm.kv_events import Teller
 
     # Of a replay that is read slowly, what is above ZMQ's bound of 1,000 would be
     # dropped, too.
@@ -177,6 +177,7 @@ def test_a_subscriber_that_does_not_read_misses_batches_and_sees_that_it_did(tmp
     group, about = Group(("0",), 8 * BLOCK), SimpleNamespace(lora_id=None, lora_name=None)
     tokens = tuple(range(100_000, 100_000 + 8 * BLOCK))  # more than the kernel has room for
     changes = BlockEvents(1, lambda request, first, end: Change((first,), first - 1, tokens, about))
+    teller = Teller(changes, group, "full_attention")
     with ExitStack() as stack:
         slow = stack.enter_context(socket_of(zmq.SUB, live, most=most))
         quick = stack.enter_context(socket_of(zmq.SUB, live))
@@ -185,7 +186,7 @@ def test_a_subscriber_that_does_not_read_misses_batches_and_sees_that_it_did(tmp
         last = behind = decoded(*quick.recv_multipart()[1:]).number
         for number in range(count):
             changes.found(None, [str(number)])
-            publisher.publish(KVEventBatch(ts=0.0, events=list(events_of(changes, group))))
+            publisher.publish(KVEventBatch(ts=0.0, events=list(teller.take())))
             last = decoded(*quick.recv_multipart()[1:]).number
             while quick.poll(0):
                 last = decoded(*quick.recv_multipart()[1:]).number
