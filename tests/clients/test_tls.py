@@ -99,6 +99,24 @@ def test_a_server_that_asks_for_certificates_lets_in_who_has_one(loops: Loops, d
         assert "no authority in --tls-client-ca has signed it" in refusal(loops, dress, url_of(server, options))
 
 
+def test_a_client_whose_certificate_has_expired_is_told_so_and_the_log_has_it(
+    loops: Loops, dress: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = issue(tmp_path)
+    mine = issue(tmp_path, "client", ca="clients", stem="client", expired=True)
+    options = f"?ca={files.ca}&cert={mine.cert}&key={mine.key}"
+    with serving(loops, files, tls_client_ca=mine.ca) as server, caplog.at_level("INFO", logger="infinistore"):
+        assert "refused this client's certificate, which has expired; give a new one" in refusal(
+            loops, dress, url_of(server, options)
+        )
+        issue(tmp_path, "client", ca="clients", into=mine)
+        with opened(loops, dress, url_of(server, options)) as store:
+            store.put("key", b"value")
+    said = [vars(record)["error"] for record in caplog.records if record.message == "no TLS"]
+    assert said
+    assert set(said) == {"the client's certificate was refused: certificate has expired; see --tls-client-ca"}
+
+
 def test_a_certificate_of_a_stranger_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
     wrong = issue(tmp_path, ca="wrong", stem="wrong")

@@ -1,0 +1,97 @@
+"""A server with shards over TLS: all of it has one certificate, also after it was
+renewed.
+"""
+
+import json
+import os
+import signal
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from infinistore import blocking
+from tests.transports.certificates import Files, issue
+
+from .conftest import RunningShards, running_shards
+
+KEYS = [f"key {number}" for number in range(64)]
+
+
+@attrs.define
+class Encrypted:
+    """A server with two shards, and the files of its certificate."""
+
+    server: RunningShards
+    files: Files
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
+        """The status and the JSON that the management API answers."""
+        trust = ssl.create_default_context(cafile=str(self.files.ca))
+        request = urllib.request.Request(self.server.management + path, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def shown(self) -> list[str]:
+        """The certificates that the shards and the management API show."""
+        ports = [shard["port"] for shard in self.ask("/shards")[1]["shards"]]
+        ports.append(int(self.server.management.rpartition(":")[2]))
+        return [ssl.get_server_certificate(("127.0.0.1", port)) for port in ports]
+
+    @property
+    def on_disk(self) -> str:
+        """The certificate in the file, which may have its authority after it."""
+        end = "-----END CERTIFICATE-----\n"
+        return self.files.cert.read_text().partition(end)[0] + end
+
+
+@pytest.fixture(scope="module")
+def encrypted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
+    files = issue(tmp_path_factory.mktemp("tls"))
+    with running_shards(environment, "--tls-cert", str(files.cert), "--tls-key", str(files.key)) as server:
+        yield Encrypted(server, files)
+
+
+def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypted: Encrypted) -> None:
+    assert encrypted.shown() == [encrypted.on_disk] * 3
+    url = f"infinistores://127.0.0.1:{encrypted.server.port}?ca={encrypted.files.ca}&transport=inline"
+    with blocking.open_store(url) as store:
+        store.put_many(dict.fromkeys(KEYS, b"value"))
+        before = encrypted.on_disk
+        issue(encrypted.files.cert.parent, into=encrypted.files)
+        assert encrypted.on_disk != before
+        encrypted.server.process.send_signal(signal.SIGHUP)
+        while encrypted.shown() != [encrypted.on_disk] * 3:
+            pass
+        assert store.get_many(KEYS) == [bytearray(b"value")] * len(KEYS)
+    with blocking.open_store(url) as store:
+        assert all(store.exists_many(KEYS))
+
+
+def test_a_pair_that_does_not_fit_changes_nothing_in_any_shard(encrypted: Encrypted) -> None:
+    before, key = encrypted.on_disk, encrypted.files.key.read_bytes()
+    encrypted.files.key.write_bytes(issue(encrypted.files.cert.parent, stem="other").key.read_bytes())
+    status, said = encrypted.ask("/reload", "POST")
+    assert status == 409
+    assert said["error"].count("does not fit the key") == 1
+    assert encrypted.shown() == [before] * 3
+    encrypted.files.key.write_bytes(key)
+    assert encrypted.ask("/reload", "POST") == (200, {"status": "ok"})
+
+
+def test_a_shard_that_is_started_again_has_the_certificate_of_now(encrypted: Encrypted) -> None:
+    issue(encrypted.files.cert.parent, into=encrypted.files)
+    assert encrypted.ask("/reload", "POST")[0] == 200
+    shard = encrypted.ask("/shards")[1]["shards"][1]
+    os.kill(shard["pid"], signal.SIGKILL)
+    while (now := encrypted.ask("/shards")[1]["shards"][1])["state"] != "serving" or now["pid"] == shard["pid"]:
+        pass
+    assert encrypted.shown() == [encrypted.on_disk] * 3
