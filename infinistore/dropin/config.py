@@ -31,6 +31,7 @@ LINK_IB: Final = "IB"
 _log = logging.getLogger("infinistore.dropin")
 _LARGEST_PORT: Final = 65535
 _LARGEST_INDEX: Final = 255  # of a port of an adapter, and of a GID
+_LONGEST_S: Final = 1e9
 _LOOKS_MISSPELT: Final = 0.8
 
 
@@ -51,6 +52,8 @@ class ClientConfig:
         hint_gid_index: preferred GID; -1 for no preference.
         log_level: "error", "warning", "info" or "debug". INFINISTORE_LOG_LEVEL takes
             precedence. Without either, the logger is left unchanged.
+        ttl_s: how many seconds after it was written a block ends, as if deleted.
+            INFINISTORE_TTL_S takes precedence. Without either, blocks do not end.
 
     Raises:
         ConfigError: a keyword looks like a misspelt setting.
@@ -66,6 +69,7 @@ class ClientConfig:
         self.link_type: str = given.get("link_type", LINK_IB)
         self.hint_gid_index: int = given.get("hint_gid_index", -1)
         self.log_level: str | None = os.environ.get("INFINISTORE_LOG_LEVEL") or given.get("log_level")
+        self.ttl_s: float | None = _seconds("INFINISTORE_TTL_S", given.get("ttl_s"))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in _CLIENT_SETTINGS)
@@ -90,6 +94,8 @@ class ClientConfig:
             _check_one_of("link_type", self.link_type, (LINK_IB, LINK_ETHERNET))
         if self.log_level is not None:
             _check_one_of("log_level", self.log_level, tuple(LOG_LEVELS))
+        if self.ttl_s is not None and not 0 < self.ttl_s <= _LONGEST_S:
+            raise ConfigError(f"ttl_s must be a number of seconds above 0, at most 1e9, not {self.ttl_s!r}")
         parse_cluster_url(self.url) if is_cluster_url(self.url) else parse_url(self.url)
 
     @property
@@ -118,6 +124,7 @@ _CLIENT_SETTINGS: Final = (
     "link_type",
     "hint_gid_index",
     "log_level",
+    "ttl_s",
 )
 
 
@@ -202,6 +209,15 @@ def _pass_over_unknown(given: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"there is no setting {name!r}{meant}")
     if unknown:
         _log.warning("settings that mean nothing here: %s", ", ".join(unknown))
+
+
+def _seconds(variable: str, given: float | None) -> float | None:
+    """Return what an environment variable says, or else what is given."""
+    text = os.environ.get(variable)
+    try:
+        return float(text) if text else given
+    except ValueError:
+        raise ConfigError(f"{variable} must be a number of seconds, not {text!r}") from None
 
 
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

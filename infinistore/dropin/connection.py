@@ -209,7 +209,7 @@ class InfinityConnection:
         base = whole_number("ptr", ptr)
         region = self._regions.at(base)
         views = [region.block(base + offset, length) for offset in offsets]
-        await store.put_many(dict(zip(keys, views, strict=True)))
+        await store.put_many(dict(zip(keys, views, strict=True)), ttl_s=self.config.ttl_s)
         return _DONE
 
     async def rdma_read_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
@@ -241,7 +241,8 @@ class InfinityConnection:
         """
         store = self._connected_by_rdma().asynchronous
         given = checked_descriptors(descs)
-        await store.put_many({key: self._regions.at(ptr).block(ptr, size) for key, ptr, size in given})
+        blocks = {key: self._regions.at(ptr).block(ptr, size) for key, ptr, size in given}
+        await store.put_many(blocks, ttl_s=self.config.ttl_s)
         return [_THERE] * len(given)
 
     async def rdma_read_cache_async2(self, descs: Sequence[Desc]) -> list[int]:
@@ -268,7 +269,8 @@ class InfinityConnection:
             OutOfMemory, ValueTooLarge: the server has no space for the value.
         """
         store = self._connected().blocking
-        store.put(checked_key(key), readable_memory(whole_number("ptr", ptr), whole_number("size", size)))
+        value = readable_memory(whole_number("ptr", ptr), whole_number("size", size))
+        store.put(checked_key(key), value, ttl_s=self.config.ttl_s)
 
     def tcp_read_cache(self, key: str, **kwargs: object) -> "numpy.ndarray[Any, Any] | memoryview | None":
         """Read one value: a writable array of uint8; None if the key does not exist.

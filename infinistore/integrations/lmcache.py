@@ -37,6 +37,7 @@ from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, Li
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead as read_ahead_blocking
 from infinistore.integrations.internal.exact_reads import read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
+from infinistore.integrations.internal.pinned_loads import pin_loaded
 from infinistore.integrations.internal.read_ahead import read_ahead
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
@@ -47,8 +48,7 @@ __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
 
 _T = TypeVar("_T")
 _log = init_logger(__name__)
-_DESCRIPTION_BYTES = 1024
-"""Space for a descriptor: about 60 bytes, plus 20 for each further group of layers."""
+_DESCRIPTION_BYTES = 1024  # a descriptor has about 60, and 20 for each further group of layers
 _SCHEME = "plugin://"
 _TYPE = "infinistore"
 
@@ -143,7 +143,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         super().__init__(config, metadata)
         self._blocks = settings.key_prefix + "kv/"
         self._descriptions = settings.key_prefix + "about/"
-        self._hold_s = settings.hold_s
+        self._settings = settings
         self._memory = memory
         self._record = Record(_log, settings.url)
         self._usual: _Description | None = None
@@ -188,7 +188,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
 
     def _match_blocking(self, keys: Sequence[CacheEngineKey]) -> int:
         match = self._store.match_prefix(map(self._name, keys))
-        read_ahead_blocking(self._store, match, self._names_to_load(keys[:match]), self._record)
+        read_ahead_blocking(self._store, match, self._names(keys[:match]), self._record)
         return int(match)
 
     def support_batched_async_contains(self) -> bool:
@@ -207,17 +207,17 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         store = await self._opened()
         names = list(map(self._name, keys))
         try:
-            match = await store.match_prefix(names, hold_s=self._hold_s if pin else 0)
+            match = await store.match_prefix(names, hold_s=self._settings.hold_s if pin else 0)
         except LimitExceeded:  # too much is held already; most of it will be there all the same
             match = await store.match_prefix(names)
         else:
             if pin:
                 self._held.add(lookup_id, match.hold)
-        await read_ahead(store, match, self._names_to_load(keys[:match]), self._record)
+        await read_ahead(store, match, self._names(keys[:match]), self._record)
         return int(match)
 
-    def _names_to_load(self, keys: Iterable[CacheEngineKey]) -> Iterator[str]:
-        """Yield what a load of these blocks reads, in its order."""
+    def _names(self, keys: Iterable[CacheEngineKey]) -> Iterator[str]:
+        """Yield the keys that these blocks have in the store, as a load reads them."""
         for key in keys:
             yield self._description_name(key)
             yield self._name(key)
@@ -245,7 +245,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
             items[self._description_name(key)] = _Description.of(block).pack()
             items[self._name(key)] = block.byte_array
             self._note_usual(block)
-        await (await self._opened()).put_many(items, replace=False)
+        await (await self._opened()).put_many(items, replace=False, ttl_s=self._settings.ttl_s)
         return len(keys)
 
     # Loads.
@@ -292,6 +292,8 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 described = await self._get_described(store, [keys[index] for index in others])
                 for index, block in zip(others, described, strict=True):
                     blocks[index] = block
+            loaded = self._names(key for key, block in zip(keys, blocks, strict=True) if block is not None)
+            await pin_loaded(store, loaded, self._settings.pin_s, self._record)
         except BaseException:
             _drop(blocks)
             raise
@@ -361,7 +363,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 if outcome is Outcome.BAD:
                     bad.append(keys[index])
             if bad:  # so that the next store of these blocks is not skipped
-                await store.delete([*map(self._name, bad), *map(self._description_name, bad)])
+                await store.delete(self._names(bad))
         except BaseException:  # failed or cancelled: the store writes to these no more
             _drop(blocks)
             raise
@@ -382,8 +384,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Delete a block. Returns whether it existed."""
-        names = [self._name(key), self._description_name(key)]
-        return self._guarded_sync("removal", lambda: self._store.delete(names) > 0, False)
+        return self._guarded_sync("removal", lambda: self._store.delete(self._names([key])) > 0, False)
 
     async def list(self) -> list[str]:
         """List the keys of all blocks of every model.

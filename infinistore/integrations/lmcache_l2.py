@@ -34,6 +34,7 @@ from lmcache.v1.platform import create_event_notifier
 from infinistore import blocking
 from infinistore.errors import LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
+from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
@@ -215,7 +216,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
 
     def _put(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
         views = {self._name(key): memoryview(block.byte_array) for key, block in zip(keys, objects, strict=True)}
-        skipped = set(self._store.put_many(views, replace=False))
+        skipped = set(self._store.put_many(views, replace=False, ttl_s=self._settings.ttl_s))
         stored = {key: len(views[self._name(key)]) for key in keys if self._name(key) not in skipped}
         self._sizes |= {_group(key): size for key, size in stored.items()}
         self._record.count(stored=len(stored))
@@ -303,6 +304,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         self._record.count(hits=len(hits), misses=len(keys) - len(hits))
         if hits:
             self._notify_keys_accessed([keys[index] for index in hits])
+            pin_loaded(self._store, [items[index][0] for index in hits], self._settings.pin_s, self._record)
         return loaded
 
     # The rest.

@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
+from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.host_pages import HostPages, bytes_of
@@ -313,6 +314,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.BAD]
         if bad:  # so that the next store of these pages is not skipped
             self._store.delete(bad)
+        hits = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.HIT]
+        pin_loaded(self._store, hits, self._settings.pin_s, self._record)
         return [
             all(outcome is Outcome.HIT for outcome in outcomes[first : first + parts])
             for first in range(0, len(outcomes), parts)
@@ -322,7 +325,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self, pool: _Pool | None, keys: Sequence[str], buffers: Callable[[], Sequence[Any]]
     ) -> list[bool]:
         def write() -> bool:
-            self._store.put_many(dict(zip(_known(pool).names(keys), buffers(), strict=True)), replace=False)
+            pages = dict(zip(_known(pool).names(keys), buffers(), strict=True))
+            self._store.put_many(pages, replace=False, ttl_s=self._settings.ttl_s)
             return True
 
         stored = self._guarded("store", write, False) if keys else True

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 __all__ = ["get_blocks", "put_blocks"]
 
 
-def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> None:
+def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging, ttl_s: float | None = None) -> None:
     """Store the blocks of all these tensors, which become visible in one step."""
     if (direct := direct_batch(store, batch)) is not None:
         with suppress(DeviceMemoryUnreachable):  # nothing was stored
-            store.put_batch(direct)
+            store.put_batch(direct, ttl_s=ttl_s)
             return
     if any_on_device(batch) and pin_pool(store, batch):
         with suppress(LimitExceeded):  # the pool does not take so much at once
-            _put_in_place(store, batch)
+            _put_in_place(store, batch, ttl_s)
             return
-    store.put_batch(sources(batch, staging))
+    store.put_batch(sources(batch, staging), ttl_s=ttl_s)
 
 
 def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging) -> list[Problem]:
@@ -69,9 +69,9 @@ def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
     return finish(found, lengths)
 
 
-def _put_in_place(store: "BlockingStore", batch: Sequence[Transfer]) -> None:
+def _put_in_place(store: "BlockingStore", batch: Sequence[Transfer], ttl_s: float | None) -> None:
     sizes = {key: transfer.blocks.block_bytes for transfer in batch for key in transfer.blocks.keys}
-    with store.reserve(sizes) as views:
+    with store.reserve(sizes, ttl_s=ttl_s) as views:
         copy_out(batch, views)
 
 

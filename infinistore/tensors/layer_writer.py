@@ -85,6 +85,7 @@ class LayerWriter:
         linger_s: how long less than 4 MiB wait for further writes to share a put, in
             seconds. The cost of a put to the computation hardly depends on its size.
             Waiting for a write ends the delay.
+        ttl_s: the blocks end after so many seconds, as of `put`; None: not at all.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LayerWriter:
         deadline_s: float = 30.0,
         nice: int = 10,
         linger_s: float = 0.05,
+        ttl_s: float | None = None,
     ) -> None:
         if not isinstance(store, BlockingStore):
             raise TypeError(
@@ -109,6 +111,7 @@ class LayerWriter:
         self._staging = Staging(store)
         self._block = when_full == "block"
         self._deadline_s = deadline_s
+        self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._unreported: KeptError | None = None
         self._stored_writes = self._stored_bytes = self._failed_writes = self._puts = 0
@@ -222,7 +225,8 @@ class LayerWriter:
                     self._store_batch([ticket])
 
     def _put(self, tickets: list[Ticket]) -> None:
-        put_blocks(self._store, [ticket.transfer for ticket in tickets if ticket.transfer is not None], self._staging)
+        transfers = [ticket.transfer for ticket in tickets if ticket.transfer is not None]
+        put_blocks(self._store, transfers, self._staging, self._ttl_s)
         self._puts += 1
         for ticket in tickets:
             ticket.transfer = None  # the tensor may go

@@ -37,17 +37,19 @@ if TYPE_CHECKING:
 __all__ = ["get_blocks", "put_blocks"]
 
 
-async def put_blocks(store: "AsyncStore", batch: Sequence[Transfer], staging: Staging) -> None:
+async def put_blocks(
+    store: "AsyncStore", batch: Sequence[Transfer], staging: Staging, ttl_s: float | None = None
+) -> None:
     """Store the blocks of all these tensors, which become visible in one step."""
     if (direct := direct_batch(store, batch)) is not None:
         with suppress(DeviceMemoryUnreachable):  # nothing was stored
-            await store.put_batch(direct)
+            await store.put_batch(direct, ttl_s=ttl_s)
             return
     if any_on_device(batch) and await beside_loop(batch, lambda: pin_pool(store, batch)):
         with suppress(LimitExceeded):  # the pool does not take so much at once
-            await _put_in_place(store, batch)
+            await _put_in_place(store, batch, ttl_s)
             return
-    await store.put_batch(await beside_loop(batch, lambda: sources(batch, staging)))
+    await store.put_batch(await beside_loop(batch, lambda: sources(batch, staging)), ttl_s=ttl_s)
 
 
 async def get_blocks(store: "AsyncStore", batch: Sequence[Transfer], staging: Staging) -> list[Problem]:
@@ -68,9 +70,9 @@ async def get_blocks(store: "AsyncStore", batch: Sequence[Transfer], staging: St
     return await beside_loop(batch, lambda: finish(found, lengths))
 
 
-async def _put_in_place(store: "AsyncStore", batch: Sequence[Transfer]) -> None:
+async def _put_in_place(store: "AsyncStore", batch: Sequence[Transfer], ttl_s: float | None) -> None:
     sizes = {key: transfer.blocks.block_bytes for transfer in batch for key in transfer.blocks.keys}
-    async with store.reserve(sizes) as views:
+    async with store.reserve(sizes, ttl_s=ttl_s) as views:
         await beside_loop(batch, lambda: copy_out(batch, views))
 
 

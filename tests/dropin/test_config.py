@@ -41,7 +41,7 @@ def test_a_client_is_configured_by_keyword_and_by_attribute() -> None:
     assert (config.dev_name, config.ib_port, config.hint_gid_index) == ("mlx5_0", 1, 3)
     assert repr(config) == (
         "ClientConfig(connection_type='RDMA', host_addr='127.0.0.1', service_port=12345, dev_name='mlx5_0', "
-        "ib_port=1, link_type='Ethernet', hint_gid_index=3, log_level=None)"
+        "ib_port=1, link_type='Ethernet', hint_gid_index=3, log_level=None, ttl_s=None)"
     )
 
 
@@ -61,6 +61,7 @@ def test_a_client_is_configured_by_keyword_and_by_attribute() -> None:
         ("ib_port", 0, "ib_port"),
         ("link_type", "ethernet", "link_type must be IB or Ethernet"),
         ("log_level", "loud", "log_level"),
+        ("ttl_s", 0, "ttl_s must be a number of seconds above 0"),
         ("hint_gid_index", -2, "hint_gid_index"),
         ("dev_name", 5, "dev_name"),
     ],
@@ -120,6 +121,16 @@ def test_the_log_level_of_the_environment_is_stronger(monkeypatch: pytest.Monkey
     assert client_config(log_level="info").log_level == "info"
     monkeypatch.setenv("INFINISTORE_LOG_LEVEL", "debug")
     assert client_config(log_level="info").log_level == "debug"
+
+
+def test_the_time_to_live_of_the_environment_is_stronger(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client_config().ttl_s is None
+    assert client_config(ttl_s=5).ttl_s == 5
+    monkeypatch.setenv("INFINISTORE_TTL_S", "2.5")
+    assert client_config(ttl_s=5).ttl_s == 2.5
+    monkeypatch.setenv("INFINISTORE_TTL_S", "soon")
+    with pytest.raises(ConfigError, match="INFINISTORE_TTL_S must be a number of seconds, not 'soon'"):
+        client_config()
 
 
 def test_a_server_is_configured_in_the_units_of_the_original() -> None:

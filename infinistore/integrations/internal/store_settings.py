@@ -7,12 +7,13 @@ from urllib.parse import parse_qs, urlsplit
 import attrs
 
 from infinistore.errors import ConfigError
+from infinistore.integrations.internal.retention_settings import RetentionSettings, is_time, known_settings
 
 __all__ = ["StoreSettings"]
 
 
 @attrs.frozen(kw_only=True)
-class StoreSettings:
+class StoreSettings(RetentionSettings):
     """Where the store is, and how an adapter uses it.
 
     An engine waits for its lookups, so a call takes at most 5 s unless the URL or
@@ -35,15 +36,15 @@ class StoreSettings:
         Raises:
             ConfigError: `url` is missing, a setting is unknown, or a value is invalid.
         """
-        known = tuple(attrs.fields_dict(cls))
+        known = known_settings(cls)
         for name in given:
             if name not in known:
                 raise ConfigError(f"{where} has no setting {name!r}; known are {', '.join(known)}")
         if not isinstance(given.get("url"), str):
             raise ConfigError(f"{where} names no store; set url to infinistore://HOST:22345")
-        for name in ("deadline_s", "hold_s"):
+        for name in ("deadline_s", "hold_s", "ttl_s", "pin_s"):
             value = given.get(name)
-            if value is not None and (not isinstance(value, int | float) or value <= 0):
+            if value is not None and not is_time(value):
                 raise ConfigError(f"{where}: {name} must be a number of seconds above 0, not {value!r}")
         if not isinstance(given.get("key_prefix", ""), str):
             raise ConfigError(f"{where}: key_prefix must be a text, not {given['key_prefix']!r}")

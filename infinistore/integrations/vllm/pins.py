@@ -5,8 +5,9 @@ A request says which blocks it begins with, so only prompts that are in use are 
 They are pinned again every minute: a server that restarts forgets pins, and a block is
 there only when it has been written. Those of which no request has begun for `pin_s` are
 unpinned, as are the longest unused above a number of blocks. The store has a bound of
-its own, and what it refuses is tried again a minute later. Pins outlive the engine,
-because it finds these blocks after a restart.
+its own, and what it refuses is tried again a minute later. Pins outlive the engine by
+about `pin_s`, so that it finds these blocks after a restart; then they end by
+themselves.
 """
 
 import json
@@ -31,12 +32,14 @@ _MOST_KEYS: Final = 1024
 """How many keys one call pins, and at least one block."""
 _SOON_S: Final = 1.0
 _AGAIN_S: Final = 60.0
+_LONGER_S: Final = 2 * _AGAIN_S
+"""By how much the store's pins outlive `pin_s`: none ends while it is renewed."""
 _TRIES: Final = 10
 """How often a block is tried again that is not there yet, before the next minute."""
 
 _REMEDY: Final = (
-    "pins of engines that have ended count, too: `infinistore unpin --prefix vllm/` ends all pins of vLLM, and engines"
-    " that compute pin theirs again within a minute"
+    "pins of engines that have ended count until their pin_s is over: `infinistore unpin --prefix vllm/` ends all pins"
+    " of vLLM, and engines that compute pin theirs again within a minute"
 )
 
 _Block: TypeAlias = tuple[int, str]
@@ -169,7 +172,7 @@ class Pins:
             self._due = OrderedDict()
 
     def close(self) -> None:
-        """End the thread. What is pinned stays so."""
+        """End the thread. What is pinned stays so for a while."""
         self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -207,7 +210,7 @@ class Pins:
         for blocks in self._parts(due):
             keys = self._keys(blocks)
             try:
-                if self._store.pin(keys) < len(keys):
+                if self._store.pin(keys, ttl_s=self._pin_s + _LONGER_S) < len(keys):
                     left += blocks
             except LimitExceeded as error:  # others may be smaller, or be pinned already
                 self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from infinistore.errors import ConfigError
+from infinistore.integrations.internal.retention_settings import RetentionSettings, is_time, known_settings
 
 __all__ = ["ConnectorSettings"]
 
@@ -14,7 +15,7 @@ _URL_EXAMPLE = '"kv_connector_extra_config": {"url": "infinistore://HOST:22345"}
 
 
 @attrs.frozen(kw_only=True)
-class ConnectorSettings:
+class ConnectorSettings(RetentionSettings):
     """The settings of the connector. Times are in seconds."""
 
     url: str
@@ -69,7 +70,7 @@ class ConnectorSettings:
         Raises:
             ConfigError: the store is missing, or a setting is unknown or invalid.
         """
-        known = [field.name for field in attrs.fields(cls)]
+        known = known_settings(cls)
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -82,16 +83,12 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value and len(value) <= 200
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e6
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _TEXT = ("a text of at most 200 characters", _is_text)
-_TIME = ("a number of seconds above 0, at most 1e6", _is_time)
+_TIME = ("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
 _COUNT = ("a whole number above 0", _is_count)
 _CHECKS: dict[str, tuple[str, Any]] = {
     "url": ("a text", lambda value: isinstance(value, str)),
@@ -111,6 +108,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
         lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
     ),
     "pin_s": _TIME,
+    "ttl_s": ("a number of seconds above 0, or null", lambda value: value is None or is_time(value)),
     "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),
     "verify": ('"always" or "never"', lambda value: value in ("always", "never")),
 }

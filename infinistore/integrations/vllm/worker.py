@@ -153,6 +153,7 @@ class WorkerSide:
             max_pending_bytes=settings.max_pending_bytes,
             when_full=settings.when_full or ("block" if delivers else "drop"),
             deadline_s=settings.deadline_s,
+            ttl_s=settings.ttl_s,
         )
         self._writer.__enter__()
         self._written = self._writer.statistics()

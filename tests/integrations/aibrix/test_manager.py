@@ -48,6 +48,16 @@ def test_what_one_engine_puts_another_acquires(new_manager: NewManager) -> None:
     assert acquire(reader, PROMPT) == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.parametrize(("ttl_s", "found"), [("3600", [1.0, 2.0, 3.0, 4.0]), ("0.000001", [])])
+def test_blocks_end_after_the_time_that_the_environment_sets(
+    ttl_s: str, found: list[float], new_manager: NewManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINISTORE_TTL_S", ttl_s)
+    manager = new_manager()
+    assert put(manager, PROMPT).get() == len(PROMPT)
+    assert acquire(manager, PROMPT) == found
+
+
 def test_the_longest_common_beginning_is_acquired(new_manager: NewManager) -> None:
     manager = new_manager()
     put(manager, PROMPT)

@@ -273,6 +273,28 @@ def test_a_pool_that_is_too_small_fails_the_store_alone(adapter: InfiniStoreL2Ad
     assert store(adapter, object_keys(1), [memory.make_block(0)]).is_successful()
 
 
+@pytest.mark.parametrize(("ttl_s", "found"), [(None, [0, 1, 2]), (3600, [0, 1, 2]), (1e-6, [])])
+def test_objects_end_after_the_time_that_is_set(
+    ttl_s: float | None, found: list[int], server: ServerProcess, memory: Worker
+) -> None:
+    objects = [memory.make_block(seed) for seed in range(3)]
+    with running_adapter(server.url, ttl_s=ttl_s) as adapter:
+        store(adapter, object_keys(3), objects)
+        assert look_up(adapter, object_keys(3)) == found
+
+
+@pytest.mark.parametrize(("pin_s", "pinned"), [(None, 0), (3600, 2), (1e-6, 0)])
+def test_objects_that_were_loaded_are_pinned_for_the_time_that_is_set(
+    pin_s: float | None, pinned: int, server: ServerProcess, memory: Worker
+) -> None:
+    objects = [memory.make_block(seed) for seed in range(3)]
+    with running_adapter(server.url, pin_s=pin_s) as adapter, blocking.open_store(server.url) as look:
+        store(adapter, object_keys(3), objects)
+        assert load(adapter, [*object_keys(2), *object_keys(1, rank=1)], objects) == [0, 1]
+        assert look.stats().store.protected_keys == pinned
+        assert "failed" not in adapter.report_status()
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -280,6 +302,8 @@ def test_a_pool_that_is_too_small_fails_the_store_alone(adapter: InfiniStoreL2Ad
         ({"url": "localhost:1"}, "no URL of a store"),
         ({"url": "tcp://localhost", "hold": 3}, "no setting 'hold'; known are url, key_prefix, deadline_s, hold_s"),
         ({"url": "tcp://localhost", "hold_s": -1}, "hold_s must be a number of seconds above 0"),
+        ({"url": "tcp://localhost", "ttl_s": 0}, "ttl_s must be a number of seconds above 0"),
+        ({"url": "tcp://localhost", "pin_s": float("nan")}, "pin_s must be a number of seconds above 0"),
     ],
 )
 def test_parameters_that_cannot_be_used_are_refused(parameters: dict[str, Any], message: str) -> None:

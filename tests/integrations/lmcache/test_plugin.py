@@ -131,6 +131,25 @@ def test_one_block_by_the_calls_for_one(worker: Worker) -> None:
     assert worker.backend.get_blocking(key) is None
 
 
+@pytest.mark.parametrize(("ttl_s", "there"), [(3600, 2), (1e-6, 0)])
+def test_blocks_end_after_the_time_that_is_set(ttl_s: float, there: int, server: ServerProcess) -> None:
+    with running_worker(plugin_config(server.url, extra={PLUGIN + "ttl_s": ttl_s}), engine_metadata()) as worker:
+        worker.put(keys_of(2), [worker.make_block(seed) for seed in range(2)])
+        assert worker.backend.batched_contains(keys_of(2)) == there
+
+
+@pytest.mark.parametrize(("pin_s", "pinned"), [(3600, 4), (1e-6, 0)])
+def test_blocks_that_were_loaded_are_pinned_with_their_descriptions_for_the_time_that_is_set(
+    pin_s: float, pinned: int, server: ServerProcess
+) -> None:
+    config = plugin_config(server.url, extra={PLUGIN + "pin_s": pin_s})
+    with running_worker(config, engine_metadata()) as worker, blocking.open_store(server.url) as look:
+        worker.put(keys_of(3), [worker.make_block(seed) for seed in range(3)])
+        assert look.stats().store.protected_keys == 0
+        assert worker.get([*keys_of(2), *keys_of(1, first=100)])[2] is None
+        assert look.stats().store.protected_keys == pinned
+
+
 def test_a_last_chunk_with_fewer_tokens_comes_back_with_its_own_shape(worker: Worker) -> None:
     keys, blocks = keys_of(2), [worker.make_block(0), worker.make_block(1, tokens=5)]
     worker.put(keys, blocks)

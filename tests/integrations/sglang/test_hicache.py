@@ -378,12 +378,37 @@ def test_the_older_interface_moves_tensors(server: ServerProcess) -> None:
         assert backend.batch_exists(hashes(4)) == 0
 
 
+@pytest.mark.parametrize(("ttl_s", "there"), [(3600, 3), (1e-6, 0)])
+def test_pages_end_after_the_time_that_is_set(ttl_s: float, there: int, server: ServerProcess) -> None:
+    pool = host_pool()
+    with running_backend(storage_config(server.url, extra={"ttl_s": ttl_s}), pool) as backend:
+        assert backend.batch_set_v1(hashes(3), indices([0, 1, 2])) == [True] * 3
+        assert backend.batch_exists(hashes(3)) == there
+
+
+@pytest.mark.parametrize(("pin_s", "pinned"), [(3600, 4), (1e-6, 0)])
+def test_pages_that_were_loaded_are_pinned_for_the_time_that_is_set(
+    pin_s: float, pinned: int, server: ServerProcess
+) -> None:
+    pool = host_pool()
+    with (
+        running_backend(storage_config(server.url, extra={"pin_s": pin_s}), pool) as backend,
+        blocking.open_store(server.url) as look,
+    ):
+        backend.batch_set_v1(hashes(2), indices([0, 1]))
+        assert look.stats().store.protected_keys == 0
+        assert backend.batch_get_v1(hashes(3), indices([3, 4, 5])) == [True, True, False]
+        assert look.stats().store.protected_keys == pinned
+        assert "failed" not in backend.counts
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ({"url": None}, "hicache-storage-backend-extra-config names no store; set url to infinistore://HOST:22345"),
         ({"url": "localhost"}, "no URL of a store"),
         ({"urls": "tcp://localhost"}, "no setting 'urls'"),
+        ({"pin_s": -1}, "pin_s must be a number of seconds above 0"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(extra: dict[str, Any], message: str) -> None:

@@ -67,7 +67,8 @@ def make_record() -> Record:
 def make_worker(
     store: BlockingStore, caches: dict[str, torch.Tensor], names: BlockNames | None = None, **options: Any
 ) -> WorkerSide:
-    settings = ConnectorSettings(url="infinistore://nowhere", deadline_s=options.pop("deadline_s", 10.0))
+    of_settings = {name: options.pop(name) for name in ("deadline_s", "ttl_s") if name in options}
+    settings = ConnectorSettings(url="infinistore://nowhere", **of_settings)
     given = {"groups": (FULL,), "layers": layer_labels(LAYERS), **options}
     worker = WorkerSide(store, names or make_names(), settings, make_record(), **given)
     worker.register(caches, num_blocks=len(next(iter(caches.values()))))

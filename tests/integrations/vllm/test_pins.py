@@ -96,6 +96,26 @@ def test_the_part_of_a_prompt_that_is_in_the_list_is_pinned_and_no_more(
     assert store.exists_many(keys_of(PROMPT)) == [True] * 6 + [False] * 6
 
 
+def test_pins_of_an_engine_that_has_ended_end_by_themselves(
+    store: blocking.BlockingStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retention = store.embedded.core.retention  # type: ignore[attr-defined]
+    now = [retention.clock()]
+    monkeypatch.setattr(retention, "clock", lambda: now[0])
+    pinning = make(prompts=[SYSTEM], pin_s=600.0)
+    store.put_many(dict.fromkeys(keys_of(PROMPT), VALUE))
+    pinning.pins.use(hashes_of(PROMPT), 8)
+    pinning.run()
+    now[0] += 600.0
+    assert store.stats().store.protected_keys == 6
+    pinning.run(later_s=60.0)
+    now[0] += 600.0
+    assert store.stats().store.protected_keys == 6, "it was renewed"
+    pinning.pins.close()
+    now[0] += 120.0
+    assert store.stats().store.protected_keys == 0
+
+
 def test_prompts_that_begin_otherwise_are_worth_nothing(make: Make) -> None:
     pins = make(prompts=[SYSTEM, [1, 2, 3], SYSTEM[:5]]).pins
     assert pins.worth([0, *PROMPT], 17, 0) == 0
@@ -248,7 +268,7 @@ def test_a_store_that_is_gone_is_told_once_and_pinned_again_when_it_is_back(
     assert store.unpin(keys) == len(keys)
 
 
-def lost(*_: object) -> int:
+def lost(*_: object, **__: object) -> int:
     from infinistore.errors import StoreUnavailable
 
     raise StoreUnavailable("it is gone")

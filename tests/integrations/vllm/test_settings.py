@@ -9,6 +9,7 @@ import pytest
 
 from infinistore.errors import ConfigError
 from infinistore.integrations import vllm
+from infinistore.integrations.internal.retention_settings import known_settings
 from infinistore.integrations.vllm.names import layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
@@ -34,6 +35,8 @@ def test_a_url_is_enough() -> None:
         ({"url": "tcp://h:1", "load_threads": True}, "load_threads must be a whole number above 0, not True"),
         ({"url": "tcp://h:1", "max_pending_bytes": -1}, "max_pending_bytes must be a whole number"),
         ({"url": "tcp://h:1", "when_full": "wait"}, 'when_full must be "block" or "drop", not \'wait\''),
+        ({"url": "tcp://h:1", "ttl_s": -5}, "ttl_s must be a number of seconds above 0, or null, not -5"),
+        ({"url": "tcp://h:1", "pin_s": None}, "pin_s must be a number of seconds above 0"),
         ({"url": "tcp://h:1", "verify": False}, 'verify must be "always" or "never"'),
         ({"url": "tcp://h:1", "save_generated": "no"}, "save_generated must be true or false"),
         ({"url": "tcp://h:1", "namespace": "x\0y"}, "namespace must be a text"),
@@ -94,6 +97,6 @@ def test_every_setting_is_documented_with_its_default() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page.partition("## Settings")[2], flags=re.MULTILINE))
 
     documented = {field.name: field.default for field in attrs.fields(ConnectorSettings)}
-    assert list(table) == list(documented)
+    assert list(table) == known_settings(ConnectorSettings)
     for name in ("deadline_s", "lookup_deadline_s", "hold_s", "load_threads"):
         assert float(table[name]) == documented[name]

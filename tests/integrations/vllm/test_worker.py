@@ -105,6 +105,12 @@ def test_a_block_has_one_value_for_each_layer(store: blocking.BlockingStore) -> 
     assert sorted(store.keys()) == sorted(make_names().all_keys(HASHES))
 
 
+@pytest.mark.parametrize(("ttl_s", "there"), [(None, 4), (3600.0, 4), (1e-6, 0)])
+def test_blocks_end_after_the_time_that_is_set(store: blocking.BlockingStore, ttl_s: float | None, there: int) -> None:
+    written(store, make_cache(1), ttl_s=ttl_s)
+    assert len(store.keys()) == there * len(LAYERS)
+
+
 def test_each_shard_writes_and_reads_its_own_and_one_replica_writes(store: blocking.BlockingStore) -> None:
     names = make_names(shards=2)
     caches = [make_cache(1), make_cache(2)]

@@ -1,0 +1,24 @@
+# Generated from pinned_loads.py by scripts/generate.py: change that one instead.
+"""Pins what an engine has just used, for a time: it is likely to be used again."""
+
+from collections.abc import Iterable
+
+from infinistore.blocking import BlockingStore
+from infinistore.errors import InfiniStoreException
+from infinistore.integrations.internal.record import Record
+
+__all__ = ["pin_loaded"]
+
+
+def pin_loaded(store: BlockingStore, keys: Iterable[str], pin_s: float | None, record: Record) -> None:
+    """Keep blocks that were loaded from being evicted, for `pin_s` seconds from now on
+    if that is set. Never fails: what the store refuses to pin can be evicted.
+    """
+    if pin_s is None or not (names := list(keys)):
+        return
+    try:
+        store.pin(names, ttl_s=pin_s)
+    except InfiniStoreException as error:
+        record.failed("pin", error)
+    else:
+        record.succeeded("pin")
