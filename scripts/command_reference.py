@@ -18,9 +18,9 @@ WIDTH = 88
 SHARED = "Connection"
 """The heading, in the help, of the flags that many commands have."""
 BEGINNING = """\
-<!-- Generated from infinistore/cli by scripts/generate.py. -->
-
 # Every command
+
+<!-- Generated from infinistore/cli by scripts/generate.py. -->
 
 This is what `infinistore COMMAND --help` prints. [The command line](../command-line.md)
 explains the commands with examples. Every command has `--help`, too.

@@ -1,12 +1,14 @@
 """Hooks of MkDocs: bring into the site what its pages link to outside of docs/, and the
-parts of other files that pages show, and draw its diagrams.
+parts of other files that pages show, draw its diagrams, and have its pictures follow
+the theme.
 
 A page of the repository, such as CONTRIBUTING.md, becomes a page of the site; any other
 file becomes a file of the site; a folder becomes a page that lists its files. Links are
 changed to match, so that a link works in the repository and on the site.
 
 A block of Mermaid becomes two pictures, for light and for dark pages. The theme would
-load Mermaid itself from another host when a page is read.
+load Mermaid itself from another host when a page is read. A `<picture>`, which follows
+the preference of the system, becomes the same, which follows the switch of the page.
 """
 
 import hashlib
@@ -28,6 +30,10 @@ HOME = "index.md"
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 PART = re.compile(r"^<!-- from (\S+): (.+?) -->$", re.MULTILINE)
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)"\s*srcset="(?P<dark>[^"]+)">'
+    r'\s*<img alt="(?P<alt>[^"]*)"\s*src="(?P<light>[^"]+)">\s*</picture>'
+)
 THEMES = {"light": "neutral", "dark": "dark"}
 """The theme of Mermaid for each kind of page."""
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -76,6 +82,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     folder = posixpath.dirname(page.file.src_uri) or "."
     markdown = MERMAID.sub(lambda found: _pictures(found[1], folder), markdown)
     markdown = PART.sub(lambda found: _part(found[1], found[2], page), markdown)
+    markdown = _by_theme(markdown)
+    if "<picture>" in markdown:
+        raise ValueError(f"{page.file.src_uri}: a <picture> is written in another way than the others")
     code = FENCED.findall(markdown)
     prose = [LINK.sub(lambda found: _link(found, page.file.src_uri), text) for text in FENCED.split(markdown)]
     return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
@@ -90,6 +99,13 @@ def _pictures(diagram: str, folder: str) -> str:
     """The Markdown that shows a diagram on a page in a folder."""
     return "\n".join(
         f"![Diagram]({posixpath.relpath(_picture(diagram, pages), folder)}#only-{pages})" for pages in THEMES
+    )
+
+
+def _by_theme(markdown: str) -> str:
+    """The Markdown with each `<picture>` as one picture for each kind of page."""
+    return PICTURE.sub(
+        lambda found: "\n".join(f"![{found['alt']}]({found[pages]}#only-{pages})" for pages in THEMES), markdown
     )
 
 
@@ -146,7 +162,7 @@ def _part(file: str, heading: str, page: Page) -> str:
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"{page.file.src_uri}: {file} has no section {heading!r}")
-    section = found.group(1).strip()
+    section = _by_theme(found.group(1).strip())
     # Its links are relative to that file.
     folder = posixpath.relpath(
         posixpath.dirname(file) or ".", posixpath.join("docs", posixpath.dirname(page.file.src_uri))

@@ -17,12 +17,18 @@ PROJECT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
-PAGES = ["index.html", "tutorials/five-minutes.html", "architecture.html", "reference/python.html", "operations.html"]
-PAGES += ["reference/performance.html", "project/CONTRIBUTING.html", "source/examples/vllm.html"]
+WORDS = {
+    "quarantine": "quarantine",
+    "LayerWriter": "layerwriter",
+    "infinistore_pool_used_bytes": "infinistore_pool_used_bytes",
+    "Soft-RoCE": "soft-roce",
+    "watermark": "watermark",
+}
+"""What a reader types, and what the page that is found first has."""
 
 pytest.importorskip("mkdocs", reason="`make test-docs` runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="`make test-docs` runs this")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
@@ -60,43 +66,65 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def brightness(page: Any) -> int:
+    """That of the background of a page."""
+    color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return int(color.removeprefix("rgb(").split(",")[0])
+
+
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_load_whole_in_light_and_dark_and_from_nowhere_else(browser: Any, address: str, scheme: str) -> None:
+def test_every_page_loads_whole_in_light_and_dark_and_from_nowhere_else(
+    browser: Any, site: Path, address: str, scheme: str
+) -> None:
     page = browser.new_page(color_scheme=scheme)
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("requestfailed", lambda request: problems.append(request.url))
     page.on("request", lambda request: None if request.url.startswith(address) else problems.append(request.url))
-    backgrounds = set()
-    for name in PAGES:
+    names = sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
+    assert {"index.html", "reference/commands.html", "project/CHANGELOG.html", "source/examples/vllm.html"} < set(names)
+    for name in names:
         reply = page.goto(f"{address}/{name}", wait_until="networkidle")
         assert reply.status == 200
-        assert page.locator("h1").first.is_visible()
+        assert page.locator("h1").first.is_visible(), name
         for picture in page.locator("article img").all():
             loaded = "image => image.decode().then(() => image.naturalWidth)"
-            assert not picture.is_visible() or picture.evaluate(loaded)
+            assert not picture.is_visible() or picture.evaluate(loaded), name
         assert page.locator("article code", has_text="flowchart").count() == 0  # a diagram that was not drawn
-        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert (brightness(page) > 200) == (scheme == "light"), name
         if folder := os.environ.get("SCREENSHOTS"):
             page.screenshot(path=f"{folder}/{name.replace('/', '-')}-{scheme}.png")
     page.close()
     assert problems == []
-    (background,) = backgrounds
-    red = int(background.removeprefix("rgb(").split(",")[0])
-    assert (red > 200) == (scheme == "light")
 
 
 @needs_chromium
-def test_the_search_finds_a_page_and_leads_to_it(browser: Any, address: str) -> None:
+@pytest.mark.parametrize("name", ["reference/performance.html", "architecture.html"])
+def test_pictures_follow_the_switch_between_light_and_dark(browser: Any, address: str, name: str) -> None:
+    page = browser.new_page(color_scheme="light")
+    page.goto(f"{address}/{name}", wait_until="networkidle")
+    for theme, other in (("light", "dark"), ("dark", "light")):
+        assert (brightness(page) > 200) == (theme == "light")
+        pictures = page.locator(f"article img[src$='#only-{theme}']")
+        assert pictures.count() > 0
+        assert all(picture.is_visible() for picture in pictures.all())
+        assert not any(picture.is_visible() for picture in page.locator(f"article img[src$='#only-{other}']").all())
+        page.locator("form[data-md-component=palette] label:not([hidden])").click()
+    page.close()
+
+
+@needs_chromium
+def test_the_search_finds_pages_and_leads_to_them(browser: Any, address: str) -> None:
     page = browser.new_page()
-    page.goto(f"{address}/index.html", wait_until="networkidle")
-    page.locator("input[name=query]").click()
-    page.keyboard.type("quarantine")  # it listens to keys
-    result = page.locator(".md-search-result__link").first
-    result.wait_for(state="visible", timeout=60_000)
-    result.click()
-    page.wait_for_url(lambda url: "/index.html" not in url, timeout=60_000)
-    assert "quarantine" in page.locator("article").inner_text().lower()
+    for typed, found in WORDS.items():
+        page.goto(f"{address}/index.html", wait_until="networkidle")
+        page.locator("input[name=query]").click()
+        page.keyboard.type(typed)  # it listens to keys
+        result = page.locator(".md-search-result__link").first
+        result.wait_for(state="visible", timeout=60_000)
+        result.click()
+        page.wait_for_url(lambda url: "/index.html" not in url, timeout=60_000)
+        assert found in page.locator("article").inner_text().lower(), typed
     page.close()
