@@ -8,6 +8,7 @@ flags of their command line. A keyword that looks like a misspelt setting is an 
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -52,6 +53,11 @@ class ClientConfig:
         hint_gid_index: preferred GID; -1 for no preference.
         log_level: "error", "warning", "info" or "debug". INFINISTORE_LOG_LEVEL takes
             precedence. Without either, the logger is left unchanged.
+        ca: file with the authorities to trust, in PEM: with it or `cert`, the
+            connection is by TLS (docs/security.md), and uses no RDMA. INFINISTORE_CA
+            takes precedence, and so do INFINISTORE_CERT and INFINISTORE_KEY.
+        cert: file with the certificate of this client, in PEM.
+        key: file with its key; None for the file of `cert`.
         ttl_s: how many seconds after it was written a block ends, as if deleted.
             INFINISTORE_TTL_S takes precedence. Without either, blocks do not end.
 
@@ -69,6 +75,9 @@ class ClientConfig:
         self.link_type: str = given.get("link_type", LINK_IB)
         self.hint_gid_index: int = given.get("hint_gid_index", -1)
         self.log_level: str | None = os.environ.get("INFINISTORE_LOG_LEVEL") or given.get("log_level")
+        self.ca: str | None = os.environ.get("INFINISTORE_CA") or given.get("ca")
+        self.cert: str | None = os.environ.get("INFINISTORE_CERT") or given.get("cert")
+        self.key: str | None = os.environ.get("INFINISTORE_KEY") or given.get("key")
         self.ttl_s: float | None = _seconds("INFINISTORE_TTL_S", given.get("ttl_s"))
 
     def __repr__(self) -> str:
@@ -101,8 +110,15 @@ class ClientConfig:
     @property
     def options(self) -> StoreOptions:
         """The options for `open_store`."""
-        if self.connection_type == TYPE_TCP:
-            return {}
+        files: StoreOptions = {}
+        if self.ca:
+            files["ca"] = Path(self.ca)
+        if self.cert:
+            files["cert"] = Path(self.cert)
+        if self.key:
+            files["key"] = Path(self.key)
+        if files or self.connection_type == TYPE_TCP:
+            return files
         return {"device": self.dev_name or "", "ib_port": self.ib_port, "gid_index": self.hint_gid_index}
 
     @property
@@ -124,6 +140,9 @@ _CLIENT_SETTINGS: Final = (
     "link_type",
     "hint_gid_index",
     "log_level",
+    "ca",
+    "cert",
+    "key",
     "ttl_s",
 )
 

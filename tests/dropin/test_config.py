@@ -41,7 +41,8 @@ def test_a_client_is_configured_by_keyword_and_by_attribute() -> None:
     assert (config.dev_name, config.ib_port, config.hint_gid_index) == ("mlx5_0", 1, 3)
     assert repr(config) == (
         "ClientConfig(connection_type='RDMA', host_addr='127.0.0.1', service_port=12345, dev_name='mlx5_0', "
-        "ib_port=1, link_type='Ethernet', hint_gid_index=3, log_level=None, ttl_s=None)"
+        "ib_port=1, link_type='Ethernet', hint_gid_index=3, log_level=None, ca=None, "
+        "cert=None, key=None, ttl_s=None)"
     )
 
 
