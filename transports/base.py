@@ -7,16 +7,20 @@ once between the kernel and its destination.
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import trio
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.effects import Exchange, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
 
-__all__ = ["DescriptorStream", "Stream", "drive"]
+__all__ = ["DescriptorStream", "React", "ReactingStream", "Stream", "drive"]
 
 _T = TypeVar("_T")
+React: TypeAlias = Callable[[int], int | None]
+"""Does something about so many bytes that have come, in one step. Returns None to have
+more of them, or what the task that waits for them is to get.
+"""
 
 
 class Stream(Protocol):
@@ -61,6 +65,26 @@ class Stream(Protocol):
     def close(self) -> None:
         """Close the stream at once. Idempotent. Tasks that wait on it get
         `StoreUnavailable`.
+        """
+
+
+@runtime_checkable
+class ReactingStream(Stream, Protocol):
+    """A stream for whose bytes no task need be woken."""
+
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        """Do as `receive_into`, and give what comes to `react`, if that suits. Return
+        what that says, then. What it raises is raised here.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
+        """
+
+    def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Send what can be sent without waiting; return what is left.
+
+        Raises:
+            StoreUnavailable: the stream is broken.
         """
 
 

@@ -28,7 +28,9 @@ from infinistore.server.take_over.exporting import Ended
 from infinistore.server.telemetry import Telemetry
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import Stream
+from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.spin import Spinner
+from infinistore.transports.sockets.trio_streams import SocketStream
 
 if TYPE_CHECKING:
     from infinistore.server.disk.service import ServerDisks
@@ -83,6 +85,7 @@ class Server:
         self._environment = environment
         self._background = background
         self._drain = trio.Event()
+        self._ready: ReadySockets | None = None
 
     @property
     def core(self) -> StoreCore:
@@ -264,6 +267,11 @@ class Server:
                 await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
                 continue
             self.telemetry.connections_total += 1
+            if isinstance(stream, SocketStream):
+                if self._ready is None:
+                    self._ready = ReadySockets()
+                    nursery.start_soon(self._ready.run)
+                stream.ready = self._ready
             if secure is not None:
                 stream = secure(stream)
             nursery.start_soon(self._serve, stream, transport, f"client-{self.telemetry.connections_total}")

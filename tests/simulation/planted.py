@@ -311,11 +311,11 @@ PLANTED = [
     Planted(
         "a session that keeps a role that was taken away",
         "infinistore.server.session.session",
-        "            answers = {kind: answer for kind, answer in answers.items() if kind not in refused}\n"
-        "        self._handlers, self._answers = handlers, answers\n",
-        "            answers = {kind: answer for kind, answer in answers.items() if kind not in refused}\n"
+        "            quick = {kind: answer for kind, answer in quick.items() if kind not in refused}\n"
+        "        self._handlers, self._answers, self._at_once.handlers = handlers, answers, quick\n",
+        "            quick = {kind: answer for kind, answer in quick.items() if kind not in refused}\n"
         "        if not self.traffic.requests:\n"
-        "            self._handlers, self._answers = handlers, answers\n",
+        "            self._handlers, self._answers, self._at_once.handlers = handlers, answers, quick\n",
     ),
     Planted(
         "space that a tenant gives back and that stays counted",

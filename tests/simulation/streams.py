@@ -15,6 +15,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import HEADER_BYTES, decode_body, head_bytes, parse_header
 from infinistore.protocol.messages import KINDS
 from infinistore.protocol.span import Span
+from infinistore.transports.base import React
 from tests.simulation.clock import Timer
 
 if TYPE_CHECKING:
@@ -166,34 +167,55 @@ class SimulatedStream:
         """Send all of these views, in order."""
         deadline = self._clock.now + within_s
         span = Span(views)
-        pipe = self.outgoing
         if self._network.checkpoint_now():
             await trio.lowlevel.checkpoint()
         while span.remaining:
-            self._check()
-            if self._peer_is_gone:
-                raise StoreUnavailable("the connection broke: the other end has closed it")
-            in_message = bool(pipe.frame_left) or self._begin_message(pipe, span)
-            room = pipe.capacity_bytes - pipe.taken_bytes
-            if room <= 0:
-                await self._wait(pipe, "writer", deadline)
-                continue
-            count = min(room, span.remaining, pipe.frame_left if in_message else HEADER_BYTES)
-            if pipe.trigger is not None:
-                count = min(count, pipe.trigger_left)
-            if count:
-                data = b"".join(span.next_views(count))
-                self._send(pipe, data)
-                span.advance(count)
-                if in_message:
-                    pipe.frame_left -= count
-                else:
-                    pipe.begun += data
-            if pipe.trigger is not None:
-                pipe.trigger_left -= count
-                if not pipe.trigger_left:
-                    trigger, pipe.trigger = pipe.trigger, None
-                    trigger.act()
+            if not self._send_some(span):
+                await self._wait(self.outgoing, "writer", deadline)
+
+    def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Send what there is room for; return what is left."""
+        span = Span(views)
+        while span.remaining and self._send_some(span):
+            pass
+        return span.next_views(span.remaining)
+
+    def _send_some(self, span: Span) -> bool:
+        """Send some bytes; False if there is no room."""
+        pipe = self.outgoing
+        self._check()
+        if self._peer_is_gone:
+            raise StoreUnavailable("the connection broke: the other end has closed it")
+        in_message = bool(pipe.frame_left) or self._begin_message(pipe, span)
+        room = pipe.capacity_bytes - pipe.taken_bytes
+        if room <= 0:
+            return False
+        count = min(room, span.remaining, pipe.frame_left if in_message else HEADER_BYTES)
+        if pipe.trigger is not None:
+            count = min(count, pipe.trigger_left)
+        if count:
+            data = b"".join(span.next_views(count))
+            self._send(pipe, data)
+            span.advance(count)
+            if in_message:
+                pipe.frame_left -= count
+            else:
+                pipe.begun += data
+        if pipe.trigger is not None:
+            pipe.trigger_left -= count
+            if not pipe.trigger_left:
+                trigger, pipe.trigger = pipe.trigger, None
+                trigger.act()
+        return True
+
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        """As `receive_into`; chance decides whether what comes goes to `react`."""
+        while True:
+            count = await self.receive_into(views)
+            if not count or self._network.checkpoint_now():
+                return count
+            if (answer := react(count)) is not None:
+                return answer
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte, and fill the views from the front."""

@@ -19,6 +19,7 @@ import trio
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.span import Span
+from infinistore.transports.base import React
 
 __all__ = ["Chunks", "MemoryListener", "MemoryStream", "random_chunks", "stream_pair", "whole"]
 
@@ -96,6 +97,30 @@ class MemoryStream:
         with _until(deadline):
             return await self._receive_into(views)
 
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        while True:
+            count = await self.receive_into(views)
+            answer = react(count) if count else 0
+            if answer is not None:
+                return answer
+
+    def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        span = Span(views)
+        pipe = self._outgoing
+        self._check(pipe)
+        room = pipe.capacity_bytes - len(pipe.data)
+        if room > 0:
+            self._move(pipe, span, self._chunks(min(room, span.remaining)))
+        return span.next_views(span.remaining)
+
+    def _move(self, pipe: _Pipe, span: Span, count: int) -> None:
+        moved = 0
+        for view in span.next_views(count):
+            pipe.data += view
+            moved += len(view)
+        span.advance(moved)
+        pipe.changed.unpark_all()
+
     async def _send_all(self, views: Sequence[memoryview]) -> None:
         span = Span(views)
         pipe = self._outgoing
@@ -107,13 +132,7 @@ class MemoryStream:
                 if room > 0:
                     break
                 await pipe.changed.park()
-            count = self._chunks(min(room, span.remaining))
-            moved = 0
-            for view in span.next_views(count):
-                pipe.data += view
-                moved += len(view)
-            span.advance(moved)
-            pipe.changed.unpark_all()
+            self._move(pipe, span, self._chunks(min(room, span.remaining)))
 
     async def _receive_into(self, views: Sequence[memoryview]) -> int:
         pipe = self._incoming

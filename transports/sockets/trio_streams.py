@@ -17,6 +17,8 @@ import trio
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.new_threads import NO_THREAD, no_thread
 from infinistore.protocol.span import Span
+from infinistore.transports.base import React
+from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.raw_sockets import (
     BACKLOG,
     VANISHED_AFTER_MS,
@@ -49,6 +51,8 @@ class SocketStream:
         self._awake_until = 0.0
         self._drowsy = False
         self._has_sent = False
+        self.ready: ReadySockets | None = None
+        """What looks at the socket while `receive_or_react` waits, if anything does."""
         self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
@@ -79,7 +83,26 @@ class SocketStream:
             if self._credit < 0:
                 await self._yield()
 
-    async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        """As `receive_into` of one view, but what comes while other streams are busy,
+        too, goes to `react`."""
+        if self.ready is None or not self.ready.runs:
+            return await self.receive_into(views)
+
+        def react_or_wake(count: int) -> int | None:
+            spinner = self._spinner
+            if spinner is not None:
+                alone = spinner.may_spin(self)
+                spinner.moved(self)
+                if alone:  # whoever is woken waits awake for the next bytes
+                    return count
+            return react(count)
+
+        return await self.receive_into(views, react=react_or_wake)
+
+    async def receive_into(
+        self, views: Sequence[memoryview], deadline: float = math.inf, react: React | None = None
+    ) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
         if self._credit < 0:  # before anything has moved, so that a cancelled receive loses no bytes
             await self._yield()
@@ -100,6 +123,12 @@ class SocketStream:
             if count is None:
                 if self._awake_until and self._is_awake():
                     await self._yield()
+                elif react is not None and self.ready is not None:
+                    count = await self.ready.receive(self.socket, views[0], react)
+                    self._credit = _YIELD_AFTER_BYTES
+                    self._awake_until = 0.0
+                    self._drowsy = False
+                    return count
                 else:
                     await self._wait(trio.lowlevel.wait_readable, deadline)
                 continue
@@ -171,9 +200,15 @@ class SocketStream:
             raise broken(error) from error
         await trio.lowlevel.checkpoint()
 
+    def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Send of a short message what needs no waiting; return what is left."""
+        return send_at_once(self.socket, views)
+
     def close(self) -> None:
         """Close the socket."""
-        if self.socket.fileno() != -1:
+        if (number := self.socket.fileno()) != -1:
+            if self.ready is not None:
+                self.ready.end(number)
             trio.lowlevel.notify_closing(self.socket)
             self.socket.close()
 

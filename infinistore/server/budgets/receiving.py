@@ -2,14 +2,18 @@
 come in pieces, for which others may have to wait.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from infinistore.protocol.effects import LongBody
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
-from infinistore.transports.base import Stream, drive
+from infinistore.transports.base import ReactingStream, Stream, drive
 
 __all__ = ["Receiving"]
+
+_SEEN = -1
+"""Says that what has come is in the connection."""
 
 
 class Receiving:
@@ -31,6 +35,28 @@ class Receiving:
         self._stall_s = stall_s
         self._end = end
         self._body: BodyGrant | None = None
+        self.reacts = False
+        """Whether the next request is expected to be one that is answered at once."""
+        self._receive_or_react: Callable[[Sequence[memoryview]], Awaitable[int]] = stream.receive_into
+        self._left: Received | None = None
+
+    def answer_at_once(self, answer: Callable[[Received, ReactingStream], bool]) -> None:
+        """Have `answer` do what it can in one step while `next` waits, from now on.
+        It returns False for requests that are left to the caller of `next`.
+        """
+        stream, connection = self._stream, self._connection
+        if not isinstance(stream, ReactingStream):
+            return
+
+        def react(count: int) -> int | None:
+            connection.arrived(count)
+            while (received := connection.take()) is not None:
+                if not answer(received, stream):
+                    self._left = received
+                    return _SEEN
+            return None if connection.room is not None else _SEEN
+
+        self._receive_or_react = partial(stream.receive_or_react, react=react)
 
     async def next(self, room: Sequence[memoryview] | None) -> Received | None:
         """Wait for the next request, which has not come whole; None at the end of the
@@ -38,11 +64,13 @@ class Receiving:
         """
         connection = self._connection
         if room is not None:
-            count = await self._stream.receive_into(room)
-            connection.arrived(count)
+            count = await (self._receive_or_react(room) if self.reacts else self._stream.receive_into(room))
+            if count != _SEEN:
+                connection.arrived(count)
             if not count:
                 return None
-            if (received := connection.take()) is not None:
+            received, self._left = self._left, None
+            if received is not None or (received := connection.take()) is not None:
                 return received
         received = await drive(connection.receive(), self._stream, stall_s=self._stall_s, admit_body=self._admit_body)
         self.free()

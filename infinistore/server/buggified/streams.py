@@ -8,7 +8,7 @@ import trio
 
 from infinistore.buggify import Buggify, Point
 from infinistore.protocol.span import Span
-from infinistore.transports.base import Stream
+from infinistore.transports.base import React, ReactingStream, Stream
 
 __all__ = ["BuggifiedStream"]
 
@@ -49,6 +49,24 @@ class BuggifiedStream:
         if buggify(Point.SHORT_RECEIVE):
             views = span.next_views(min(span.remaining, 1 + buggify.random.randrange(_FEW_BYTES)))
         return await self._stream.receive_into(views, deadline)
+
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        """As the other stream does, if it can, perhaps later and less."""
+        if not isinstance(self._stream, ReactingStream) or self._buggify(Point.SLOW_SESSION):
+            return await self.receive_into(views)
+        return await self._stream.receive_or_react(views, react)
+
+    def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Send as the other stream does, if it can, perhaps less."""
+        span = Span(views)
+        if not isinstance(self._stream, ReactingStream):
+            return views
+        if span.remaining > 1 and self._buggify(Point.SHORT_SEND):
+            count = 1 + self._buggify.random.randrange(span.remaining - 1)
+            left = self._stream.send_now(span.next_views(count))
+            span.advance(count - sum(map(len, left)))
+            return span.next_views(span.remaining)
+        return self._stream.send_now(views)
 
     async def _send(self, span: Span, count: int, deadline: float) -> None:
         while count:

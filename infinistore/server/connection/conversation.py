@@ -189,11 +189,13 @@ class Conversation:
         """Send a reply without payload. The time is limited, so that a client that
         reads no replies does not keep the session for ever.
         """
-        return self._send_reply(self.connection.begin_reply(reply), self._reply_within_s)
+        return self.send_reply(self.connection.begin_reply(reply))
 
-    async def _send_reply(self, views: Sequence[memoryview], within_s: float) -> None:
+    async def send_reply(self, views: Sequence[memoryview], within_s: float = 0.0) -> None:
+        """Send a reply that has begun, or what is left of it; without a time, as one
+        without payload."""
         try:
-            await self.stream.send_all(views, within_s)
+            await self.stream.send_all(views, within_s or self._reply_within_s)
         except TimeoutError:
             raise StoreUnavailable(_NOT_TAKEN) from None
         self.connection.end_reply()
@@ -224,7 +226,7 @@ class Conversation:
         sent = self.connection.begin_reply(reply, views)
         if 0 < payload_bytes <= JOINED_BYTES:
             sent = [memoryview(b"".join(sent))]
-        return self._send_reply(sent, self.limits.transfer_s(payload_bytes, received.deadline_us))
+        return self.send_reply(sent, self.limits.transfer_s(payload_bytes, received.deadline_us))
 
 
 async def send_fatal_error(connection: ServerConnection, stream: Stream, error: InfiniStoreException) -> None:

@@ -11,7 +11,7 @@ A package of yours brings a mover as the `server_mover` of its `Transport`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from infinistore.core.arena import Arena
@@ -21,13 +21,19 @@ from infinistore.protocol.server_connection import Received
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.connection.holdings import Holdings
 
-__all__ = ["ConnectionMover", "Handler", "Mover"]
+__all__ = ["ConnectionMover", "Handler", "Mover", "QuickHandler"]
 
 Handler: TypeAlias = Callable[[Any, Received], Awaitable[None]]
 """Does what a request asks for, and replies to it. What it raises is answered as an
 error.
 
 `ProtocolError` also ends the connection.
+"""
+
+QuickHandler: TypeAlias = Callable[[Any, Received, bool], Sequence[memoryview] | None]
+"""Does what a request asks for in one step, and returns the reply that has begun, to be
+sent; None, without effect, if it would have to wait. If the reply is sent `at_once`,
+before anything else happens, it may have views of the pool.
 """
 
 
@@ -38,6 +44,8 @@ class ConnectionMover(ABC):
 
     handlers: Mapping[type[Message], Handler]
     """The requests that it answers on this connection."""
+    quick: Mapping[type[Message], QuickHandler] = {}
+    """For some of them, what answers most of these at once."""
     client_touches_pool: ClassVar[bool] = False
     """Whether the client can read and write the pool itself, until its end of the
     stream has ended.

@@ -1,6 +1,7 @@
 """Payload in the stream itself: behind a Put, and behind the reply to a Get."""
 
 import sys
+from collections.abc import Sequence
 from typing import ClassVar
 
 from infinistore.core.entry import NO_CHECKSUM, checksum_of, length_of
@@ -8,6 +9,7 @@ from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.effects import Exchange
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import MISSING, Get, GetReply, Message, Put, PutReply
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.span import Span
@@ -38,7 +40,9 @@ class _InlineConnection(ConnectionMover):
         self._conversation = conversation
         self._core = conversation.core
         self._connection = conversation.connection
+        self._payload: memoryview | None = None  # of a put for which there was no room yet
         self.handlers = {Put: self._put, Get: self._get}
+        self.quick = {Put: self._put_single, Get: self._get_single}
 
     async def _put(self, put: Put, received: Received) -> None:
         """Receive the blocks straight into the pool. Whatever interrupts this gives the
@@ -47,14 +51,16 @@ class _InlineConnection(ConnectionMover):
         conversation = self._conversation
         check_distinct(put.keys)
         conversation.check_lengths(put.keys)
-        # What ends at a time is rare, and takes the way of batches.
-        payload = None
-        if len(put.keys) == 1 and not put.ttl_us:
-            if (payload := self._connection.take_payload()) is None:
-                await self._receive(self._connection.gather_payload(), received)
-                payload = self._connection.take_payload()
-            if payload is not None and await self._put_single(put, payload):
+        payload, self._payload = self._payload, None
+        if payload is None and len(put.keys) == 1 and not put.ttl_us:
+            await self._receive(self._connection.gather_payload(), received)
+            if (reply := self._put_single(put, received, False)) is not None:
+                try:
+                    await conversation.send_reply(reply)
+                finally:
+                    self._core.free_replaced()
                 return
+            payload, self._payload = self._payload, None
         reservation = await conversation.reserve(put.sizes, received.deadline_us)
         try:
             trailer = memoryview(pack_u64(bytes(8 * len(put.keys)) if put.checksums else b"")).cast("B")
@@ -81,11 +87,17 @@ class _InlineConnection(ConnectionMover):
             left = in_units(self._connection.payload_to_come)
             raise DeadlineExceeded(f"{left} of {in_units(received.payload_bytes)} had not come in time") from None
 
-    async def _put_single(self, put: Put, payload: memoryview) -> bool:
-        """Store one block, all of which has come; False if there is no room, and there
-        may be some later.
+    def _put_single(self, put: Put, received: Received, at_once: bool) -> Sequence[memoryview] | None:
+        """Store one block, all of which has come. What ends at a time is rare, and
+        takes the way of batches; so does what has to wait for room.
         """
-        conversation, length = self._conversation, put.sizes[0]
+        if len(put.keys) != 1 or put.ttl_us or self._payload is not None:
+            return None
+        conversation = self._conversation
+        conversation.check_lengths(put.keys)
+        if (payload := self._connection.take_payload()) is None:
+            return None
+        length = put.sizes[0]
         checksum = int.from_bytes(payload[length:], sys.byteorder) if put.checksums else NO_CHECKSUM
         try:
             stored = self._core.singles.write(
@@ -94,35 +106,34 @@ class _InlineConnection(ConnectionMover):
         except OutOfMemory:
             if not conversation.may_grow:
                 raise
-            return False
-        try:
-            await conversation.reply(_STORED if stored else _KEPT)
-        finally:
-            self._core.free_replaced()
-        return True
+            self._payload = payload
+            return None
+        return self._connection.begin_reply(_STORED if stored else _KEPT)
 
-    async def _get_single(self, get: Get, received: Received) -> bool:
-        """Send one block that is short enough to be copied: it needs no pin. False if
-        it is long.
-        """
-        conversation, singles, key = self._conversation, self._core.singles, get.keys[0]
+    def _get_single(self, get: Get, received: Received, at_once: bool) -> Sequence[memoryview] | None:
+        """Read one block that needs no pin: it is sent at once, or copied."""
+        conversation = self._conversation
+        if len(get.keys) != 1 or len(get.capacities) > 1 or conversation.disk is not None:
+            return None
+        singles, key = self._core.singles, get.keys[0]
         entry = singles.find(conversation.client, key)
         length = 0 if entry is None else length_of(entry)
-        if length > JOINED_BYTES or len(get.capacities) > 1:
-            return False
+        if length > (READ_AHEAD_BYTES if at_once else JOINED_BYTES):
+            return None
         singles.use(conversation.client, key, entry)
         if get.capacities and length > get.capacities[0]:
             raise too_small(get, [length])
         checksum = NO_CHECKSUM if entry is None else checksum_of(entry)
         reply = GetReply(pack_u64((length or MISSING,)), pack_u64((checksum,) if get.checksums else ()))
-        await conversation.send_blocks(reply, () if entry is None else (self._core.pool.view(entry),), received)
-        return True
+        if entry is None:
+            return self._connection.begin_reply(reply)
+        conversation.traffic.sent_bytes += length
+        sent = self._connection.begin_reply(reply, (self._core.pool.view(entry),))
+        return [memoryview(b"".join(sent))] if length <= JOINED_BYTES else sent
 
     async def _get(self, get: Get, received: Received) -> None:
         """Send the blocks straight from the pool, and pin them meanwhile."""
         conversation = self._conversation
-        if len(get.keys) == 1 and conversation.disk is None and await self._get_single(get, received):
-            return
         count = None if conversation.disk is None else await conversation.fetch(get, received)
         lease = conversation.lease(get, count)
         try:

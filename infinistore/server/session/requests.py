@@ -7,7 +7,6 @@ it delays no other client for long.
 
 import math
 from collections.abc import Awaitable, Callable
-from itertools import compress
 from typing import Any
 
 import trio
@@ -20,8 +19,6 @@ from infinistore.protocol.messages import (
     CountReply,
     Delete,
     Evict,
-    Exists,
-    ExistsReply,
     Flush,
     Keys,
     KeysReply,
@@ -43,16 +40,8 @@ from infinistore.server.maintenance.incremental import evict_incrementally, list
 
 __all__ = ["ANSWERS", "MAX_PAGE_KEYS"]
 
-_OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1")
 MAX_PAGE_KEYS = 10_000
 """The most keys in one reply; clients ask for the next page."""
-
-
-async def _exists(request: Exists, core: StoreCore, client: Client) -> Reply:
-    present = core.exists(request.keys)
-    if request.touch:
-        core.touch(list(compress(request.keys, present)))
-    return ExistsReply(present) if len(present) != 1 else _OF_ONE_KEY[present[0]]
 
 
 async def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
@@ -109,7 +98,6 @@ async def _verify(request: Verify, core: StoreCore, client: Client) -> Reply:
 
 
 ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]]] = {
-    Exists: _exists,
     ReleaseHold: _release_hold,
     Delete: _delete,
     Flush: _flush,

@@ -47,6 +47,7 @@ from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
+from infinistore.server.connection.at_once import AnswersAtOnce
 from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.connection.removed import RemovalWaits
@@ -66,13 +67,9 @@ _log = logging.getLogger("infinistore.server")
 DISCARDED_BYTES = 16 * 1024 * 1024
 """Up to this length, the rest of a refused payload is discarded to keep the connection.
 """
-
-
 _REVOKED = (
     "the token of this connection was revoked, or its tenant removed; ask for a new token (infinistore tenant rotate)"
 )
-
-
 _ADMINISTRATIVE = frozenset((Purge, Evict))
 
 
@@ -140,12 +137,14 @@ class Session:
         giving = context.giving
         self._handlers[TakeOver] = refuse_take_over if giving is None else partial(giving.answer, conversation)
         self._answers = ANSWERS
+        self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
+        quick = self._at_once.handlers_of(self._movers, handlers)
         if context.disk is not None:
             from infinistore.server.session.disk_requests import DiskRequests  # late: most servers have no disk
 
             self._handlers |= DiskRequests(conversation, context.disk).handlers
             self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
-        self._permitted = self._handlers, self._answers
+        self._permitted = self._handlers, self._answers, quick
         self._permit(identity)
 
     @property
@@ -153,7 +152,7 @@ class Session:
         """The requests that this connection has a handler for; some handlers refuse
         with a reason.
         """
-        return frozenset((*ANSWERS, *self._handlers))
+        return frozenset((*ANSWERS, *self._handlers, *self._at_once.handlers))
 
     @property
     def transport(self) -> str:
@@ -194,16 +193,17 @@ class Session:
 
     def _permit(self, identity: Identity) -> None:
         self._conversation.identity = identity
-        handlers, answers = self._permitted
+        handlers, answers, quick = self._permitted
         if identity.roles != ALL_ROLES or not identity.operator:
             refused = refusals(identity)
             handlers = handlers | refused
             answers = {kind: answer for kind, answer in answers.items() if kind not in refused}
-        self._handlers, self._answers = handlers, answers
+            quick = {kind: answer for kind, answer in quick.items() if kind not in refused}
+        self._handlers, self._answers, self._at_once.handlers = handlers, answers, quick
 
     def finish(self) -> None:
         """End the session after the current request, or at once if there is none."""
-        self._finishing = True
+        self._finishing = self._at_once.ended = True
         self._removed.hurry()
         if self._connection.state is State.READY:
             self._scope.cancel()
@@ -338,6 +338,8 @@ class Session:
         logs_requests = _log.isEnabledFor(logging.DEBUG)
         if rates is not None and not await rates.rest_first(self.socket):
             return
+        if rates is None and not logs_requests:
+            self._receiving.answer_at_once(self._at_once.answer)
         while not self._finishing:
             room = connection.room
             received = connection.take() if room is None else None
@@ -377,7 +379,14 @@ class Session:
         """Answer a request, and return its outcome."""
         message = received.message
         try:
-            if (answer := self._answers.get(type(message))) is not None:
+            begun = self._at_once.begin(received)
+            self._receiving.reacts = self._at_once.likely
+            if begun is not None:
+                try:
+                    await self._conversation.send_reply(begun)
+                finally:
+                    self._conversation.core.free_replaced()
+            elif (answer := self._answers.get(type(message))) is not None:
                 conversation = self._conversation
                 reply = await answer(message, conversation.core, conversation.client)
                 if type(message) in _ADMINISTRATIVE:
