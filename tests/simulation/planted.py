@@ -292,8 +292,8 @@ PLANTED = [
     Planted(
         "a time to live that a later put keeps",
         "infinistore.core.retention",
-        "            self.removed(keys)\n            for position in protected:\n",
-        "            self._unpin(keys)\n            for position in protected:\n",
+        "            self.removed(keys)\n            for position, end in protected:\n",
+        "            self._unpin(keys)\n            for position, end in protected:\n",
     ),
     Planted(
         "a pin that ends when its key is put again",
