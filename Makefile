@@ -83,7 +83,7 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	$(MAKE) test-docs || failed="$$failed test-docs"; \
 	$(MAKE) test-packages || failed="$$failed test-packages"; \
 	$(MAKE) test-integrations || failed="$$failed test-integrations"; \
-	$(MAKE) serve-bench SERVE_BENCH_ARGS="--tokens 768 --prompts 20 --ways connector lmcache cluster disk windows pair kill overhead" || failed="$$failed serve-bench"; \
+	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead" || failed="$$failed serve-bench"; \
 	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
 	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
 	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \

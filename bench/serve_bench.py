@@ -14,6 +14,8 @@ by its own metrics.
 The ways:
 
     connector   vLLM with the connector, and one server
+    own-cache   the same vLLM asked again, which has all in its own cache; and one
+                without, which has the store alone
     lmcache     vLLM with LMCache, configured as the original InfiniStore's page says
     cluster     as connector, with a cluster of three servers
     disk        as connector, and what is warm is on the server's disk only
@@ -25,253 +27,29 @@ The ways:
     overhead    nothing to reuse: rounds with the connector and without, in turns
 
 Prompts of 768 tokens suit two cores, where each way takes a few minutes. A signal
-(Ctrl-C) ends everything that was started.
+(Ctrl-C) ends everything that was started. With `--check`, the exit status is 1, too, if
+a figure is worse than it is wanted to be for prompts of 2,048 tokens.
 """
 
 import argparse
 import json
 import signal
-import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import infinistore
-from programs import ProgramError, free_port
-from served import BLOCK_TOKENS, SEED, Bench, Round, Vllm, cluster
-
-OVERHEAD_ROUNDS = 4
-OVERHEAD_AT_LEAST = 2
-"""Rounds of each, however long they take."""
-PAIR_TOKENS = 8
-
-
-class Row(NamedTuple):
-    """A line of the table; `same` is whether it answered as the first of its way."""
-
-    way: str
-    what: str
-    round: Round
-    same: bool
-
-
-class Outcome(NamedTuple):
-    """What a way has measured: rounds, and figures and a sentence of its own."""
-
-    rows: list[Row]
-    figures: dict[str, float]
-    text: str = ""
-    failed: bool = False
-
-
-def connector(url: str, role: str = "kv_both") -> dict[str, Any]:
-    """Return the settings of the connector, as docs/vllm.md has them."""
-    return {
-        "kv_connector": "InfiniStoreConnector",
-        "kv_connector_module_path": "infinistore.integrations.vllm",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url},
-    }
-
-
-async def reuse(
-    bench: Bench,
-    way: str,
-    transfer: dict[str, Any],
-    *,
-    lmcache: Path | None = None,
-    model: Path | None = None,
-    between: Callable[[], Awaitable[None]] | None = None,
-) -> Outcome:
-    """One vLLM after the other, with a store that both use."""
-    async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
-        cold = await bench.round(f"{way}, cold", server)
-    if between is not None:
-        await between()
-    async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
-        warm = await bench.round(f"{way}, warm", server)
-    same = cold.answers == warm.answers
-    rows = [Row(way, "cold", cold, True), Row(way, "warm", warm, same)]
-    return Outcome(rows, {"cold / warm": cold.ttft_mean_s / warm.ttft_mean_s}, failed=not warm.hit_tokens)
-
-
-async def with_connector(bench: Bench) -> Outcome:
-    async with bench.store() as store:
-        return await reuse(bench, "connector", connector(f"infinistore://{store.address}"))
-
-
-async def with_lmcache(bench: Bench) -> Outcome:
-    async with bench.store() as store:
-        config = {
-            "chunk_size": 256,
-            "remote_url": f"infinistore://{store.address}/?device=mlx5_1",
-            "remote_serde": "naive",
-            "local_cpu": False,
-            "max_local_cpu_size": 2,  # GB through which each block goes
-        }
-        file = bench.folder / "lmcache.yaml"
-        file.write_text(json.dumps(config))  # which is YAML, too
-        names = {"kv_connector": "LMCacheConnectorOnCpu", "kv_connector_module_path": "lmcache_on_cpu"}
-        return await reuse(bench, "lmcache", {**names, "kv_role": "kv_both"}, lmcache=file)
-
-
-async def with_cluster(bench: Bench) -> Outcome:
-    async with cluster(bench, 3) as url:
-        return await reuse(bench, "cluster", connector(url))
-
-
-async def with_disk(bench: Bench) -> Outcome:
-    async with bench.store(disk=True) as store:
-        url = f"infinistore://{store.address}"
-
-        async def leave_on_disk() -> None:
-            bench.tell("disk: what is in memory goes to disk")
-            async with infinistore.open_store(url, deadline_s=300) as client:
-                keys = await client.keys(limit=1_000_000)
-                if await client.flush(keys) < len(keys):
-                    raise ProgramError("the disk has no room for all that was stored")
-                await client.evict(0, 0)
-
-        return await reuse(bench, "disk", connector(url), between=leave_on_disk)
-
-
-async def with_windows(bench: Bench) -> Outcome:
-    model = await bench.make_model(bench.layers, bench.hidden, windows=True)
-    async with bench.store() as store:
-        return await reuse(bench, "windows", connector(f"infinistore://{store.address}"), model=model)
-
-
-async def with_pair(bench: Bench) -> Outcome:
-    """Through the proxy first; then the prefill server alone, which reads nothing."""
-    alone = "--no-enable-prefix-caching"
-    async with bench.store() as store:
-        url = f"infinistore://{store.address}"
-        async with (
-            bench.vllm(connector(url, "kv_producer"), alone) as prefill,
-            bench.vllm(connector(url, "kv_consumer"), alone) as decode,
-            bench.proxy(prefill, decode) as proxy,
-        ):
-            by_proxy = await bench.round("pair, by the proxy", proxy, reader=decode, answer_tokens=PAIR_TOKENS)
-            one = await bench.round("pair, one computes", prefill, answer_tokens=PAIR_TOKENS)
-    rows = [Row("pair", "one alone", one, True), Row("pair", "by proxy", by_proxy, by_proxy.answers == one.answers)]
-    return Outcome(rows, {}, failed=not by_proxy.hit_tokens)
-
-
-async def ask_all(
-    bench: Bench, server: Vllm, after: Callable[[int], Awaitable[None]] | None = None
-) -> tuple[list[str], int]:
-    """Ask all prompts at once; return the answers, empty where a request failed, and
-    how many failed. `after` is called with the number of those that have ended.
-    """
-    answers, failed, ended = [""] * bench.prompts, 0, 0
-
-    async def ask(number: int) -> None:
-        nonlocal failed, ended
-        try:
-            answers[number] = await bench.ask(server, bench.prompt(f"kill {number}"), PAIR_TOKENS)
-        except ProgramError:
-            failed += 1
-        ended += 1
-        bench.advance(1 / bench.prompts)
-        if after is not None:
-            await after(ended)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(bench.prompts):
-            nursery.start_soon(ask, number)
-    return answers, failed
-
-
-async def with_kill(bench: Bench) -> Outcome:
-    async with trio.open_nursery() as nursery:
-        port = free_port()
-        first, second = trio.Event(), trio.Event()
-        dead, done = trio.Event(), trio.Event()
-
-        async def run_stores() -> None:
-            async with bench.store(port=port) as store:
-                first.set()
-                await dead.wait()
-                await store.program.kill()
-            async with bench.store(port=port):
-                second.set()
-                await done.wait()
-
-        nursery.start_soon(run_stores)
-        await first.wait()
-        transfer = connector(f"infinistore://127.0.0.1:{port}")
-
-        async def kill_early(ended: int) -> None:
-            if ended == -(-bench.prompts // 3):
-                dead.set()
-            if ended == -(-2 * bench.prompts // 3):
-                await second.wait()
-
-        async with bench.vllm(transfer, "--no-enable-prefix-caching") as server:
-            bench.tell("kill: the store dies when a third of the requests have ended")
-            answers, failed = await ask_all(bench, server, kill_early)
-            hits, rounds, same = 0, 0, True
-            while not hits and rounds < 5:
-                rounds += 1
-                bench.tell("kill: the store is back")
-                before = await bench.hit_tokens(server)
-                again, more = await ask_all(bench, server)
-                failed, same = failed + more, same and again == answers
-                hits = await bench.hit_tokens(server) - before
-        done.set()
-    figures: dict[str, float] = {"failed": failed, "rounds until found": rounds, "hit tokens": hits, "same": same}
-    text = f"the store was killed: {failed} requests failed; back again, {hits} tokens came from it"
-    text += f" in round {rounds} of the same prompts, {'the same answers' if same else 'OTHER ANSWERS'}"
-    return Outcome([], figures, text, failed=bool(failed) or not hits or not same)
-
-
-async def with_overhead(bench: Bench) -> Outcome:
-    alone = "--no-enable-prefix-caching"
-    rates: dict[str, list[float]] = {"with": [], "without": []}
-    async with bench.store() as store:
-        transfer = connector(f"infinistore://{store.address}")
-        async with (
-            bench.vllm(transfer, alone, unbound=True) as using,
-            bench.vllm(None, alone, unbound=True) as without,
-        ):
-            began = trio.current_time()
-            for number in range(OVERHEAD_ROUNDS):
-                if number >= OVERHEAD_AT_LEAST and trio.current_time() - began > 60 * bench.overhead_minutes:
-                    bench.advance(2 * (OVERHEAD_ROUNDS - number))
-                    break
-                pair = [("with", using), ("without", without)]
-                for name, server in pair if number % 2 else reversed(pair):
-                    what = f"overhead, {name} the connector, {number + 1} of {OVERHEAD_ROUNDS}"
-                    made = await bench.round(what, server, seed=SEED + 1 + number)  # prompts that nobody has stored
-                    rates[name].append(made.prompts_a_s)
-    ratio = statistics.median(rates["with"]) / statistics.median(rates["without"])
-    rounds = len(rates["with"])
-    each = "; ".join(f"{name}: {', '.join(f'{rate:.2f}' for rate in rates[name])}" for name in rates)
-    text = f"with nothing to reuse, the connector has {ratio:.3f} of the throughput without (prompts/s {each})"
-    return Outcome([], {"ratio": ratio, "rounds": rounds}, text)
-
-
-WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
-    "connector": (with_connector, 4),
-    "lmcache": (with_lmcache, 4),
-    "cluster": (with_cluster, 4),
-    "disk": (with_disk, 4),
-    "windows": (with_windows, 4),
-    "pair": (with_pair, 4),
-    "kill": (with_kill, 3),
-    "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),
-}
-"""Each way, and how many starts and rounds it has."""
-
+from programs import ProgramError
+from serve_wanted import WANTED, misses
+from serve_ways import OVERHEAD_AT_LEAST, WAYS, Outcome
+from served import BLOCK_TOKENS, Bench
 
 COLUMNS = ("way", "", "TTFT mean, s", "median", "p99", "cold / warm", "prompts/s", "hits", "same answers")
 
@@ -341,6 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"overhead begins no round after this, but has at least {OVERHEAD_AT_LEAST} of each; default: 4",
     )
     parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="give up after this; default: 60")
+    parser.add_argument("--check", action="store_true", help="fail where a figure is worse than it is wanted to be")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table")
     form.add_argument("--markdown", action="store_true", help="print the table as Markdown, for a page")
@@ -352,6 +131,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--prompts: from 1 to 1000, not {given.prompts}")
     if given.hidden < 64 or given.hidden % 64 or given.layers < 1:
         parser.error("--hidden: a multiple of 64; --layers: at least 1")
+    if given.check and not WANTED.keys() & given.ways:
+        parser.error(f"--check: nothing is wanted of these ways, but of {', '.join(WANTED)}")
     if given.limit <= 0 or given.overhead_minutes <= 0:
         parser.error("--limit and --overhead-minutes: more than 0 minutes")
     return given
@@ -408,7 +189,8 @@ def lines_of(outcome: Outcome) -> list[str]:
 
 
 def main() -> int:
-    """Run it; 1 if a request failed, an answer differed, or nothing was found."""
+    """Run it; 1 if a request failed, an answer differed, nothing was found, or a figure
+    that is checked is worse than wanted."""
     given = parse()
     console = Console(stderr=True)
     with ExitStack() as stack:
@@ -431,7 +213,11 @@ def main() -> int:
         print(as_json(made))
     elif made:
         print_all(made, given)
-    return status or int(any(outcome.failed or not all(row.same for row in outcome.rows) for outcome in made.values()))
+    missed = misses({way: outcome.figures for way, outcome in made.items()}) if given.check else []
+    for line in missed:
+        console.print(line, markup=False)
+    failed = any(outcome.failed or not all(row.same for row in outcome.rows) for outcome in made.values())
+    return status or int(failed or bool(missed))
 
 
 def print_all(outcomes: dict[str, Outcome], given: argparse.Namespace) -> None:

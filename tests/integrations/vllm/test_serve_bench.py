@@ -50,20 +50,6 @@ def test_each_word_of_the_model_is_one_token(tmp_path: Path) -> None:
     assert tokenizer.encode(tokenizer.decode(ordinary)) == ordinary
 
 
-def test_the_table_can_be_pasted_into_a_page() -> None:
-    sys.path.append(str(PROGRAM.parent))
-    from serve_bench import Outcome, Row, as_markdown
-    from served import Round
-
-    cold, warm = (Round(ttft, ttft, 2 * ttft, 1 / ttft, 1000, hits, ("a",)) for ttft, hits in ((4.0, 0), (0.5, 990)))
-    outcome = Outcome([Row("windows", "cold", cold, True), Row("windows", "warm", warm, False)], {"cold / warm": 8.0})
-
-    assert as_markdown([outcome]).splitlines()[2:] == [
-        "| windows | cold | 4.000 | 4.000 | 8.000 |  | 0.25 | 0% | yes |",
-        "| windows | warm | 0.500 | 0.500 | 1.000 | 8.0 | 2.00 | 99% | NO |",
-    ]
-
-
 def test_signals_end_everything_that_was_started(tmp_path: Path) -> None:
     mark = f"SERVE_BENCH_TEST={uuid.uuid4()}"
     environment = dict(os.environ, **dict([mark.split("=")]))

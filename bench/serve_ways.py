@@ -1,0 +1,265 @@
+"""The ways of `serve_bench`: what each one starts, asks and measures. Its docstring says
+what they are.
+"""
+
+import json
+import statistics
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trio
+
+import infinistore
+from programs import ProgramError, free_port
+from served import SEED, Bench, Round, Vllm, cluster
+
+__all__ = ["OVERHEAD_AT_LEAST", "WAYS", "Outcome", "Row"]
+
+OVERHEAD_ROUNDS = 4
+OVERHEAD_AT_LEAST = 2
+"""Rounds of each, however long they take."""
+PAIR_TOKENS = 8
+
+
+class Row(NamedTuple):
+    """A line of the table; `same` is whether it answered as the first of its way."""
+
+    way: str
+    what: str
+    round: Round
+    same: bool
+
+
+class Outcome(NamedTuple):
+    """What a way has measured: rounds, and figures and a sentence of its own."""
+
+    rows: list[Row]
+    figures: dict[str, float]
+    text: str = ""
+    failed: bool = False
+
+
+def connector(url: str, role: str = "kv_both") -> dict[str, Any]:
+    """Return the settings of the connector, as docs/vllm.md has them."""
+    return {
+        "kv_connector": "InfiniStoreConnector",
+        "kv_connector_module_path": "infinistore.integrations.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": url},
+    }
+
+
+async def reuse(
+    bench: Bench,
+    way: str,
+    transfer: dict[str, Any],
+    *,
+    lmcache: Path | None = None,
+    model: Path | None = None,
+    between: Callable[[], Awaitable[None]] | None = None,
+) -> Outcome:
+    """One vLLM after the other, with a store that both use."""
+    async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
+        cold = await bench.round(f"{way}, cold", server)
+    if between is not None:
+        await between()
+    async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
+        warm = await bench.round(f"{way}, warm", server)
+    same = cold.answers == warm.answers
+    rows = [Row(way, "cold", cold, True), Row(way, "warm", warm, same)]
+    return Outcome(rows, {"cold / warm": cold.ttft_mean_s / warm.ttft_mean_s}, failed=not warm.hit_tokens)
+
+
+async def with_connector(bench: Bench) -> Outcome:
+    async with bench.store() as store:
+        return await reuse(bench, "connector", connector(f"infinistore://{store.address}"))
+
+
+async def with_own_cache(bench: Bench) -> Outcome:
+    """A vLLM that has all in its own cache, and one that has none, and the store."""
+    async with bench.vllm(None) as server:
+        computed = await bench.round("own-cache, nothing is cached", server)
+        own = await bench.round("own-cache, in vLLM's own cache", server)
+    async with bench.store() as store:
+        transfer = connector(f"infinistore://{store.address}")
+        async with bench.vllm(transfer, "--no-enable-prefix-caching") as server:
+            stored = await bench.round("own-cache, nothing is stored", server)
+            loaded = await bench.round("own-cache, in the store alone", server)
+    rows = [Row("own-cache", "computed", computed, True)]
+    for what, made in (("own cache", own), ("computed, stored", stored), ("store alone", loaded)):
+        rows.append(Row("own-cache", what, made, made.answers == computed.answers))
+    figures = {
+        "computed / own cache": computed.ttft_mean_s / own.ttft_mean_s,
+        "computed / store": stored.ttft_mean_s / loaded.ttft_mean_s,
+        "store / own cache": loaded.ttft_mean_s / own.ttft_mean_s,
+    }
+    text = f"from the store, the first token takes {figures['store / own cache']:.2f} times as long as from vLLM's own"
+    text += f" cache; computed, {figures['computed / own cache']:.1f} times"
+    return Outcome(rows, figures, text, failed=not loaded.hit_tokens)
+
+
+async def with_lmcache(bench: Bench) -> Outcome:
+    async with bench.store() as store:
+        config = {
+            "chunk_size": 256,
+            "remote_url": f"infinistore://{store.address}/?device=mlx5_1",
+            "remote_serde": "naive",
+            "local_cpu": False,
+            "max_local_cpu_size": 2,  # GB through which each block goes
+        }
+        file = bench.folder / "lmcache.yaml"
+        file.write_text(json.dumps(config))  # which is YAML, too
+        names = {"kv_connector": "LMCacheConnectorOnCpu", "kv_connector_module_path": "lmcache_on_cpu"}
+        return await reuse(bench, "lmcache", {**names, "kv_role": "kv_both"}, lmcache=file)
+
+
+async def with_cluster(bench: Bench) -> Outcome:
+    async with cluster(bench, 3) as url:
+        return await reuse(bench, "cluster", connector(url))
+
+
+async def with_disk(bench: Bench) -> Outcome:
+    async with bench.store(disk=True) as store:
+        url = f"infinistore://{store.address}"
+
+        async def leave_on_disk() -> None:
+            bench.tell("disk: what is in memory goes to disk")
+            async with infinistore.open_store(url, deadline_s=300) as client:
+                keys = await client.keys(limit=1_000_000)
+                if await client.flush(keys) < len(keys):
+                    raise ProgramError("the disk has no room for all that was stored")
+                await client.evict(0, 0)
+
+        return await reuse(bench, "disk", connector(url), between=leave_on_disk)
+
+
+async def with_windows(bench: Bench) -> Outcome:
+    model = await bench.make_model(bench.layers, bench.hidden, windows=True)
+    async with bench.store() as store:
+        return await reuse(bench, "windows", connector(f"infinistore://{store.address}"), model=model)
+
+
+async def with_pair(bench: Bench) -> Outcome:
+    """Through the proxy first; then the prefill server alone, which reads nothing."""
+    alone = "--no-enable-prefix-caching"
+    async with bench.store() as store:
+        url = f"infinistore://{store.address}"
+        async with (
+            bench.vllm(connector(url, "kv_producer"), alone) as prefill,
+            bench.vllm(connector(url, "kv_consumer"), alone) as decode,
+            bench.proxy(prefill, decode) as proxy,
+        ):
+            by_proxy = await bench.round("pair, by the proxy", proxy, reader=decode, answer_tokens=PAIR_TOKENS)
+            one = await bench.round("pair, one computes", prefill, answer_tokens=PAIR_TOKENS)
+    rows = [Row("pair", "one alone", one, True), Row("pair", "by proxy", by_proxy, by_proxy.answers == one.answers)]
+    return Outcome(rows, {}, failed=not by_proxy.hit_tokens)
+
+
+async def ask_all(
+    bench: Bench, server: Vllm, after: Callable[[int], Awaitable[None]] | None = None
+) -> tuple[list[str], int]:
+    """Ask all prompts at once; return the answers, empty where a request failed, and
+    how many failed. `after` is called with the number of those that have ended.
+    """
+    answers, failed, ended = [""] * bench.prompts, 0, 0
+
+    async def ask(number: int) -> None:
+        nonlocal failed, ended
+        try:
+            answers[number] = await bench.ask(server, bench.prompt(f"kill {number}"), PAIR_TOKENS)
+        except ProgramError:
+            failed += 1
+        ended += 1
+        bench.advance(1 / bench.prompts)
+        if after is not None:
+            await after(ended)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(bench.prompts):
+            nursery.start_soon(ask, number)
+    return answers, failed
+
+
+async def with_kill(bench: Bench) -> Outcome:
+    async with trio.open_nursery() as nursery:
+        port = free_port()
+        first, second = trio.Event(), trio.Event()
+        dead, done = trio.Event(), trio.Event()
+
+        async def run_stores() -> None:
+            async with bench.store(port=port) as store:
+                first.set()
+                await dead.wait()
+                await store.program.kill()
+            async with bench.store(port=port):
+                second.set()
+                await done.wait()
+
+        nursery.start_soon(run_stores)
+        await first.wait()
+        transfer = connector(f"infinistore://127.0.0.1:{port}")
+
+        async def kill_early(ended: int) -> None:
+            if ended == -(-bench.prompts // 3):
+                dead.set()
+            if ended == -(-2 * bench.prompts // 3):
+                await second.wait()
+
+        async with bench.vllm(transfer, "--no-enable-prefix-caching") as server:
+            bench.tell("kill: the store dies when a third of the requests have ended")
+            answers, failed = await ask_all(bench, server, kill_early)
+            hits, rounds, same = 0, 0, True
+            while not hits and rounds < 5:
+                rounds += 1
+                bench.tell("kill: the store is back")
+                before = await bench.hit_tokens(server)
+                again, more = await ask_all(bench, server)
+                failed, same = failed + more, same and again == answers
+                hits = await bench.hit_tokens(server) - before
+        done.set()
+    figures: dict[str, float] = {"failed": failed, "rounds until found": rounds, "hit tokens": hits, "same": same}
+    text = f"the store was killed: {failed} requests failed; back again, {hits} tokens came from it"
+    text += f" in round {rounds} of the same prompts, {'the same answers' if same else 'OTHER ANSWERS'}"
+    return Outcome([], figures, text, failed=bool(failed) or not hits or not same)
+
+
+async def with_overhead(bench: Bench) -> Outcome:
+    alone = "--no-enable-prefix-caching"
+    rates: dict[str, list[float]] = {"with": [], "without": []}
+    async with bench.store() as store:
+        transfer = connector(f"infinistore://{store.address}")
+        async with (
+            bench.vllm(transfer, alone, unbound=True) as using,
+            bench.vllm(None, alone, unbound=True) as without,
+        ):
+            began = trio.current_time()
+            for number in range(OVERHEAD_ROUNDS):
+                if number >= OVERHEAD_AT_LEAST and trio.current_time() - began > 60 * bench.overhead_minutes:
+                    bench.advance(2 * (OVERHEAD_ROUNDS - number))
+                    break
+                pair = [("with", using), ("without", without)]
+                for name, server in pair if number % 2 else reversed(pair):
+                    what = f"overhead, {name} the connector, {number + 1} of {OVERHEAD_ROUNDS}"
+                    made = await bench.round(what, server, seed=SEED + 1 + number)  # prompts that nobody has stored
+                    rates[name].append(made.prompts_a_s)
+    ratio = statistics.median(rates["with"]) / statistics.median(rates["without"])
+    rounds = len(rates["with"])
+    each = "; ".join(f"{name}: {', '.join(f'{rate:.2f}' for rate in rates[name])}" for name in rates)
+    text = f"with nothing to reuse, the connector has {ratio:.3f} of the throughput without (prompts/s {each})"
+    return Outcome([], {"ratio": ratio, "rounds": rounds}, text)
+
+
+WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
+    "connector": (with_connector, 4),
+    "own-cache": (with_own_cache, 6),
+    "lmcache": (with_lmcache, 4),
+    "cluster": (with_cluster, 4),
+    "disk": (with_disk, 4),
+    "windows": (with_windows, 4),
+    "pair": (with_pair, 4),
+    "kill": (with_kill, 3),
+    "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),
+}
+"""Each way, and how many starts and rounds it has."""
