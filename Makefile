@@ -28,7 +28,7 @@ SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-slow dist docs lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-slow dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -104,6 +104,12 @@ test-deploy: .venvs/deploy/.installed ## check the units, render the chart and c
 
 docs: .venvs/docs/.installed ## build the site in build/site; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet
+
+# The plots show what `make compare` measured last on this machine, and are left alone where it has not run.
+pictures: $(VENV)/.installed-disk ## make the pictures in docs/images: of the monitor, the demonstration, and what make compare measured last
+	$(BIN)/python docs/images/monitor_picture.py
+	$(BIN)/python docs/images/demo_picture.py
+	if [ -f bench/out/compare.json ]; then .venvs/compare/bin/python docs/images/performance_pictures.py; fi
 
 # In the distribution's Chromium; without one, it only builds.
 test-docs: .venvs/docs/.installed ## build the site, and look at it in a browser
