@@ -6,7 +6,8 @@ there are, the name and the length of each, and then their bytes. Whoever does n
 a section may skip it if its name begins with `+`, as an ancillary chunk of PNG. So what
 is only added needs no new format, and an older release can read it. All else is a new
 format: then `READERS` keeps the reader of the old one, which returns what it finds as
-sections of the new one.
+sections of the new one; `tests/core/golden` keeps what the old code wrote; and a new
+`Capability` of the protocol says who reads the new one.
 
 Whatever is malformed raises `ValueError`. Leaves to others: what is in the sections.
 """
