@@ -33,6 +33,7 @@ from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorSta
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
 from infinistore.integrations.vllm.pins import Pins, read_prompts
+from infinistore.integrations.vllm.publisher import offer_dumps
 from infinistore.integrations.vllm.reset import delete_all
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -88,6 +89,9 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
         scheduling = role is KVConnectorRole.SCHEDULER
+        if scheduling and self._settings.events_dump_endpoint:
+            blocks = self._settings.events_dump_blocks
+            offer_dumps(vllm_config.kv_events_config, self._settings.events_dump_endpoint, blocks)
         self._store = store = self._open(
             self._settings.lookup_deadline_s if scheduling else self._settings.deadline_s, role
         )

@@ -49,6 +49,10 @@ class ConnectorSettings(RetentionSettings):
     """Requests of this priority, or an earlier one, have their prompts pinned."""
     pin_s: float = 3600.0
     """How long after the last such request they stay pinned."""
+    events_dump_endpoint: str = ""
+    """Where routers that come late ask which blocks there are, as "tcp://*:5559"."""
+    events_dump_blocks: int = 250_000
+    """How many blocks are remembered for that."""
     verify: Literal["always", "never"] = "always"
     """Whether blocks carry checksums."""
 
@@ -109,6 +113,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     ),
     "pin_s": _TIME,
     "ttl_s": ("a number of seconds above 0, or null", lambda value: value is None or is_time(value)),
+    "events_dump_endpoint": _TEXT,
+    "events_dump_blocks": _COUNT,
     "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),
     "verify": ('"always" or "never"', lambda value: value in ("always", "never")),
 }

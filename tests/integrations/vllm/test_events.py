@@ -18,6 +18,7 @@ from infinistore.integrations.vllm.block_events import BlockEvents, Change
 from infinistore.integrations.vllm.groups import Group
 from tests.bad_days.servers import running_server_process
 
+from .dumps import following
 from .running import BENCH, Engines, made_prompts, tokens_of, url_of
 
 # What vLLM imports warns.
@@ -114,7 +115,8 @@ def test_who_follows_the_events_knows_what_is_stored(tmp_path: Path) -> None:
         store = stack.enter_context(blocking.open_store(server.url))
         subscriber = stack.enter_context(socket_of(zmq.SUB, live))
         engines = Engines(model, tmp_path, stack)
-        engine = engines.start("events", "kv_both", {"url": url_of(server)}, kv_events_config=config)
+        settings = {"url": url_of(server), "events_dump_endpoint": f"ipc://{tmp_path}/dumps"}
+        engine = engines.start("events", "kv_both", settings, kv_events_config=config)
         engine.wait_until_ready()
         prompts = made_prompts(21)
         follower = Follower()
@@ -141,6 +143,14 @@ def test_who_follows_the_events_knows_what_is_stored(tmp_path: Path) -> None:
         for batch in replayed(stack.enter_context(socket_of(zmq.DEALER, replay)), 0):
             late.follow(batch)
         assert late.blocks == follower.blocks
+
+        # Or it takes a dump, which has all, however old it is.
+        with following(tmp_path) as later:
+            while len(follower.numbers) < later.next_batch:
+                follower.follow(next_batch())
+            for medium, blocks in follower.blocks.items():
+                assert {block for of, _, block in later.blocks if of == medium} == blocks
+            assert later.left_out == 0
 
         # What is lost is told when a request misses it, and told as stored when it has
         # been written again.

@@ -1,6 +1,7 @@
 """All blocks of an engine are deleted; where some may be left, that is said."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -27,7 +28,7 @@ def three(three_servers: Cluster) -> Iterator[Cluster]:
     three_servers.clear()
 
 
-def open_cluster(cluster: Cluster, *options: str) -> blocking.BlockingStore:
+def open_cluster(cluster: Cluster, *options: str) -> AbstractContextManager[blocking.BlockingStore]:
     return blocking.open_store(cluster.url(*options), deadline_s=600.0, lookup_deadline_s=0.4)
 
 
