@@ -2,11 +2,13 @@
 their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from infinistore.integrations.vllm.stored_blocks import StoredBlocks
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,7 +22,12 @@ BY_PLACE = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lor
 """A stored block, after its tag, as routers read it; then extra keys and the group."""
 
 
-def published(lora_name: str | None = None) -> bytes:
+def published(
+    lora_name: str | None = None,
+    names: Sequence[Any] = HASHES,
+    parent: Any = b"\x09" * 32,
+    kind: str = "full_attention",
+) -> bytes:
     """What vLLM's publisher sends: two stored blocks, and the second removed."""
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
@@ -32,13 +39,13 @@ def published(lora_name: str | None = None) -> bytes:
 
     class Changes:
         def take(self) -> Iterator[Change]:
-            yield Change(tuple(HASHES), b"\x09" * 32, tuple(TOKENS), about, EXTRA_KEYS if lora_name else ())
-            yield Change((HASHES[1],), None, ())
+            yield Change(tuple(names), parent, tuple(TOKENS), about, EXTRA_KEYS if lora_name else ())
+            yield Change((names[1],), None, ())
 
     group = SimpleNamespace(index=0, block_tokens=BLOCK_TOKENS)
     changes: Any = Changes()
     made: Any = group
-    batch = KVEventBatch(ts=1.5, events=list(Teller(changes, made, "full_attention").take()), data_parallel_rank=0)
+    batch = KVEventBatch(ts=1.5, events=list(Teller(changes, made, kind).take()), data_parallel_rank=0)
     written: bytes = msgspec.msgpack.encode(batch)
     return written
 
@@ -95,3 +102,47 @@ def test_all_values_have_the_types_that_readers_take() -> None:
     assert all(isinstance(name, bytes) and len(name) >= 8 for name in hashes)
     assert len(stored["token_ids"]) == len(stored["block_hashes"]) * stored["block_size"]
     assert all(0 <= token < 1 << 32 for token in stored["token_ids"])
+
+
+@pytest.mark.parametrize("lora_name", [None, "adapter"])
+@pytest.mark.parametrize("router", ["llm_d", "aibrix"])
+def test_the_rules_of_routers_in_go_take_every_event(router: str, lora_name: str | None) -> None:
+    """By numbers, as is vLLM's default, and by bytes."""
+    read = reader(router)
+    medium = "storage" if router == "llm_d" else "STORAGE"
+    names = [(1 << 64) - 1, 7]
+
+    stored, gone = read(published(lora_name, names, 9))
+    assert (stored.hashes, stored.parent, stored.tokens, stored.medium) == (names, 9, len(TOKENS), medium)
+    assert (gone.kind, gone.hashes, gone.medium) == ("BlockRemoved", [7], medium)
+    assert [event.hashes for event in read(published(lora_name))] == [
+        [int.from_bytes(name[:8], "big") for name in HASHES],
+        [int.from_bytes(HASHES[1][:8], "big")],
+    ]
+
+
+@pytest.mark.parametrize("router", ["llm_d", "aibrix"])
+def test_the_rules_of_routers_in_go_take_a_dump(router: str) -> None:
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from infinistore.integrations.vllm.publisher import batch_of, follow
+
+    blocks = StoredBlocks(most=10)
+    told = msgspec.msgpack.Decoder(KVEventBatch).decode(published("adapter", [5, 7], 9)).events
+    with blocks.batch():
+        follow(blocks, told[0])
+
+    (stored,) = reader(router)(batch_of(blocks.dump().part(0), 0))
+    assert (stored.hashes, stored.parent, stored.tokens) == ([5, 7], 9, len(TOKENS))
+
+
+def test_the_rules_of_llm_d_leave_out_what_does_not_say_its_kind() -> None:
+    with pytest.raises(ValueError, match="a group says what it is"):
+        reader("llm_d")(published(kind="mamba"))
+
+
+def reader(router: str) -> Callable[[bytes], Any]:
+    from .router_rules import read_as_aibrix, read_as_llm_d
+
+    return read_as_llm_d if router == "llm_d" else read_as_aibrix
