@@ -1,8 +1,8 @@
 """vLLM's MultiConnector with two tiers, and vLLM with two tensor parallel ranks: real
 engines, with the same tokens cold and warm.
 
-vLLM's own offloading to the CPU's memory asks for a GPU, so the first tier is a store,
-too.
+The first tier is another store, or vLLM's own offloading to the CPU's memory, of which
+only the copies are replaced, because they need a GPU (`offloading_on_cpu.py`).
 """
 
 import subprocess
@@ -42,19 +42,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def two_tiers(*connectors: dict[str, object]) -> dict[str, object]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
 def test_the_second_tier_has_what_the_first_has_lost(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         near, far = (stack.enter_context(running_server_process("--prealloc-size", "64MiB")) for _ in range(2))
         stores = [stack.enter_context(blocking.open_store(server.url)) for server in (near, far)]
         tiers = [transfer_config("kv_both", {"url": url_of(server)}) for server in (near, far)]
-        config = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": tiers},
-        }
         engines = Engines(model, tmp_path, stack)
-        engine = engines.start("tiers", kv_transfer_config=config, enable_prefix_caching=False)
+        engine = engines.start("tiers", kv_transfer_config=two_tiers(*tiers), enable_prefix_caching=False)
         engine.wait_until_ready()
         prompts = made_prompts(31)
 
@@ -71,6 +74,42 @@ def test_the_second_tier_has_what_the_first_has_lost(model: Path, tmp_path: Path
         warm = engine.ask(prompts)
         assert (cached(warm), tokens_of(warm)) == ([CACHED] * 3, tokens_of(cold))
         assert "the engine goes on without" in engines.log("tiers")
+
+
+def test_the_store_has_what_vllms_own_offloading_has_evicted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "OffloadingOnCpu",
+            "spec_module_path": "offloading_on_cpu",
+            "cpu_bytes_to_use": 1,
+            "blocks": 24,
+        },
+    }
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server_process("--prealloc-size", "64MiB"))
+        store = stack.enter_context(blocking.open_store(server.url))
+        tiers = two_tiers(offloading, transfer_config("kv_both", {"url": url_of(server)}))
+        engine = Engines(model, tmp_path, stack).start("own", kv_transfer_config=tiers, enable_prefix_caching=False)
+        engine.wait_until_ready()
+        prompts = made_prompts(33)
+
+        cold = engine.ask(prompts)
+        keys = stored(engine, store, KEYS)
+        store.delete(keys)
+        warm = engine.ask(prompts)
+        assert (cached(warm), tokens_of(warm)) == ([CACHED] * 3, tokens_of(cold)), "of the engine's own tier"
+        assert stored(engine, store, KEYS) == keys
+        before = store.stats().store.hits
+        for other in made_prompts(34, count=4):  # more than its own tier has room for
+            engine.ask([other], max_tokens=1)
+        warm = engine.ask(prompts)
+        assert (cached(warm), tokens_of(warm)) == ([CACHED] * 3, tokens_of(cold)), "of the store"
+        assert store.stats().store.hits >= before + KEYS
 
 
 @pytest.mark.slow
