@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def two_tiers(*connectors: dict[str, object]) -> dict[str, object]:
+def two_tiers(*connectors: dict[str, Any]) -> dict[str, Any]:
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
