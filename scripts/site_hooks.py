@@ -83,7 +83,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = MERMAID.sub(lambda found: _pictures(found[1], folder), markdown)
     markdown = PART.sub(lambda found: _part(found[1], found[2], page), markdown)
     markdown = _by_theme(markdown)
-    if "<picture>" in markdown:
+    if re.search(r"^<picture>", markdown, re.MULTILINE):
         raise ValueError(f"{page.file.src_uri}: a <picture> is written in another way than the others")
     code = FENCED.findall(markdown)
     prose = [LINK.sub(lambda found: _link(found, page.file.src_uri), text) for text in FENCED.split(markdown)]
