@@ -132,7 +132,7 @@ async def test_a_cancelled_wait_loses_no_bytes_and_another_may_follow() -> None:
             with trio.move_on_after(0.01):
                 await reactions.receive()
         peer.send(b"wake")
-        assert await reactions.receive() == 4, "what is there already is received at once"
+        assert await reactions.receive() == 1000
         stream.close()
         peer.close()
 
@@ -174,33 +174,36 @@ async def test_sockets_that_are_always_ready_leave_others_their_turn() -> None:
 
 async def test_who_is_alone_is_woken_to_wait_awake() -> None:
     now = 0.0
-    spinner = Spinner(400, lambda: now)
+
+    def clock() -> float:
+        nonlocal now
+        now += 10e-6
+        return now
+
+    spinner = Spinner(400, clock)
     async with looked_at() as ready, trio.open_nursery() as nursery:
         stream, peer = pair(ready, spinner)
         reactions = Reactions(stream)
-        results: list[int] = []
-
-        async def wait() -> None:
-            results.append(await reactions.receive())
-
-        nursery.start_soon(wait)
+        nursery.start_soon(reactions.receive)
         await trio.testing.wait_all_tasks_blocked()
-        await reactions.send(peer, b"first")
-        assert reactions.seen == [b"first"]
-        now = 1e-3
-        await reactions.send(peer, b"second")
-        assert reactions.seen == [b"first", b"second"], "not alone for long enough"
-        now = 2.5e-3
-        await reactions.send(peer, b"third")
-        assert results == [5]
-        stream.close()
-        peer.close()
+        for number, pause_s in enumerate((0.0, 1e-3, 1e-3)):
+            now += pause_s
+            assert spinner.statistics().spins == 0, "not alone for long enough"
+            await reactions.send(peer, b"%d" % number)
+        assert spinner.statistics().spins == 1
+        assert reactions.seen == [b"0", b"1", b"2"]
+        now += 10e-3
+        await reactions.send(peer, b"3")
+        assert spinner.statistics().spins == 1, "nothing came for long"
+        nursery.cancel_scope.cancel()
+    stream.close()
+    peer.close()
 
 
 async def test_sockets_that_nobody_looks_at_are_waited_for_as_usual() -> None:
     stream, peer = pair(ReadySockets())
     peer.send(b"data")
-    assert await Reactions(stream).receive() == 4
+    assert await Reactions(stream, wake_at=b"data").receive() == 1000
     stream.close()
     peer.close()
 

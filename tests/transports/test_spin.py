@@ -196,8 +196,24 @@ def test_misses_before_the_debt_is_paid_make_it_spin_at_ever_fewer_chances() -> 
     assert one.spins(100) == 100
 
 
+def test_a_chance_that_somebody_else_has_is_skipped_as_one_to_spin() -> None:
+    one, other = fixture("adaptive"), fixture("adaptive")
+    for each in (one, other):
+        each.sock.comes = False
+        assert each.spins(3) == 2
+    skipped = 0
+    while not one.spinner.chance(one.sock):
+        one.spinner.moved(one.sock)
+        skipped += 1
+    assert other.spins(skipped) == 0
+    assert other.spins(1) == one.spins(1) == 1
+
+
 def test_a_spinner_that_is_off_never_spins() -> None:
     assert fixture("off").spins(10) == fixture(0).spins(10) == 0
+    off = fixture("off")
+    off.spinner.moved(off.sock)
+    assert not off.spinner.chance(off.sock)
 
 
 def test_a_fixed_time_skips_at_most_eight_chances() -> None:

@@ -97,6 +97,18 @@ class Spinner:
             and not (self._skip and self._adaptive)
         )
 
+    def chance(self, stream: object) -> bool:
+        """Whether the next `spin` for a stream, soon, would spin. If it would be
+        skipped, this has been.
+        """
+        now = self.clock()
+        if stream is not self._last or now - self._last_at > _RECENT_S or now - self._alone_since < _ALONE_S:
+            return False
+        if self._skip:
+            self._skip -= 1
+            return False
+        return self._spin_s > 0
+
     def spin(
         self, stream: object, sock: socket.socket, views: Sequence[memoryview], *, until: float = 0.0
     ) -> int | None:

@@ -37,6 +37,8 @@ __all__ = ["SocketStream", "accept", "connect_tcp", "connect_unix", "listen_tcp"
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 _SPIN_COST_BYTES = 512 * 1024
+_AWAKE = -2
+"""Says that what has come was dealt with, and more of it is to be waited for awake."""
 
 
 class SocketStream:
@@ -83,61 +85,74 @@ class SocketStream:
             if self._credit < 0:
                 await self._yield()
 
-    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
-        """As `receive_into` of one view, but what comes while other streams are busy,
-        too, goes to `react`."""
-        if self.ready is None or not self.ready.runs:
-            return await self.receive_into(views)
-
-        def react_or_wake(count: int) -> int | None:
-            spinner = self._spinner
-            if spinner is not None:
-                alone = spinner.may_spin(self)
-                spinner.moved(self)
-                if alone:  # whoever is woken waits awake for the next bytes
-                    return count
-            return react(count)
-
-        return await self.receive_into(views, react=react_or_wake)
-
-    async def receive_into(
-        self, views: Sequence[memoryview], deadline: float = math.inf, react: React | None = None
-    ) -> int:
+    async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:
         """Wait for at least one byte; 0 is the end of the stream."""
         if self._credit < 0:  # before anything has moved, so that a cancelled receive loses no bytes
             await self._yield()
-        while True:
-            count: int | None = None
-            if self._has_sent:
-                # The peer hardly has an answer to that already: to try would raise.
-                self._has_sent = False
+        while (count := self._receive_now(views)) is None:
+            if self._awake_until and self._is_awake():
+                await self._yield()
             else:
-                try:
-                    count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    raise broken(error) from error
-            if count is None and self._spinner is not None and not self._drowsy:
-                count = self._spin(self._spinner, views)
-            if count is None:
-                if self._awake_until and self._is_awake():
-                    await self._yield()
-                elif react is not None and self.ready is not None:
-                    count = await self.ready.receive(self.socket, views[0], react)
-                    self._credit = _YIELD_AFTER_BYTES
-                    self._awake_until = 0.0
-                    self._drowsy = False
+                await self._wait(trio.lowlevel.wait_readable, deadline)
+        return count
+
+    async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
+        """As `receive_into` of one view, and what comes goes to `react`. While other
+        streams are busy, too, one task looks at all of them (`ready`).
+        """
+
+        def react_or_wake(count: int) -> int | None:
+            spinner = self._spinner
+            alone = spinner is not None and spinner.chance(self)
+            if spinner is not None:
+                spinner.moved(self)
+            answer = react(count)
+            return _AWAKE if answer is None and alone else answer
+
+        while True:
+            if self._credit < 0:
+                await self._yield()
+            count = self._receive_now(views)
+            if count is not None:
+                answer = react(count) if count else 0
+                if answer is not None:
+                    return answer
+            elif self._awake_until and self._is_awake():
+                await self._yield()
+            elif self.ready is None or not self.ready.runs:
+                await self._wait(trio.lowlevel.wait_readable)
+            else:
+                count = await self.ready.receive(self.socket, views[0], react_or_wake)
+                self._credit = _YIELD_AFTER_BYTES
+                self._awake_until = 0.0
+                self._drowsy = False
+                if count != _AWAKE:
                     return count
-                else:
-                    await self._wait(trio.lowlevel.wait_readable, deadline)
-                continue
-            if self._spinner is not None:
+
+    def _receive_now(self, views: Sequence[memoryview]) -> int | None:
+        """Receive what is there, or comes while it is worth waiting awake; None if
+        nothing does."""
+        count: int | None = None
+        if self._has_sent:
+            # The peer hardly has an answer to that already: to try would raise.
+            self._has_sent = False
+        else:
+            try:
+                count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise broken(error) from error
+        if self._spinner is not None:
+            if count is None and not self._drowsy:
+                count = self._spin(self._spinner, views)
+            if count is not None:
                 self._spinner.moved(self)
+        if count is not None:
             self._credit -= count + _CALL_COST_BYTES
             self._awake_until = 0.0
             self._drowsy = False
-            return count
+        return count
 
     def stay_awake(self, seconds: float) -> None:
         """Spin for up to this time from now on, in short pieces, if the stream may spin
@@ -202,7 +217,11 @@ class SocketStream:
 
     def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
         """Send of a short message what needs no waiting; return what is left."""
-        return send_at_once(self.socket, views)
+        views = send_at_once(self.socket, views)
+        self._has_sent = True
+        if self._spinner is not None:
+            self._spinner.moved(self)
+        return views
 
     def close(self) -> None:
         """Close the socket."""
