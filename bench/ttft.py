@@ -315,17 +315,10 @@ OTHERS = {"overhead": overhead, "read": read, "disk": disk}
 @contextmanager
 def running_store(folder: Path, pool: str, *, disk: bool = False) -> Iterator[str]:
     """Run a server, with as much disk as memory or none; yield its address."""
-    flags = [
-        "--host",
-        "127.0.0.1",
-        "--service-port",
-        "0",
-        "--manage-port",
-        "0",
-        "--unix-socket",
-        str(folder / "socket"),
-        *(["--disk", f"{folder / 'disk'}:{pool}", "--disk-admission", "eager"] if disk else []),
-    ]
+    flags = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0"]
+    flags += ["--unix-socket", str(folder / "socket")]
+    if disk:
+        flags += ["--disk", f"{folder / 'disk'}:{pool}", "--disk-admission", "eager"]
     command = [sys.executable, "-P", "-m", "infinistore", *flags, "--prealloc-size", pool, "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
