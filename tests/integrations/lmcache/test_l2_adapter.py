@@ -273,6 +273,13 @@ def test_a_pool_that_is_too_small_fails_the_store_alone(adapter: InfiniStoreL2Ad
     assert store(adapter, object_keys(1), [memory.make_block(0)]).is_successful()
 
 
+def test_engines_with_another_number_of_workers_have_other_keys(adapter: InfiniStoreL2Adapter, memory: Worker) -> None:
+    of_two, of_four = (object_keys(2, rank=ObjectKey.ComputeKVRank(size, 0, size, 0)) for size in (2, 4))
+    store(adapter, of_two, [memory.make_block(seed) for seed in range(2)])
+    assert look_up(adapter, of_four) == []
+    assert look_up(adapter, of_two) == [0, 1]
+
+
 @pytest.mark.parametrize(("ttl_s", "found"), [(None, [0, 1, 2]), (3600, [0, 1, 2]), (1e-6, [])])
 def test_objects_end_after_the_time_that_is_set(
     ttl_s: float | None, found: list[int], server: ServerProcess, memory: Worker

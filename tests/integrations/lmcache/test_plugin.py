@@ -87,6 +87,14 @@ def tagged_with(key: CacheEngineKey, configs: dict[str, str]) -> CacheEngineKey:
     return CacheEngineKey(key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.dtype, configs)
 
 
+def test_engines_with_another_number_of_workers_have_other_keys(worker: Worker) -> None:
+    """A worker of two has half of the heads of one alone."""
+    (alone,) = keys_of(1)
+    of_two = [CacheEngineKey(alone.model_name, 2, rank, alone.chunk_hash, alone.dtype) for rank in range(2)]
+    worker.put(of_two, [worker.make_block(rank) for rank in range(2)])
+    assert [worker.backend.contains(key) for key in (alone, *of_two)] == [False, True, True]
+
+
 def test_blocks_come_back_as_they_were_stored(worker: Worker) -> None:
     keys, blocks = keys_of(5), [worker.make_block(seed) for seed in range(5)]
     assert worker.backend.batched_contains(keys) == 0
