@@ -35,13 +35,16 @@ def no_error_kept() -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
+    gc.collect()
+    frozen = gc.get_freeze_count()  # by the whole session, and that stays so
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def held_after(*calls: Callable[[], Any]) -> int:
