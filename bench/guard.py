@@ -7,7 +7,8 @@ beside this file.
 
 Times swing by a factor of two where cores are shared; the number of instructions does
 not. Valgrind counts them. Client, server and store run in one thread (`guarded.py`), so
-that two runs differ by a few in ten thousand.
+that two runs differ by a few in ten thousand; with the Trio client, whose loop is also
+the server's, by up to two in a hundred.
 
 How many instructions Python takes depends on its version and on how it was built. So
 there are numbers for each minor version, and each is relative to work that has nothing
@@ -31,7 +32,16 @@ from callgrind import read_counts, start_counted, why_not
 
 __all__ = ["Counts", "differences"]
 
-GROUPS = ("shared memory", "socket", "cluster of one, socket", "shared memory, asking", "core", "embedded", "protocol")
+GROUPS = (
+    "shared memory",
+    "socket",
+    "Trio client",
+    "cluster of one, socket",
+    "shared memory, asking",
+    "core",
+    "embedded",
+    "protocol",
+)
 """Longest first: two run at a time, each in a process of its own."""
 CALIBRATION = "calibration"
 CALLS = 64

@@ -2,8 +2,8 @@
 
     guarded.py GROUP [--plant "NAME: 0.15"]
 
-Blocks are short, so that what is counted is the store's own work: how many instructions
-a copy or a hash takes depends on the processor. Each operation has keys of its own, and
+Most blocks are short, so that what is counted is the store's own work: how many
+instructions a copy or a hash takes depends on the processor. Each operation has keys of its own, and
 is counted when it has been called often enough to be in its stride. Work that it leaves
 for later counts, too.
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
+from inspect import iscoroutine
 from itertools import cycle, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -37,16 +38,20 @@ from infinistore.protocol.messages import Get, Keys, LeaseReply, Message, Number
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
+    from infinistore.client import AsyncStore
+    from infinistore.config import ServerConfig
 
 __all__ = ["CALIBRATION", "CALLS"]
 
 KIB, MIB = 1024, 1024 * 1024
-BLOCK_BYTES = 512
+BLOCK_BYTES, LONG_BLOCK_BYTES = 512, 64 * KIB
 CALLS = 64
 """How often each operation is called before it is counted, and how often while it is.
 """
 CALIBRATION = "calibration"
 CLUSTER = "cluster of one, socket"
+TRIO = "Trio client"
+LONG = ("put 64 KiB", "get 64 KiB", "get_into 64 KiB")
 
 
 class Operation(NamedTuple):
@@ -210,18 +215,22 @@ def _all_operations(store: "BlockingStore", settle: Callable[[], object]) -> Ite
         "match_prefix 256": partial(store.match_prefix, stored("match_prefix", 256)),
         "put and delete 64": partial(put_and_delete, [(key, bytes(BLOCK_BYTES)) for key in names(64, "delete")]),
     }
+    (long,) = names(1, "long")
+    calls |= {
+        "put 64 KiB": partial(store.put, long, bytes(LONG_BLOCK_BYTES)),
+        "get 64 KiB": partial(store.get, long),
+        "get_into 64 KiB": partial(store.get_into, long, bytearray(LONG_BLOCK_BYTES)),
+    }
     for name, call in calls.items():
         yield name, Operation(call, settle)
 
 
-def remote_operations(stack: ExitStack, group: str, left_out: Sequence[str] = (), **options: Any) -> Operations:
-    """A blocking client of a server, both in this thread."""
-    from infinistore.blocking import open_store  # late: an import takes seconds under valgrind
+def server_config(stack: ExitStack) -> "ServerConfig":
+    """A server with a Unix socket in a folder of its own."""
     from infinistore.config import ServerConfig
-    from stepped_server import stepped_server
 
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    config = ServerConfig(
+    return ServerConfig(
         service_port=0,
         manage_port=None,
         unix_socket=f"{folder}/store.sock",
@@ -229,6 +238,14 @@ def remote_operations(stack: ExitStack, group: str, left_out: Sequence[str] = ()
         minimal_allocate_bytes=KIB,
         spin_us=0,
     )
+
+
+def remote_operations(stack: ExitStack, group: str, left_out: Sequence[str] = (), **options: Any) -> Operations:
+    """A blocking client of a server, both in this thread."""
+    from infinistore.blocking import open_store  # late: an import takes seconds under valgrind
+    from stepped_server import stepped_server
+
+    config = server_config(stack)
     stack.enter_context(stepped_server(config))
     scheme = "shm" if "inline_bytes" in options else "unix"
     url = f"{scheme}://{config.unix_socket}"
@@ -261,26 +278,26 @@ GROUPS: dict[str, Callable[[ExitStack], Operations]] = {
     "protocol": protocol_operations,
     "embedded": embedded_operations,
     "socket": lambda stack: remote_operations(stack, "socket"),
-    CLUSTER: lambda stack: remote_operations(stack, CLUSTER),
+    CLUSTER: lambda stack: remote_operations(stack, CLUSTER, LONG),
     "shared memory": lambda stack: remote_operations(stack, "shared memory", inline_bytes=0),
     "shared memory, asking": lambda stack: remote_operations(
         stack,
         "shared memory, asking",
-        ("exists", "match_prefix 256", "get", "get_many 64"),
+        ("exists", "match_prefix 256", "get", "get_many 64", *LONG),
         inline_bytes=0,
         known_blocks=0,
     ),
 }
 
 
-def count(operations: Operations, planted: str, fraction: float) -> None:
-    """Count each operation. Of the one that is planted, that fraction of the calls is
-    made twice.
+def counted(operations: Operations, planted: str, fraction: float) -> Iterator[Callable[[], Any]]:
+    """Yield every call that is to be made before the next one is asked for; count those
+    of each operation. Of the one that is planted, that fraction of the calls is made
+    twice.
     """
     for operation in operations.values():
-        for _ in range(CALLS):
-            operation.call()
-        operation.settle()
+        yield from repeat(operation.call, CALLS)
+        yield operation.settle
     for thread in threading.enumerate():
         if thread.name == "infinistore-populate":
             thread.join()
@@ -289,19 +306,67 @@ def count(operations: Operations, planted: str, fraction: float) -> None:
     counter = Counter()
     counter.begin()
     for name, (call, settle) in operations.items():
-        call()
-        settle()
+        yield call
+        yield settle
         calls = CALLS + round(CALLS * fraction) if name == planted else CALLS
         counter.reset()
-        for _ in repeat(None, calls):
-            call()
-        settle()
+        yield from repeat(call, calls)
+        yield settle
         counter.note(name)
+
+
+def count(operations: Operations, planted: str, fraction: float) -> list[str]:
+    """Count each operation; return their names."""
+    for call in counted(operations, planted, fraction):
+        call()
+    return list(operations)
+
+
+async def count_in_trio(stack: ExitStack, planted: str, fraction: float) -> list[str]:
+    """Count what a Trio client takes, together with its server in the same loop."""
+    import trio
+
+    import infinistore
+    from infinistore.server import serve
+
+    config = server_config(stack)
+    async with trio.open_nursery() as nursery:
+        addresses = await nursery.start(serve, config)
+        async with (
+            infinistore.open_store(f"tcp://127.0.0.1:{addresses.port}", spin_us=0) as by_tcp,
+            infinistore.open_store(f"unix://{config.unix_socket}", spin_us=0) as by_unix,
+        ):
+            operations = calibration_operations(stack)
+            operations |= trio_operations("TCP", by_tcp) | trio_operations("Unix socket", by_unix)
+            for call in counted(operations, planted, fraction):
+                if iscoroutine(made := call()):
+                    await made
+        nursery.cancel_scope.cancel()
+    return list(operations)
+
+
+def trio_operations(how: str, store: "AsyncStore") -> Operations:
+    """What engines ask a Trio client for: what to await is what a call returns."""
+    small, long = names(2, how)
+    many = names(64, f"{how}/many")
+    pairs = [(key, bytes(BLOCK_BYTES)) for key in many]
+    targets = [(key, bytearray(BLOCK_BYTES)) for key in many]
+    calls: dict[str, Callable[[], object]] = {
+        "put": partial(store.put, small, bytes(BLOCK_BYTES)),
+        "get": partial(store.get, small),
+        "get_into": partial(store.get_into, small, bytearray(BLOCK_BYTES)),
+        "exists": partial(store.exists, small),
+        "put 64 KiB": partial(store.put, long, bytes(LONG_BLOCK_BYTES)),
+        "get_into 64 KiB": partial(store.get_into, long, bytearray(LONG_BLOCK_BYTES)),
+        "put_many 64": partial(store.put_many, pairs),
+        "get_many_into 64": partial(store.get_many_into, targets),
+    }
+    return {f"{TRIO}, {how}: {name}": Operation(call) for name, call in calls.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("group", choices=[*GROUPS, TRIO])
     parser.add_argument("--plant", default="")
     arguments = parser.parse_args()
     planted, _, fraction = arguments.plant.rpartition(": ")
@@ -310,11 +375,16 @@ def main() -> None:
     time.monotonic = repeat(time.monotonic()).__next__
     random.seed(0)
     with ExitStack() as stack:
-        operations = calibration_operations(stack) | GROUPS[arguments.group](stack)
-        count(operations, planted, float(fraction or 0))
+        plant = planted, float(fraction or 0)
+        if arguments.group == TRIO:
+            import trio
+
+            counted_names = trio.run(count_in_trio, stack, *plant)
+        else:
+            counted_names = count(calibration_operations(stack) | GROUPS[arguments.group](stack), *plant)
     of_packages = {name: version(name) for name in ("attrs", "bitarray", "msgpack", "trio", "xxhash")}
     package = str(Path(infinistore.__file__).parent)
-    print(json.dumps({"package": package, "versions": of_packages, "names": list(operations)}))
+    print(json.dumps({"package": package, "versions": of_packages, "names": counted_names}))
 
 
 if __name__ == "__main__":
