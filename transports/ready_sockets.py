@@ -46,10 +46,11 @@ class ReadySockets:
         """Whether somebody looks at them."""
         return self._epoll is not None
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look at them until it is cancelled."""
         with select.epoll() as epoll:
             self._epoll = epoll
+            task_status.started()
             try:
                 while True:
                     await trio.lowlevel.wait_readable(epoll.fileno())

@@ -85,7 +85,7 @@ class Server:
         self._environment = environment
         self._background = background
         self._drain = trio.Event()
-        self._ready: ReadySockets | None = None
+        self._ready = ReadySockets()
 
     @property
     def core(self) -> StoreCore:
@@ -114,6 +114,8 @@ class Server:
             if before is not None:
                 await before()
             async with trio.open_nursery() as nursery:
+                if any(isinstance(listener, socket.socket) for listener in listeners):  # none are, in a simulation
+                    await nursery.start(self._ready.run)
                 on_listening()
                 if await self._serve_until_replaced(listeners, nursery) or await self._keep():
                     background.cancel_scope.cancel()
@@ -268,9 +270,6 @@ class Server:
                 continue
             self.telemetry.connections_total += 1
             if isinstance(stream, SocketStream):
-                if self._ready is None:
-                    self._ready = ReadySockets()
-                    nursery.start_soon(self._ready.run)
                 stream.ready = self._ready
             if secure is not None:
                 stream = secure(stream)

@@ -21,8 +21,7 @@ async def looked_at() -> AsyncIterator[ReadySockets]:
     """Sockets that somebody looks at."""
     ready = ReadySockets()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ready.run)
-        await trio.testing.wait_all_tasks_blocked()
+        await nursery.start(ready.run)
         yield ready
         nursery.cancel_scope.cancel()
 
