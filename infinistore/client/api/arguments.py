@@ -17,6 +17,7 @@ __all__ = [
     "Pairs",
     "batch_to_get",
     "batch_to_put",
+    "block_to_get",
     "block_to_put",
     "check_hold",
     "check_hold_token",
@@ -78,6 +79,15 @@ def batch_to_get(items: Pairs) -> Batch | DeviceBatch:
         except OnDevice:
             return device_batch(keys, buffers)
     return Batch(keys, views)
+
+
+def block_to_get(key: str, buffer: BufferLike) -> Batch | DeviceBatch:
+    """Return the batch of one block, as `batch_to_get` does."""
+    keys = CheckedKeys((key,))
+    try:
+        return _new(Batch, (keys, [writable(buffer)]))
+    except OnDevice:
+        return device_batch(keys, (buffer,))
 
 
 def sizes_to_reserve(sizes: Mapping[str, int]) -> tuple[list[str], list[int]]:

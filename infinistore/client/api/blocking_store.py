@@ -12,6 +12,7 @@ from infinistore.client.api.arguments import (
     Pairs,
     batch_to_get,
     batch_to_put,
+    block_to_get,
     block_to_put,
     check_hold,
     check_hold_token,
@@ -104,10 +105,8 @@ class BlockingStore(ABC):
         checked = block_to_put(key, data)
         if isinstance(checked, DeviceBatch):
             self.put_batch(checked, ttl_s=ttl_s)
-        elif ttl_s is None:
-            self._call(Put(checked))
         else:
-            self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
+            self._call(Put(checked, ttl_us=0 if ttl_s is None else ttl_in_us(ttl_s)))
 
     def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.
@@ -160,7 +159,7 @@ class BlockingStore(ABC):
             BufferTooSmall: the block is longer than the buffer.
             ChecksumMismatch: the bytes are not those that were written.
         """
-        length = self.get_many_into([(key, buffer)])[0]
+        length = self._get_into(block_to_get(key, buffer))[0]
         if length is None:
             raise KeyNotFound(f"{key!r} is not in the store")
         return length
@@ -182,14 +181,15 @@ class BlockingStore(ABC):
                 holds for each part.)
             ChecksumMismatch: the bytes are not those that were written.
         """
-        checked = batch_to_get(items)
-        if isinstance(checked, DeviceBatch):
-            lengths = self.get_batch_into(checked, all_or_nothing)
-        else:
-            lengths = self._call(GetInto(checked, all_or_nothing))
+        lengths = self._get_into(checked := batch_to_get(items), all_or_nothing)
         if all_or_nothing:
             check_all_there(checked.keys, lengths)
         return lengths
+
+    def _get_into(self, checked: Batch | DeviceBatch, all_or_nothing: bool = False) -> list[int | None]:
+        if isinstance(checked, DeviceBatch):
+            return self.get_batch_into(checked, all_or_nothing)
+        return self._call(GetInto(checked, all_or_nothing))
 
     def lease(self, keys: Iterable[str], *, verify: bool = False) -> BlockingLease:
         """Read blocks in place: `with store.lease(keys) as views`.

@@ -11,6 +11,7 @@ from infinistore.client.api.arguments import (
     Pairs,
     batch_to_get,
     batch_to_put,
+    block_to_get,
     block_to_put,
     check_hold,
     check_hold_token,
@@ -105,10 +106,8 @@ class AsyncStore(ABC):
         checked = block_to_put(key, data)
         if isinstance(checked, DeviceBatch):
             await self.put_batch(checked, ttl_s=ttl_s)
-        elif ttl_s is None:
-            await self._call(Put(checked))
         else:
-            await self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
+            await self._call(Put(checked, ttl_us=0 if ttl_s is None else ttl_in_us(ttl_s)))
 
     async def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.
@@ -161,7 +160,7 @@ class AsyncStore(ABC):
             BufferTooSmall: the block is longer than the buffer.
             ChecksumMismatch: the bytes are not those that were written.
         """
-        length = (await self.get_many_into([(key, buffer)]))[0]
+        length = (await self._get_into(block_to_get(key, buffer)))[0]
         if length is None:
             raise KeyNotFound(f"{key!r} is not in the store")
         return length
@@ -183,14 +182,15 @@ class AsyncStore(ABC):
                 holds for each part.)
             ChecksumMismatch: the bytes are not those that were written.
         """
-        checked = batch_to_get(items)
-        if isinstance(checked, DeviceBatch):
-            lengths = await self.get_batch_into(checked, all_or_nothing)
-        else:
-            lengths = await self._call(GetInto(checked, all_or_nothing))
+        lengths = await self._get_into(checked := batch_to_get(items), all_or_nothing)
         if all_or_nothing:
             check_all_there(checked.keys, lengths)
         return lengths
+
+    async def _get_into(self, checked: Batch | DeviceBatch, all_or_nothing: bool = False) -> list[int | None]:
+        if isinstance(checked, DeviceBatch):
+            return await self.get_batch_into(checked, all_or_nothing)
+        return await self._call(GetInto(checked, all_or_nothing))
 
     def lease(self, keys: Iterable[str], *, verify: bool = False) -> AsyncLease:
         """Read blocks in place: `async with store.lease(keys) as views`.

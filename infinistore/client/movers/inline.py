@@ -3,7 +3,7 @@ connection.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -12,7 +12,7 @@ from infinistore.client.movers.base import GetPart, Mover, PutPart
 from infinistore.client.movers.channel import BlocksReply, Channel, present_in
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import NO_CHECKSUM, Get, Keys, Numbers, Put, PutReply
+from infinistore.protocol.messages import MISSING, NO_CHECKSUM, Get, Keys, Numbers, Put, PutReply
 from infinistore.protocol.span import Span
 
 __all__ = ["InlineMover", "read_payload", "skipped_keys"]
@@ -63,6 +63,34 @@ class InlineMover(Mover):
         channel.check_reply(get, reply)
         await read_payload(channel, part, reply, part.destination(reply.sizes, part.first))
         return len(reply.sizes)
+
+    async def put_one(self, keys: list[str], view: memoryview) -> list[str]:
+        """Send one block, in place of what its key had; return no key."""
+        channel = self._channel
+        verify, size = channel.verify, len(view)
+        views = [view, memoryview(array("Q", (xxh3_64_intdigest(view),))).cast("B")] if verify else [view]
+        put = Put(Keys(keys), Numbers(array("Q", (size,))), verify)
+        reply: Any = await channel.ask(put, [views], size + 8 if verify else size)
+        return skipped_keys(keys, reply) if reply.skipped else []
+
+    async def get_one(self, keys: list[str], view: memoryview) -> int | None:
+        """Receive one block into a view, or the front of it; return its length, None if
+        it is missing."""
+        channel = self._channel
+        get = Get(Keys(keys), Numbers(array("Q", (len(view),))), channel.verify)
+        reply: Any = await channel.ask(get)
+        channel.check_reply(get, reply)
+        size: int = reply.sizes[0]
+        if size == MISSING:
+            return None
+        view = view if size == len(view) else view[:size]
+        part = GetPart(get.keys, get.capacities, [view], _nowhere, 0, channel.verify)
+        await read_payload(channel, part, reply, [view])
+        return size
+
+
+def _nowhere(sizes: Sequence[int], first: int) -> list[memoryview]:
+    raise NotImplementedError("the block has its place")
 
 
 async def read_payload(channel: Channel, part: GetPart, reply: BlocksReply, views: list[memoryview]) -> None:

@@ -13,6 +13,7 @@ from infinistore.client import requests
 from infinistore.client.memory.views import Leased, PrivateBlocks, ReservedRoom, private_room
 from infinistore.client.movers.base import Destination, GetPart, Handler, Mover, PutPart
 from infinistore.client.movers.channel import Channel, expect
+from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
 from infinistore.client.operations.parts import check_ttl, cuts, not_all_over, pin, removed, times_left
 from infinistore.client.removed import Removed
@@ -69,6 +70,8 @@ class RemoteOperations:
         self._put_routes = self._routes[PutPart]
         self._get_routes = self._routes[GetPart]
         self._lookups_first = any(mover.writes_before_it_tells for mover in movers)
+        # Where nothing else could carry a single block, it goes without being a part.
+        self._inline = movers[0] if len(movers) == 1 and isinstance(movers[0], InlineMover) else None
 
     async def _carry(self, routes: _Routes, request: Any) -> Any:
         """Hand a request to the first mover that can carry it; None if none does."""
@@ -94,9 +97,11 @@ class RemoteOperations:
         """Store a batch; return the keys that were skipped because they were there."""
         batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         keys, views = batch
-        sizes = list(map(len, views))
-        total = sum(sizes)
         hello = self._channel.hello
+        most = min(hello.max_value_bytes, hello.max_batch_bytes)
+        if self._inline and len(keys) == 1 and replace and not (ttl_us or on_device) and len(views[0]) <= most:
+            return await self._inline.put_one(keys, views[0])
+        total = sum(sizes := list(map(len, views)))
         if max(sizes, default=0) > hello.max_value_bytes:
             self._refuse_sizes(keys, sizes)
         if ttl_us:
@@ -162,7 +167,10 @@ class RemoteOperations:
         """Read a batch into the caller's memory; return the stored lengths, None for
         what is missing.
         """
-        return await self._get_into(request.batch, request.all_or_nothing)
+        batch = request.batch
+        if self._inline is not None and len(batch.keys) == 1:
+            return [await self._inline.get_one(batch.keys, batch.views[0])]
+        return await self._get_into(batch, request.all_or_nothing)
 
     async def get_to_device(self, request: requests.GetToDevice) -> list[int | None]:
         """Read a batch into memory of GPUs; return the stored lengths, None for what is
