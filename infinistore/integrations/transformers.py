@@ -53,6 +53,7 @@ def save_cache(
     salt: str = "",
     block_tokens: int = 64,
     group_tokens: int = 1024,
+    ttl_s: float | None = None,
 ) -> int:
     """Store the full blocks of a sequence's cache.
 
@@ -70,6 +71,7 @@ def save_cache(
             Only caches with equal salts share blocks.
         block_tokens: number of tokens under one key.
         group_tokens: in a cluster, so many tokens in a row are on one node.
+        ttl_s: how many seconds after it was stored a block ends; None: not at all.
 
     Raises:
         ValueError: the cache could not be restored correctly; the message says why.
@@ -87,7 +89,7 @@ def save_cache(
             span = slice(first * block_tokens, end * block_tokens)
             for source, target in zip(tensors, layout.views(staging), strict=True):
                 target.copy_(layout.split(source[:, :, span].detach()))
-            store.put_many(zip(keys[first:end], staging.unbind(), strict=True), replace=False)
+            store.put_many(zip(keys[first:end], staging.unbind(), strict=True), replace=False, ttl_s=ttl_s)
             stored = end
     except InfiniStoreException as error:
         _log.warning("the KV cache was not stored in full: %s", str(error))

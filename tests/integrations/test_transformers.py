@@ -142,6 +142,14 @@ def test_a_longer_sequence_adds_only_its_own_blocks(store: blocking.BlockingStor
     assert set(before) < set(store.keys())
 
 
+@pytest.mark.parametrize(("ttl_s", "there"), [(None, True), (3600.0, True), (1e-6, False)])
+def test_blocks_end_after_the_time_that_is_given(
+    store: blocking.BlockingStore, model: PreTrainedModel, ttl_s: float | None, there: bool
+) -> None:
+    save_cache(store, model, TOKENS, prefill(model, TOKENS), name=NAME, block_tokens=8, ttl_s=ttl_s)
+    assert bool(store.keys()) == there
+
+
 def test_tokens_may_be_a_tensor_of_one_row(store: blocking.BlockingStore, model: PreTrainedModel) -> None:
     rows = torch.tensor([TOKENS])
     save_cache(store, model, rows, prefill(model, TOKENS), name=NAME, block_tokens=8)
