@@ -181,6 +181,20 @@ def test_times_and_pins_reach_all_copies(kind: str, copies: int, three: Cluster)
         let_pass(member, -500.0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pins_with_a_time_end_on_all_copies(kind: str, three: Cluster) -> None:
+    async def pin(store: Any) -> None:
+        await store.put_many(dict.fromkeys(KEYS, b"x" * 100))
+        assert await store.pin(KEYS, ttl_s=500.0) == len(KEYS)
+        assert (await store.stats()).store.protected_keys == 2 * len(KEYS)
+
+    run_with_store(kind, three.url("copies=2"), pin, **CALM)
+    for member in three.members:
+        let_pass(member, 500.0)
+        assert member.look(member.core.statistics).protected_keys == 0
+        let_pass(member, -500.0)
+
+
 def times_left(core: StoreCore) -> list[float | None]:
     return core.retention.times_left(list(core.index))
 
