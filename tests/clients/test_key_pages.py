@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
-from infinistore.blocking import key_pages
-from infinistore.client.api.key_pages import PAGE_KEYS
+from infinistore.blocking import PAGE_KEYS, key_pages
 from infinistore.server.session.requests import MAX_PAGE_KEYS
 
 
