@@ -269,8 +269,9 @@ class InfinityConnection:
             OutOfMemory, ValueTooLarge: the server has no space for the value.
         """
         store = self._connected().blocking
+        name = checked_key(key)
         value = readable_memory(whole_number("ptr", ptr), whole_number("size", size))
-        store.put(checked_key(key), value, ttl_s=self.config.ttl_s)
+        store.put(name, value, ttl_s=self.config.ttl_s)
 
     def tcp_read_cache(self, key: str, **kwargs: object) -> "numpy.ndarray[Any, Any] | memoryview | None":
         """Read one value: a writable array of uint8; None if the key does not exist.
