@@ -138,7 +138,7 @@ def _read(sections: Sections) -> PoolState:
         allocator=str(sections["allocator"], "utf-8"),
         unit_bytes=units[0],
         arenas=numbers_of(sections["arenas"]),
-        keys=[str(key, "utf-8") for key in cut(sections["keys"], key_bytes)],
+        keys=[key.decode() for key in cut(bytes(sections["keys"]), key_bytes)],  # slices of a view cost more
         entries=_entries(sections["entries"]),
         holds=[
             HeldBlocks(hold, left_us / 1e6, _entries(entries))

@@ -16,13 +16,14 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import xxhash
 
 __all__ = ["FORMAT", "READERS", "Sections", "cut", "header_of", "numbers_of", "open_body", "write_sections"]
 
 Sections: TypeAlias = dict[str, memoryview]
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 FORMAT: Final = 3
 _HEADER: Final = struct.Struct("=8sQQQ")
 _COUNT: Final = struct.Struct("=Q")
@@ -65,7 +66,7 @@ def write_sections(sections: Mapping[str, bytes]) -> bytes:
     return b"".join([_COUNT.pack(len(sections)), *table, *sections.values()])
 
 
-def cut(data: memoryview, lengths: Sequence[int]) -> list[memoryview]:
+def cut(data: _Bytes, lengths: Sequence[int]) -> list[_Bytes]:
     """Cut bytes into pieces of these lengths.
 
     Raises:
