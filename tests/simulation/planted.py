@@ -58,6 +58,18 @@ PLANTED = [
         "            if payload is None:\n                await self._receive(self._connection.read",
     ),
     Planted(
+        "the rest of an answer that is still a view of the pool",
+        "infinistore.server.connection.at_once",
+        'self._begun = [memoryview(b"".join(rest))]',
+        "self._begun = rest",
+    ),
+    Planted(
+        "an answer that is begun and forgotten",
+        "infinistore.server.connection.at_once",
+        "        begun, self._begun = self._begun, None\n",
+        "        begun, self._begun = (self._begun if isinstance(self._begun, KeptError) else None), None\n",
+    ),
+    Planted(
         "a put retried as idempotent",
         _CALLS,
         "not attempt.idempotent and (bound or not replaced):\n",
