@@ -84,6 +84,9 @@ nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk an
 	$(MAKE) test-packages || failed="$$failed test-packages"; \
 	$(MAKE) test-integrations || failed="$$failed test-integrations"; \
 	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead" || failed="$$failed serve-bench"; \
+	for python in python3.12 python3.13; do \
+	    if $$python -c "" 2>/dev/null; then $(MAKE) test PYTHON=$$python TEST_TORCH=none || failed="$$failed test:$$python"; fi; \
+	done; \
 	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
 	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
 	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \

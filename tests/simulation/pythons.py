@@ -1,5 +1,5 @@
 """Other Pythons that can run a simulation of this tree: environments that `make test
-PYTHON=...` has made here, or in the clones of `.ci/run`, of which this may be one.
+PYTHON=...` has made here.
 """
 
 import subprocess
@@ -11,9 +11,7 @@ __all__ = ["ROOT", "other_pythons"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENTS = (".venv", ".venvs/python3.*")
-_CLONES = Path("build/ci")
 _VERSION = "import sys, tests.simulation.simulate; print('%d.%d' % sys.version_info[:2])"
-"""Run in a tree, this imports what is there, whatever tree the environment is of."""
 
 
 def other_pythons() -> dict[str, Path]:
@@ -29,11 +27,7 @@ def other_pythons() -> dict[str, Path]:
 
 
 def _interpreters() -> Iterator[Path]:
-    trees = [ROOT]
-    if ROOT.parent.parts[-2:] == _CLONES.parts:
-        trees += [ROOT.parents[2], *sorted(ROOT.parent.iterdir())]
-    for tree in trees:
-        for environment in _ENVIRONMENTS:
-            for python in sorted(tree.glob(f"{environment}/bin/python")):
-                if python.parents[1] != Path(sys.prefix):
-                    yield python
+    for environment in _ENVIRONMENTS:
+        for python in sorted(ROOT.glob(f"{environment}/bin/python")):
+            if python.parents[1] != Path(sys.prefix):
+                yield python

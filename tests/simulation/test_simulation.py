@@ -60,9 +60,7 @@ def test_a_seed_gives_the_same_run_twice_and_in_another_process_with_another_has
 
 
 def test_a_seed_gives_the_same_run_with_every_other_python() -> None:
-    """In CI, the clones of three Pythons are side by side, so that the last compares
-    all of them.
-    """
+    """In CI, three Pythons have an environment here when this one is tested."""
     others = other_pythons()
     if not others:
         pytest.skip("no other Python has what tests need; this makes one: make test PYTHON=python3.13 TEST_TORCH=none")
