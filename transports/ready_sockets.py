@@ -16,7 +16,6 @@ import trio
 
 from infinistore.errors import StoreUnavailable
 from infinistore.transports.base import React
-from infinistore.transports.sockets.raw_sockets import broken
 
 __all__ = ["ReadySockets"]
 
@@ -69,7 +68,8 @@ class ReadySockets:
         what it says, or 0 at the end of the stream.
 
         Raises:
-            StoreUnavailable: the stream is broken, or was closed meanwhile.
+            StoreUnavailable: the socket was closed meanwhile.
+            OSError: it is broken.
         """
         assert self._epoll is not None, "nobody looks at the sockets"
         number = sock.fileno()
@@ -102,8 +102,6 @@ class ReadySockets:
             result = outcome.Value(answer)
         except BlockingIOError:
             return
-        except OSError as error:
-            result = outcome.Error(broken(error))
         except Exception as error:  # noqa: BLE001  # it is the affair of who waits for it, and nobody else's
             result = outcome.Error(error)
         trio.lowlevel.reschedule(self._forget(number).task, result)

@@ -146,7 +146,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "statistics": set(),
         "disk": {"maintenance"},
         "connection": {"disk", "maintenance"},
-        "movers": {"connection"},
+        "movers": {"connection", "statistics"},
         "take_over": {"connection", "listeners"},
         "session": {"security", "budgets", "disk", "maintenance", "statistics", "connection", "movers", "take_over"},
         "session_registry": {"connection", "session"},
@@ -181,7 +181,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "transports": {
         "base": set(),
         "registry": {"base"},
-        "sockets": {"base"},
+        "ready_sockets": {"base"},
+        "sockets": {"base", "ready_sockets"},
         "tls": {"base", "sockets"},
         "rdma": {"base"},
         "cuda": {"base", "rdma"},  # it registers the memory of a GPU with an RDMA device

@@ -3,6 +3,7 @@ with, and for nothing else.
 """
 
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -121,6 +122,24 @@ async def test_an_error_of_one_is_nobody_elses() -> None:
         for stream, peer in streams:
             stream.close()
             peer.close()
+
+
+async def test_a_connection_that_breaks_is_an_unavailable_store() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as peer:
+        stream = SocketStream(listener.accept()[0])
+        async with looked_at() as ready, trio.open_nursery() as nursery:
+            stream.ready = ready
+
+            async def wait() -> None:
+                with pytest.raises(StoreUnavailable, match="the connection broke: Connection reset"):
+                    await Reactions(stream).receive()
+
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()
+        stream.close()
 
 
 async def test_a_cancelled_wait_loses_no_bytes_and_another_may_follow() -> None:

@@ -122,7 +122,10 @@ class SocketStream:
             elif self.ready is None or not self.ready.runs:
                 await self._wait(trio.lowlevel.wait_readable)
             else:
-                count = await self.ready.receive(self.socket, views[0], react_or_wake)
+                try:
+                    count = await self.ready.receive(self.socket, views[0], react_or_wake)
+                except OSError as error:
+                    raise broken(error) from error
                 self._credit = _YIELD_AFTER_BYTES
                 self._awake_until = 0.0
                 self._drowsy = False

@@ -47,10 +47,10 @@ from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
-from infinistore.server.connection.at_once import AnswersAtOnce
 from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.connection.removed import RemovalWaits
+from infinistore.server.movers.at_once import AnswersAtOnce
 from infinistore.server.movers.base import Handler
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.dispatch import open_movers
