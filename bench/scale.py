@@ -15,8 +15,10 @@ star.
   processor's cache holds the index of 10^4 keys and not that of 10^6. A plain dict with
   as many keys, in nanoseconds for one that is drawn, says what that costs at least.
 - clients: 1 to 64 connections, each of which calls in its turn.
-- pool: 1 to 16 GiB, full of blocks of 64 KiB, of which puts evict some. No page of it
-  is touched. Statistics (starred) look for the largest free extent in all of it.
+- pool: 1 to 16 GiB, full of blocks of 64 KiB, of which puts (starred) evict some. They
+  take as many steps in each; but the coldest blocks of a pool are those whose entries
+  no cache of the processor holds. No page of it is touched. Statistics (starred) look
+  for the largest free extent in all of it.
 - prefix: what one key costs in a match_prefix of 100 to 10,000.
 """
 
@@ -193,7 +195,7 @@ def by_pool(sizes: Sequence[int], rounds: int, calls: int) -> Costs:
         fill(size, size // (64 * 64 * KIB))
     for _ in range(rounds):
         for size in generator.sample(list(cores), len(cores)):
-            costs.setdefault("reserve and commit, 64", {}).setdefault(size, []).append(fill(size, calls))
+            costs.setdefault("reserve and commit, 64 *", {}).setdefault(size, []).append(fill(size, calls))
             costs.setdefault("statistics *", {}).setdefault(size, []).append(statistics_us(size))
     for core, _ in cores.values():
         core.pool.close()
