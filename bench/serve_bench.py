@@ -215,7 +215,7 @@ def main() -> int:
         print_all(made, given)
     missed = misses({way: outcome.figures for way, outcome in made.items()}) if given.check else []
     for line in missed:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     failed = any(outcome.failed or not all(row.same for row in outcome.rows) for outcome in made.values())
     return status or int(failed or bool(missed))
 

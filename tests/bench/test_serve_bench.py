@@ -83,4 +83,5 @@ def test_a_miss_is_told_and_fails_where_figures_are_checked(
     assert serve_bench.main() == status
     told = capsys.readouterr()
     assert "connector" in told.out
-    assert ("missed: connector" in told.err.replace("\n", " ")) == bool(status)
+    assert told.err.startswith("missed: connector: the mean TTFT") == bool(status)
+    assert told.err.count("\n") == status, "a line for each miss"
