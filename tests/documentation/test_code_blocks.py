@@ -1,22 +1,19 @@
 """The blocks of code in the README and in docs/: each can be read as what it says it
 is, and every page with programs is named with where they run. test_shell_blocks.py runs
-the commands.
+the commands, and test_documents.py reads the documents.
 """
 
 import ast
 import importlib
-import json
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import rich_click as click
-import yaml
 
 from infinistore.cli.root import root
 from tests.documentation.blocks import TUTORIALS, Block, blocks, of_pages
@@ -95,16 +92,6 @@ def test_a_program_with_a_store_of_its_own_runs(block: Block, tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[0] in ("2", "65536")
-
-
-@pytest.mark.parametrize("block", blocks("json", "yaml", "toml"), ids=names)
-def test_a_document_can_be_read(block: Block) -> None:
-    if block.language == "json":
-        json.loads(block.code)
-    elif block.language == "toml":
-        tomllib.loads(block.code)
-    else:
-        assert list(yaml.safe_load_all(block.code))
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=names)
