@@ -183,8 +183,10 @@ mount -t tmpfs -o mode=1777 tmpfs "$1/tmp"
 mount -t tmpfs -o uid=10001,gid=10001,mode=0750 tmpfs "$1/run/infinistore"
 inside=(chroot --userspec=10001:10001 "$1" env -i PATH=/opt/infinistore/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1)
 inside+=(INFINISTORE_UNIX_SOCKET=/run/infinistore/infinistore.sock INFINISTORE_UNIX_SOCKET_ACCESS=group)
-"${inside[@]}" tini -s -- infinistore serve --service-port 0 --manage-port off --prealloc-size 64MiB &
+inside+=("INFINISTORE_MANAGE_PORT=$2")
+"${inside[@]}" tini -s -- infinistore serve --service-port 0 --prealloc-size 64MiB &
 "${inside[@]}" infinistore selftest --url shm:///run/infinistore/infinistore.sock --wait 60
+"${inside[@]}" python3 -S /opt/healthcheck.py && echo HEALTHY
 "${inside[@]}" sh -c 'touch /opt/infinistore/file 2>/dev/null && echo WRITABLE; id -u'
 kill "$!"
 wait "$!"
@@ -237,9 +239,11 @@ def test_a_server_in_the_image_needs_no_root_file_system_that_it_can_write(build
         SERVES_WITH_A_ROOT_THAT_IS_READ_ONLY,
         "bash",
         root,
+        str(own_ports(1)[0]),
     ]
     said = run(*command, timeout_s=120)
     assert "is gone" in said
+    assert "\nHEALTHY\n" in said
     assert "WRITABLE" not in said
     assert "\n10001\n" in said
     assert "tini ended with 0" in said
