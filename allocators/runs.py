@@ -131,8 +131,11 @@ class UnitMap:
         """
         start = self.taken.find(1, 0, start, right=True) + 1
         stop = self.taken.find(1, min(start + max(WINDOW_UNITS, units), len(self.taken) - 1)) + 1
-        first, _ = next(self._search(units, start, stop), (None, 0))
-        return first, stop % len(self.taken)
+        first = self.taken.find(0, start, stop)
+        if first >= 0 and self.taken.find(1, first, first + units) < 0:  # most often, the first hole will do
+            return first, stop % len(self.taken)
+        found, _ = next(self._search(units, start, stop), (None, 0))
+        return found, stop % len(self.taken)
 
     def _remembering_failure(self, units: int, found: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         first = next(found, None)
@@ -210,23 +213,24 @@ class UnitMap:
         room for all of them.
 
         The shortest holes that are long enough are filled first. When there are many,
-        those after `start` are compared.
+        those after `start` are compared, and no further than `WINDOW_UNITS` if that is
+        not 0: else each block of a pool that fills up would search all of it.
         """
         holes = []
         room = 0
         for first, end in self.holes(units, start):
             holes.append((end - first, first, end))
             room += (end - first) // units
-            if room >= count and len(holes) >= _HOLES_COMPARED:
+            if room >= count and (len(holes) >= _HOLES_COMPARED or (start and end - start >= WINDOW_UNITS)):
                 break
         if room < count:
             return None
         places: list[int] = []
         for _, first, end in sorted(holes):
-            places += range(first, end - units + 1, units)
+            places += range(first, end - units + 1, units)[: count - len(places)]
             if len(places) >= count:
                 break
-        return places[:count]
+        return places
 
     def largest_hole(self) -> int:
         """Return the length in units of the longest hole, exactly."""

@@ -310,6 +310,29 @@ def test_few_of_many_holes_are_compared_and_those_after_the_start_first() -> Non
     assert units.best_fits(1, 1, start=300) == [298]
 
 
+def test_a_block_that_fits_is_not_compared_with_all_of_a_map_that_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "WINDOW_UNITS", 1000)
+    units = UnitMap()
+    units.add_arena(100_000)
+    units.take_run(0, 500)
+    for place in range(1000, 100_000, 400):
+        units.take_run(place, 1)
+    looked_at = 0
+    holes = units.holes
+
+    def counted(length: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        nonlocal looked_at
+        for hole in holes(length, start):
+            looked_at += 1
+            yield hole
+
+    monkeypatch.setattr(units, "holes", counted)
+    assert units.best_fits(16, 2, 500) == [1001, 1017], "the shortest of those that were compared"
+    assert looked_at == 3
+    assert units.best_fits(16, 100, 500) is not None
+    assert looked_at == 3 + 4, "as many as it takes"
+
+
 def test_units_are_counted_without_what_separates_arenas() -> None:
     units = map_of(".#.", "..")
     assert (units.units, units.free_units) == (5, 4)
