@@ -13,9 +13,10 @@ import it skip, each by its name.
 """
 
 import gc
+import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Whoever sets the level of the package's log, as `log_level` of the drop-in does,
+    sets it for one test.
+    """
+    log = logging.getLogger("infinistore")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 class _SkipsWithoutTorch(pytest.Module):
