@@ -79,12 +79,12 @@ async def with_connector(bench: Bench) -> Outcome:
 
 async def with_own_cache(bench: Bench) -> Outcome:
     """A vLLM that has all in its own cache, and one that has none, and the store."""
-    async with bench.vllm(None) as server:
+    async with bench.vllm(None, unbound=True) as server:
         computed = await bench.round("own-cache, nothing is cached", server)
         own = await bench.round("own-cache, in vLLM's own cache", server)
     async with bench.store() as store:
         transfer = connector(f"infinistore://{store.address}")
-        async with bench.vllm(transfer, "--no-enable-prefix-caching") as server:
+        async with bench.vllm(transfer, "--no-enable-prefix-caching", unbound=True) as server:
             stored = await bench.round("own-cache, nothing is stored", server)
             loaded = await bench.round("own-cache, in the store alone", server)
     rows = [Row("own-cache", "computed", computed, True)]
