@@ -106,7 +106,7 @@ class BlockingStore(ABC):
         if isinstance(checked, DeviceBatch):
             self.put_batch(checked, ttl_s=ttl_s)
         else:
-            self._call(Put(checked, ttl_us=0 if ttl_s is None else ttl_in_us(ttl_s)))
+            self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
 
     def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.

@@ -107,7 +107,7 @@ class AsyncStore(ABC):
         if isinstance(checked, DeviceBatch):
             await self.put_batch(checked, ttl_s=ttl_s)
         else:
-            await self._call(Put(checked, ttl_us=0 if ttl_s is None else ttl_in_us(ttl_s)))
+            await self._call(Put(checked, ttl_us=ttl_in_us(ttl_s)))
 
     async def put_many(self, items: Pairs, replace: bool = True, *, ttl_s: float | None = None) -> list[str]:
         """Store a batch, which becomes visible all at once. Returns the skipped keys.
