@@ -61,7 +61,8 @@ class InlineMover(Mover):
         get = Get(part.keys, part.capacities, part.verify)
         reply: Any = await channel.ask(get)
         channel.check_reply(get, reply)
-        await read_payload(channel, part, reply, part.destination(reply.sizes, part.first))
+        views = part.destination(reply.sizes, part.first)
+        await read_payload(channel, part.keys, reply, views, verify=part.verify)
         return len(reply.sizes)
 
     async def put_one(self, keys: list[str], view: memoryview) -> list[str]:
@@ -84,17 +85,16 @@ class InlineMover(Mover):
         if size == MISSING:
             return None
         view = view if size == len(view) else view[:size]
-        part = GetPart(get.keys, get.capacities, [view], _nowhere, 0, channel.verify)
-        await read_payload(channel, part, reply, [view])
+        await read_payload(channel, get.keys, reply, [view], verify=channel.verify)
         return size
 
 
-def _nowhere(sizes: Sequence[int], first: int) -> list[memoryview]:
-    raise NotImplementedError("the block has its place")
-
-
-async def read_payload(channel: Channel, part: GetPart, reply: BlocksReply, views: list[memoryview]) -> None:
-    """Read the payload of a reply into these views, and check it."""
+async def read_payload(
+    channel: Channel, keys: Sequence[str], reply: BlocksReply, views: list[memoryview], *, verify: bool
+) -> None:
+    """Read the payload of a reply, about these keys, into these views; `verify` checks
+    it.
+    """
     if not views:
         return
     connection = channel.connection
@@ -104,7 +104,7 @@ async def read_payload(channel: Channel, part: GetPart, reply: BlocksReply, view
         for view in views:
             view[:] = payload[start : start + len(view)]
             start += len(view)
-    if not part.verify:
+    if not verify:
         if payload is None:
             await connection.read_payload(views)
         return
@@ -117,7 +117,7 @@ async def read_payload(channel: Channel, part: GetPart, reply: BlocksReply, view
     else:
         bad = _mismatches(views, checksums)
     if bad:
-        await channel.report([part.keys[there[i]] for i in bad], len(views))
+        await channel.report([keys[there[i]] for i in bad], len(views))
 
 
 def skipped_keys(keys: list[str], reply: PutReply) -> list[str]:

@@ -187,7 +187,7 @@ class RdmaMover(Mover):
         self._channel.check_reply(get, reply)
         targets = destination(reply.sizes, first)
         if reply.inline:
-            await read_payload(self._channel, part, reply, targets)
+            await read_payload(self._channel, part.keys, reply, targets, verify=part.verify)
             return len(reply.sizes)
         if staging is None:
             hashes = (await hash_blocks(targets)) if verify else []

@@ -236,7 +236,7 @@ class ShmMover(Mover):
         if reply.lease:
             await self._copy_out(part, reply, targets)
         else:
-            await read_payload(self._channel, part, reply, targets)
+            await read_payload(self._channel, part.keys, reply, targets, verify=part.verify)
         return len(reply.sizes)
 
     async def _copy_out(self, part: GetPart, reply: LeaseReply, targets: list[memoryview]) -> None:
