@@ -86,24 +86,28 @@ class ReadySockets:
     def end(self, number: int) -> None:
         """Let the task that waits for this socket, if one does, find it closed."""
         if number in self._waiting:
-            closed = StoreUnavailable("the connection was closed on this side")
-            trio.lowlevel.reschedule(self._forget(number).task, outcome.Error(closed))
+            self._wake(number, outcome.Error(StoreUnavailable("the connection was closed on this side")))
 
     def _look_at(self, number: int) -> None:
         waiting = self._waiting.get(number)
         if waiting is None:  # what came before it has ended this one
             return
-        result: outcome.Outcome[int]
         try:
             count = waiting.receive(waiting.room)
-            answer = waiting.react(count) if count else 0
-            if answer is None:
-                return
-            result = outcome.Value(answer)
         except BlockingIOError:
             return
+        except OSError as error:
+            self._wake(number, outcome.Error(error))
+            return
+        try:
+            answer = waiting.react(count) if count else 0
         except Exception as error:  # noqa: BLE001  # it is the affair of who waits for it, and nobody else's
-            result = outcome.Error(error)
+            self._wake(number, outcome.Error(error))
+        else:
+            if answer is not None:
+                self._wake(number, outcome.Value(answer))
+
+    def _wake(self, number: int, result: outcome.Outcome[int]) -> None:
         trio.lowlevel.reschedule(self._forget(number).task, result)
 
     def _forget(self, number: int) -> _Waiting:
