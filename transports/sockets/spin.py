@@ -101,13 +101,7 @@ class Spinner:
         """Whether the next `spin` for a stream, soon, would spin. If it would be
         skipped, this has been.
         """
-        now = self.clock()
-        if stream is not self._last or now - self._last_at > _RECENT_S or now - self._alone_since < _ALONE_S:
-            return False
-        if self._skip:
-            self._skip -= 1
-            return False
-        return self._spin_s > 0
+        return stream is self._last and self._spin_s > 0 and self._takes_chance(self.clock(), 0.0)
 
     def spin(
         self, stream: object, sock: socket.socket, views: Sequence[memoryview], *, until: float = 0.0
@@ -148,13 +142,19 @@ class Spinner:
 
     def begin(self, now: float, until: float = 0.0) -> float:
         """Take a chance to spin. Return until when; 0.0 to sleep at once."""
-        if (now - self._last_at > _RECENT_S and now >= until) or now - self._alone_since < _ALONE_S:
-            return 0.0
-        if self._skip and (self._adaptive or now >= until):
-            self._skip -= now >= until
+        if not self._takes_chance(now, until):
             return 0.0
         self._spins += 1
         return now + self._spin_s
+
+    def _takes_chance(self, now: float, until: float) -> bool:
+        """Whether this is a chance, and none to skip. One that is skipped counts."""
+        if (now - self._last_at > _RECENT_S and now >= until) or now - self._alone_since < _ALONE_S:
+            return False
+        if self._skip and (self._adaptive or now >= until):
+            self._skip -= now >= until
+            return False
+        return True
 
     def hit(self, spun_s: float, lost_s: float = 0.0) -> None:
         """Note that something came, and for how long others had the processor."""
