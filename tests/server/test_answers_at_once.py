@@ -110,6 +110,24 @@ async def test_an_answer_that_is_not_read_yet_keeps_its_bytes(autojump_clock: tr
         writer.close()
 
 
+async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_clock: trio.testing.MockClock) -> None:
+    async with simulated_server(capacity_bytes=100 * KIB) as server:
+        peer = await server.peer()
+        await peer.ask(put("key", 64 * KIB), bytes(64 * KIB))
+        await peer.ask(get("key"))
+        await peer.payload()
+        await send_all(peer, [(get("key"), b"")] * 2)
+        await trio.testing.wait_all_tasks_blocked()
+        for number in range(2):
+            await answer_to(peer, number, get("key"))
+        await peer.ask(Exists(Keys(["key"])))
+        (counted,) = [one for one in server.server.context.recorder.statistics() if one.kind == "get"]
+        assert (counted.count, counted.payload_bytes) == (3, 3 * 64 * KIB)
+        (client,) = [session.statistics() for session in server.server.sessions]
+        assert client.sent_bytes == 3 * 64 * KIB
+        peer.close()
+
+
 async def test_what_is_refused_is_counted_and_the_connection_goes_on() -> None:
     config = make_config(prealloc_bytes=64 * KIB, max_value_bytes=40 * KIB)
     async with simulated_server(config) as server:

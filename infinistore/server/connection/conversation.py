@@ -200,6 +200,13 @@ class Conversation:
             raise StoreUnavailable(_NOT_TAKEN) from None
         self.connection.end_reply()
 
+    async def send_answer(self, views: Sequence[memoryview]) -> None:
+        """Send the reply of a quick handler, and give back what it has replaced."""
+        try:
+            await self.send_reply(views)
+        finally:
+            self.core.free_replaced()
+
     async def send(self, exchange: Exchange[None], within_s: float) -> None:
         """Send within a time.
 

@@ -37,6 +37,7 @@ class AnswersAtOnce:
         self._holdings = holdings
         self._recorder = recorder
         self._begun: Sequence[memoryview] | KeptError | None = None
+        self._begun_bytes = 0
 
     def handlers_of(
         self, movers: Sequence[ConnectionMover], handlers: Mapping[type[Message], Handler]
@@ -67,6 +68,8 @@ class AnswersAtOnce:
         try:
             if rest := stream.send_now(begun):
                 self._begun = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
+                # Counted by the session, with the request.
+                self._begun_bytes, traffic.sent_bytes = traffic.sent_bytes - sent_before, sent_before
                 return False
         finally:
             conversation.core.free_replaced()
@@ -84,6 +87,7 @@ class AnswersAtOnce:
         if isinstance(begun, KeptError):
             raise begun.again()
         if begun is not None:
+            self._conversation.traffic.sent_bytes += self._begun_bytes
             return begun
         message: Any = received.message
         handler = self.handlers.get(type(message))

@@ -55,10 +55,7 @@ class _InlineConnection(ConnectionMover):
         if payload is None and len(put.keys) == 1 and not put.ttl_us:
             await self._receive(self._connection.gather_payload(), received)
             if (reply := self._put_single(put, received, False)) is not None:
-                try:
-                    await conversation.send_reply(reply)
-                finally:
-                    self._core.free_replaced()
+                await conversation.send_answer(reply)
                 return
             payload, self._payload = self._payload, None
         reservation = await conversation.reserve(put.sizes, received.deadline_us)

@@ -382,10 +382,7 @@ class Session:
             begun = self._at_once.begin(received)
             self._receiving.reacts = self._at_once.likely
             if begun is not None:
-                try:
-                    await self._conversation.send_reply(begun)
-                finally:
-                    self._conversation.core.free_replaced()
+                await self._conversation.send_answer(begun)
             elif (answer := self._answers.get(type(message))) is not None:
                 conversation = self._conversation
                 reply = await answer(message, conversation.core, conversation.client)
