@@ -9,7 +9,9 @@ does for all.
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import attrs
 import trio
@@ -21,14 +23,23 @@ from infinistore.client import AsyncStore
 from infinistore.client.extension import Environment
 from infinistore.config import ServerConfig
 from infinistore.core import StoreCore
+from infinistore.protocol.server_connection import ServerConnection
+from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
+from infinistore.server.session import handshake
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
 from tests.server.running import RunningServer, running_server, simulated_server
 from tests.transports.fake_rdma import fabric_in_use
 from tests.transports.memory_network import MemoryStream, random_chunks
 
-__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "simulated_store", "when_idle"]
+__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "servers_lack", "simulated_store", "when_idle"]
 
 _EVERYTHING = 1 << 40
+
+
+def servers_lack(missing: Capability) -> AbstractContextManager[object]:
+    """Servers that are started within cannot do this, as those of an older release."""
+    offer = Offer(MINOR, OFFER.capabilities & ~missing)
+    return mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=offer))
 
 
 @attrs.frozen

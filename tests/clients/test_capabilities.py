@@ -2,17 +2,14 @@
 without.
 """
 
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from infinistore.client import open_store
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.server_connection import ServerConnection
-from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
-from infinistore.server.session import handshake
+from infinistore.protocol.versions import OFFER, Capability
+from tests.clients.stores import servers_lack
 from tests.server.running import make_config, running_server
 
 BLOCK = bytes(range(256)) * 1024
@@ -30,9 +27,8 @@ BLOCK = bytes(range(256)) * 1024
     ids=lambda value: getattr(value, "name", value) or "all",
 )
 async def test_a_client_does_without_what_the_server_lacks(missing: Capability, transport: str, tmp_path: Path) -> None:
-    offer = Offer(MINOR, OFFER.capabilities & ~missing)
     config = make_config(unix_socket=str(tmp_path / "socket"))
-    with mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=offer)):
+    with servers_lack(missing):
         async with running_server(config) as server, open_store(server.url.replace("tcp", "infinistore")) as store:
             for _ in range(3):
                 await store.put("long", BLOCK)
@@ -48,9 +44,8 @@ async def test_a_client_does_without_what_the_server_lacks(missing: Capability, 
 
 
 async def test_a_client_that_asks_for_shared_memory_hears_that_the_server_lacks_it(tmp_path: Path) -> None:
-    offer = Offer(MINOR, Capability(0))
     config = make_config(unix_socket=str(tmp_path / "socket"))
-    with mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=offer)):
+    with servers_lack(OFFER.capabilities):
         async with running_server(config):
             with pytest.raises(StoreUnavailable, match="the server's release has no shm"):
                 async with open_store(f"shm://{tmp_path / 'socket'}"):

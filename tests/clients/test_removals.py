@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import trio
@@ -14,10 +12,8 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.client import RemovedKeys
 from infinistore.errors import StoreUnavailable, VersionMismatch
-from infinistore.protocol import versions
-from infinistore.protocol.server_connection import ServerConnection
-from infinistore.server.session import handshake
-from tests.clients.stores import REMOTE, STORES, Loops
+from infinistore.protocol.versions import Capability
+from tests.clients.stores import REMOTE, STORES, Loops, servers_lack
 from tests.clients.test_disks import with_disk
 from tests.ports import own_ports
 from tests.server.running import KIB, make_config, running_server
@@ -172,9 +168,8 @@ def test_a_block_on_disk_is_not_removed_until_it_is_deleted(loops: Loops, kind: 
 
 
 def test_an_older_server_is_refused_by_name(loops: Loops) -> None:
-    older = versions.Offer(versions.MINOR, versions.OFFER.capabilities & ~versions.Capability.REMOVALS)
     with (
-        mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=older)),
+        servers_lack(Capability.REMOVALS),
         REMOTE["shm-threads"](loops, make_config(), {}, 1) as opened,
         pytest.raises(VersionMismatch, match="install this release there"),
     ):

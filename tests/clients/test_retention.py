@@ -3,21 +3,17 @@ for.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import KeyNotFound, LimitExceeded, VersionMismatch
-from infinistore.protocol import versions
-from infinistore.protocol.server_connection import ServerConnection
-from infinistore.server.session import handshake
+from infinistore.protocol.versions import Capability
 from tests.clients.own_reading import needs_tables
 from tests.clients.shared_serving import LONG, Shared
-from tests.clients.stores import REMOTE, STORES, Loops, Opened
+from tests.clients.stores import REMOTE, STORES, Loops, Opened, servers_lack
 from tests.clients.test_disks import read, until_recovered, with_disk
 from tests.server.running import KIB, MIB, make_config
 
@@ -200,9 +196,8 @@ def test_an_evicted_block_that_ends_is_not_on_disk(kind: str, loops: Loops, tmp_
 
 
 def test_a_server_that_cannot_end_or_pin_keys_is_not_asked_to(loops: Loops) -> None:
-    older = versions.Offer(versions.MINOR, versions.OFFER.capabilities & ~versions.Capability.RETENTION)
     with (
-        mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=older)),
+        servers_lack(Capability.RETENTION),
         REMOTE["shm-threads"](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as opened,
     ):
         store = opened.store
@@ -217,9 +212,8 @@ def test_a_server_that_cannot_end_or_pin_keys_is_not_asked_to(loops: Loops) -> N
 
 
 def test_a_server_that_cannot_end_pins_is_not_asked_to(loops: Loops) -> None:
-    older = versions.Offer(versions.MINOR, versions.OFFER.capabilities & ~versions.Capability.TIMED_PINS)
     with (
-        mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=older)),
+        servers_lack(Capability.TIMED_PINS),
         REMOTE["shm-threads"](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as opened,
     ):
         store = opened.store
