@@ -5,6 +5,7 @@ falls on all of them. What is reported is the ratio of medians; a figure on its 
 little on a shared machine.
 """
 
+import argparse
 import random
 import statistics
 import time
@@ -12,7 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-__all__ = ["interleaved", "interleaved_times"]
+__all__ = ["add_common_arguments", "interleaved", "interleaved_times", "taking_turns"]
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, *, quick: str, check: str) -> None:
+    """Add how long a benchmark measures, how it shows what it found, and whether it
+    judges that: `quick` and `check` say what these two do.
+    """
+    parser.add_argument("--quick", action="store_true", help=quick)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print tables for a page")
+    parser.add_argument("--check", action="store_true", help=check)
 
 
 def interleaved(

@@ -42,6 +42,7 @@ from core import key_batches, open_core, put
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.errors import OutOfMemory
 from peers.systems import process_cpu_s
+from rounds import add_common_arguments
 
 KIB, GIB = 1024, 1024**3
 BLOCK_BYTES = 64
@@ -268,11 +269,9 @@ def _size(part: str, number: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing larger than 10^5 keys")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print tables")
-    parser.add_argument("--check", action="store_true", help="fail where an exponent is too large")
+    add_common_arguments(
+        parser, quick="fewer rounds, and nothing larger than 10^5 keys", check="fail where an exponent is too large"
+    )
     parser.add_argument("--only", choices=("keys", "clients", "pool", "prefix"))
     arguments = parser.parse_args()
     quick = arguments.quick

@@ -32,6 +32,7 @@ from unittest import mock
 
 from infinistore.blocking import open_store
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
+from rounds import add_common_arguments
 
 KIB = 1024
 CALLS = 300
@@ -186,11 +187,7 @@ def markdown_row(name: str, result: Mapping[str, Any]) -> str:
 def main() -> int:
     """Run, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 40")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a table")
-    parser.add_argument("--check", action="store_true", help=f"fail if a median is above {MOST}")
+    add_common_arguments(parser, quick="10 rounds instead of 40", check=f"fail if a median is above {MOST}")
     arguments = parser.parse_args()
     if arguments.markdown:
         print("| request | server, us | bare, us | server / bare |\n|---|---|---|---|")

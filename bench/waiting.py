@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from infinistore.blocking import BlockingStore, open_store
+from rounds import add_common_arguments
 
 KIB = 1024
 SETTINGS = {"off": "off", "on": "400", "adaptive": "adaptive"}
@@ -202,11 +203,7 @@ def measure(arguments: argparse.Namespace, counts: Sequence[int]) -> Iterator[di
 def main() -> int:
     """Run, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="7 rounds instead of 15")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a table")
-    parser.add_argument("--check", action="store_true", help="fail if a row is marked")
+    add_common_arguments(parser, quick="7 rounds instead of 15", check="fail if a row is marked")
     parser.add_argument("--clients", help="how many, such as 1,2")
     parser.add_argument("--machine", action="append", choices=MACHINES, help="may be repeated")
     parser.add_argument("--path", action="append", choices=PATHS, help="may be repeated")
