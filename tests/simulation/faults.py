@@ -15,7 +15,7 @@ from functools import partial
 import attrs
 
 from infinistore.buggify import Buggify, Point
-from tests.simulation.history import History
+from tests.simulation.history import Call, History
 from tests.simulation.network import Network
 from tests.simulation.nodes import ServerNode
 from tests.simulation.streams import Connection, Message, Trigger
@@ -243,21 +243,28 @@ class Faults:
         if not message.payload_bytes:
             return None
         kind, connection = message.kind, message.connection
-        put = connection.user
-        keys = message.keys if message.from_client and put is not None else []
+        keys = message.keys if message.from_client else []
 
         def corrupt() -> None:
             if not self._active:
                 return
             self.world.fault(FaultKind.CORRUPT_PAYLOAD.name, _where(connection), kind, at_byte)
             message.pipe.flip = 1 << flipped
-            self.history.corrupted_puts += [(key, put) for key in keys]
+            self.history.corrupted_puts += [(key, connection.user or self._copy(key, connection)) for key in keys]
             if not message.from_client:
                 self.history.corrupted_replies.append((self.world.clock.now, connection.client))
 
         at_byte = message.head_bytes + self._random.randrange(message.payload_bytes)
         flipped = self._random.randrange(8)
         return Trigger(at_byte, corrupt)
+
+    def _copy(self, key: str, connection: Connection) -> Call:
+        """Return what stands for a copy to another node, made in the background
+        and with the checksum that the block has. Nobody learns what came of it.
+        """
+        checked = key not in self.history.unchecked_keys
+        now, number = self.world.clock.now, connection.number
+        return Call(0, connection.client, "put", [key], now, verified=checked, connections={number: connection})
 
     def _corrupt_header(self, message: Message) -> Trigger:
         connection = message.connection
