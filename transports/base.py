@@ -7,14 +7,14 @@ once between the kernel and its destination.
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 import trio
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.effects import Exchange, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
 
-__all__ = ["DescriptorStream", "React", "ReactingStream", "Stream", "drive"]
+__all__ = ["DescriptorStream", "React", "ReactingStream", "Stream", "can_react", "drive"]
 
 _T = TypeVar("_T")
 React: TypeAlias = Callable[[int], int | None]
@@ -68,7 +68,6 @@ class Stream(Protocol):
         """
 
 
-@runtime_checkable
 class ReactingStream(Stream, Protocol):
     """A stream for whose bytes no task need be woken."""
 
@@ -86,6 +85,11 @@ class ReactingStream(Stream, Protocol):
         Raises:
             StoreUnavailable: the stream is broken.
         """
+
+
+def can_react(stream: Stream) -> TypeGuard[ReactingStream]:
+    """Whether a stream is a `ReactingStream`, perhaps by another one behind it."""
+    return hasattr(stream, "receive_or_react")
 
 
 class DescriptorStream(Stream, Protocol):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -9,7 +10,9 @@ import infinistore
 from infinistore.buggify import Buggify, Point
 from infinistore.errors import OutOfMemory
 from infinistore.server.buggified.machine import buggified
+from infinistore.server.buggified.streams import BuggifiedStream
 from infinistore.server.environment import Environment
+from infinistore.transports.base import ReactingStream, Stream, can_react
 from tests.server.running import KIB, MIB, make_config, running_server
 
 VALUES = {f"{number}/{'x' * 200}": bytes([number]) * 30 * KIB for number in range(40)}
@@ -42,6 +45,12 @@ async def test_streams_that_move_little_and_wait_lose_nothing(tmp_path: Path) ->
     assert (await serve_everything(tmp_path, points, 0.5)).fired.keys() >= STREAMS
     always = await serve_everything(tmp_path, {Point.SHORT_READ_AHEAD, Point.FULL_BODY_BUDGET}, 1.0)
     assert always.fired.keys() == {Point.SHORT_READ_AHEAD, Point.FULL_BODY_BUDGET}
+
+
+def test_a_stream_that_is_slow_reacts_if_it_is_told_by_its_methods_alone() -> None:
+    """`isinstance` has no eye for what `__getattr__` finds, from Python 3.12 on."""
+    assert can_react(BuggifiedStream(create_autospec(ReactingStream, instance=True), Buggify(Random(1), {})))
+    assert not can_react(create_autospec(Stream, instance=True))
 
 
 async def test_blocks_are_read_right_when_everything_collides_and_little_is_granted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from infinistore.protocol.effects import LongBody
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
-from infinistore.transports.base import ReactingStream, Stream, drive
+from infinistore.transports.base import ReactingStream, Stream, can_react, drive
 
 __all__ = ["Receiving"]
 
@@ -45,7 +45,7 @@ class Receiving:
         It returns False for requests that are left to the caller of `next`.
         """
         stream, connection = self._stream, self._connection
-        if not isinstance(stream, ReactingStream):
+        if not can_react(stream):
             return
 
         def react(count: int) -> int | None:

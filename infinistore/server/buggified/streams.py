@@ -8,7 +8,7 @@ import trio
 
 from infinistore.buggify import Buggify, Point
 from infinistore.protocol.span import Span
-from infinistore.transports.base import React, ReactingStream, Stream
+from infinistore.transports.base import React, Stream, can_react
 
 __all__ = ["BuggifiedStream"]
 
@@ -52,14 +52,14 @@ class BuggifiedStream:
 
     async def receive_or_react(self, views: Sequence[memoryview], react: React) -> int:
         """As the other stream does, if it can, perhaps later and less."""
-        if not isinstance(self._stream, ReactingStream) or self._buggify(Point.SLOW_SESSION):
+        if not can_react(self._stream) or self._buggify(Point.SLOW_SESSION):
             return await self.receive_into(views)
         return await self._stream.receive_or_react(views, react)
 
     def send_now(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
         """Send as the other stream does, if it can, perhaps less."""
         span = Span(views)
-        if not isinstance(self._stream, ReactingStream):
+        if not can_react(self._stream):
             return views
         if span.remaining > 1 and self._buggify(Point.SHORT_SEND):
             count = 1 + self._buggify.random.randrange(span.remaining - 1)
