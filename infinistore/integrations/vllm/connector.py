@@ -34,7 +34,7 @@ from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
 from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.publisher import offer_dumps
-from infinistore.integrations.vllm.reset import delete_all
+from infinistore.integrations.vllm.reset import count_on_disks, delete_all
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step
@@ -346,6 +346,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         prefix, clustered = f"{self._layout.names.prefix}/", self._store.is_cluster
         try:
             delete_all(self._patient, prefix)
+            left = count_on_disks(self._patient)
         except InfiniStoreException as error:
             remedy = "Start these nodes, or take them out of the cluster, and repeat" if clustered else "Repeat"
             LOG.warning(
@@ -354,7 +355,13 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return False
         self._at_schedule.forget()
-        return True
+        if left:
+            LOG.warning(
+                "InfiniStore: %d blocks are on disks, where some under %s may be, and would be read again. "
+                "Purge the store (infinistore purge), or start the engine with another namespace",
+                *(left, prefix),
+            )
+        return not left
 
     # ---- both ----
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import StoreUnavailable
 
-__all__ = ["delete_all"]
+__all__ = ["count_on_disks", "delete_all"]
 
 
 def delete_all(store: BlockingStore, prefix: str) -> int:
@@ -23,3 +23,11 @@ def delete_all(store: BlockingStore, prefix: str) -> int:
             with suppress(StoreUnavailable):
                 store.delete(page)
         raise
+
+
+def count_on_disks(store: BlockingStore) -> int:
+    """Return how many keys the store's disks have, whose blocks may be in no memory:
+    `delete_all` is not told of those.
+    """
+    disk = store.stats().disk
+    return 0 if disk is None else sum(one.keys for one in disk.disks)

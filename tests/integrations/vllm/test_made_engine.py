@@ -22,6 +22,7 @@ import pytest
 from infinistore import blocking
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.integrations.disks import running_server_with_disk
 
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
@@ -411,6 +412,21 @@ def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_se
     engine.settle()
     mortal_server.kill()
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_a_reset_fails_as_long_as_blocks_may_be_on_disk_alone(opened: Open, tmp_path: Path) -> None:
+    with running_server_with_disk(tmp_path) as server, blocking.open_store(server.url) as store:
+        engine = opened(server)
+        engine.ask(prompt(26, 40))
+        engine.settle()
+        blocks = store.keys("vllm/")
+        assert store.flush(blocks) == len(blocks)
+        store.evict(0, 0)
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+        assert store.exists_many(blocks) == [True] * len(blocks)
+        store.purge()
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from infinistore.integrations.vllm.reset import delete_all
+from infinistore.integrations.vllm.reset import count_on_disks, delete_all
 from tests.cluster_client.clusters import Cluster, running_cluster
+from tests.integrations.disks import leave_on_disk, wait_until_in_memory
 
 OWN = [f"vllm/one/{number}" for number in range(60)]
 OTHERS = ["vllm/one", "vllm/two/1"]
@@ -39,6 +41,22 @@ def test_what_has_the_prefix_is_deleted_and_nothing_else() -> None:
         assert delete_all(store, "vllm/one/") == len(OWN)
         assert delete_all(store, "vllm/one/") == 0
         assert store.keys() == OTHERS
+
+
+def test_what_is_on_disk_alone_is_left_and_counted(tmp_path: Path) -> None:
+    disk = f"{tmp_path / 'disk'}:64MiB"
+    with blocking.open_store(
+        pool_bytes=1 << 20, minimal_allocate_bytes=4096, disk=disk, disk_admission="eager"
+    ) as store:
+        store.put_many(dict.fromkeys(OWN, b"block"))
+        leave_on_disk(store)
+        assert delete_all(store, "vllm/one/") == 0
+        assert count_on_disks(store) == len(OWN)
+
+        store.prefetch(OWN)
+        wait_until_in_memory(store, OWN)
+        assert delete_all(store, "vllm/one/") == len(OWN)
+        assert count_on_disks(store) == 0
 
 
 @pytest.mark.parametrize("copies", [1, 2])
