@@ -8,6 +8,7 @@ import rich_click as click
 
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import note, print_json, print_line, visible
+from infinistore.cli.silent import silent_nodes
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -54,10 +55,8 @@ def command(prefix: str, limit: int | None, after: str, as_json: bool, target: T
 
 def _note_silent(store: "BlockingStore") -> None:
     """Tell whose keys of a cluster are not listed, because nobody answered."""
-    cluster = store.stats().cluster if store.is_cluster else None
-    silent = [node.id for node in cluster.nodes if node.problem] if cluster is not None else []
-    if silent:
-        note(f"what {', '.join(silent)} may have is not listed: no answer; see `infinistore cluster status`")
+    if silent := silent_nodes(store):
+        note(f"what {silent} may have is not listed: no answer; see `infinistore cluster status`")
 
 
 def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:

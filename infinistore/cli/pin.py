@@ -10,6 +10,7 @@ from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.files import with_blocks
 from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
+from infinistore.cli.silent import demand_all_nodes
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -40,7 +41,8 @@ def command(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_jso
     """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`, or for
     a time.
 
-    Exits with 1 if a KEY could not be pinned because it is not in memory. A file that
+    Exits with 1 if a KEY could not be pinned because it is not in memory, with --prefix
+    with 3 if a node of a cluster does not answer, which may have such keys. A file that
     `put` stored in blocks is pinned with its blocks. All pinned keys together may take
     --max-protected-ratio of the server's pool. A server that restarts forgets all pins.
     """
@@ -52,7 +54,8 @@ def command(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_jso
 def unpin(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
     """Let KEYs, or all keys with a prefix, be evicted again.
 
-    Exits with 1 if a KEY was not pinned.
+    Exits with 1 if a KEY was not pinned, with --prefix with 3 if a node of a cluster
+    does not answer, which may have such keys.
     """
     _carry_out("unpinned", lambda store: store.unpin, keys, prefix, as_json=as_json, target=target)
 
@@ -78,11 +81,13 @@ def _carry_out(
             count, asked = call(names), len(names)
         else:
             count = sum(call(page) for page in key_pages(store, prefix))
-    missing = asked - count if prefix is None else 0
-    if as_json:
-        print_json({done: count, "missing": missing})
-    else:
-        print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
+        missing = asked - count if prefix is None else 0
+        if as_json:
+            print_json({done: count, "missing": missing})
+        else:
+            print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
+        if prefix is not None:
+            demand_all_nodes(store, done)
     if missing:
         why = "are not in memory" if done == "pinned" else "were not pinned"
         raise NegativeAnswer("" if as_json else f"{missing} of {asked} keys {why}")

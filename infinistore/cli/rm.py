@@ -8,6 +8,7 @@ from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.files import delete_files
 from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
+from infinistore.cli.silent import demand_all_nodes
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -23,7 +24,8 @@ __all__ = ["command"]
 def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
     """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
 
-    A file that `put` stored in blocks is deleted with its blocks.
+    A file that `put` stored in blocks is deleted with its blocks. With --prefix, exits
+    with 3 if a node of a cluster does not answer, which may have such keys still.
     """
     if bool(keys) == bool(prefix):
         raise click.UsageError(
@@ -31,11 +33,13 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
         )
     with target.open() as store:
         deleted = delete_files(store, list(dict.fromkeys(keys))) if prefix is None else _delete_prefix(store, prefix)
-    missing = len(set(keys)) - deleted if prefix is None else 0
-    if as_json:
-        print_json({"deleted": deleted, "missing": missing})
-    else:
-        print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
+        missing = len(set(keys)) - deleted if prefix is None else 0
+        if as_json:
+            print_json({"deleted": deleted, "missing": missing})
+        else:
+            print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
+        if prefix is not None:
+            demand_all_nodes(store, "deleted")
     if missing:
         raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
 

@@ -71,6 +71,24 @@ def test_a_listing_says_whose_keys_it_lacks(
     assert f"infinistore: what {nobody} may have is not listed: no answer" in said
 
 
+@pytest.mark.parametrize(("command", "done"), [("rm", "deleted"), ("pin", "pinned")])
+def test_what_is_done_by_prefix_is_not_done_as_long_as_a_node_does_not_answer(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], command: str, done: str
+) -> None:
+    fill(cluster)
+    ask = [command, "--prefix", "key ", "--deadline", "2", "--url", cluster.url()]
+    silent = cluster.members[0]
+    silent.silence()
+    try:
+        assert run(ask) == 3
+    finally:
+        silent.wake()
+    printed, said = capsys.readouterr()
+    assert 0 < int(printed.splitlines()[-1].removeprefix(f"{done} ").removesuffix(" keys")) < 20
+    assert f"what {silent.address} may have is not {done}: no answer; start these nodes" in said
+    assert run(ask) == 0
+
+
 def test_status_shows_each_node_as_it_answers(cluster: Cluster, ask: Answer) -> None:
     fill(cluster)
     code, shown, errors = ask("status", cluster.url())

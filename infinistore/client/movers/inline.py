@@ -128,7 +128,7 @@ def skipped_keys(keys: list[str], reply: PutReply) -> list[str]:
 
 
 def _mismatches(views: list[memoryview], checksums: Any) -> list[int]:
-    """Return the pack_u64 of the blocks that are not what their checksums say."""
+    """Return the numbers of the blocks that are not what their checksums say."""
     return [
         index
         for index, (view, expected) in enumerate(zip(views, checksums, strict=True))

@@ -1,0 +1,31 @@
+"""The nodes of a cluster that do not answer: whatever is done by prefix passes over
+their keys.
+"""
+
+from typing import TYPE_CHECKING
+
+from infinistore.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
+
+__all__ = ["demand_all_nodes", "silent_nodes"]
+
+
+def silent_nodes(store: "BlockingStore") -> str:
+    """Return their ids, separated by commas; nothing if the store is no cluster."""
+    cluster = store.stats().cluster if store.is_cluster else None
+    return "" if cluster is None else ", ".join(node.id for node in cluster.nodes if node.problem)
+
+
+def demand_all_nodes(store: "BlockingStore", done: str) -> None:
+    """Refuse to call something done if a node has had no part in it.
+
+    Raises:
+        StoreUnavailable: these nodes do not answer.
+    """
+    if silent := silent_nodes(store):
+        raise StoreUnavailable(
+            f"what {silent} may have is not {done}: no answer; start these nodes, or take them out of the cluster, "
+            "and repeat"
+        )
