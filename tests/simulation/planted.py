@@ -314,6 +314,12 @@ PLANTED = [
         "                    pass\n",
     ),
     Planted(
+        "a pin without an end that one with an end cuts short",
+        "infinistore.core.retention",
+        "if key in fresh or until.get(key, inf) < end",
+        "if key in fresh or until.get(key, 0.0) < end",
+    ),
+    Planted(
         "a victim below what is reserved for it",
         "infinistore.core.tenant_store",
         "        self.tenant_limits = self._tenant_space.tenant_limits = tenant_limits\n",

@@ -307,11 +307,14 @@ class Workload:
         return await self._pin_keys(self._some_keys())
 
     async def _pin_keys(self, keys: list[str]) -> Call:
+        ttl_s = self._ttl_s()
+        lasts_s = math.inf if ttl_s is None else ttl_s / self._server.clock_rate
+
         async def pin(call: Call) -> None:
-            if await self.store.pin(keys) == len(keys):  # else nobody knows which of them
+            if await self.store.pin(keys, ttl_s=ttl_s) == len(keys):  # else nobody knows which of them
                 # What is pinned is in the pool, so it is never over such a bound.
                 pins = self._server.max_protected_ratio == 1.0
-                self.history.holds.append(Hold(call, keys, self.world.clock.now, math.inf, pins=pins))
+                self.history.holds.append(Hold(call, keys, self.world.clock.now, call.begun + lasts_s, pins=pins))
 
         return await self._call("pin", keys, pin)
 
@@ -320,9 +323,13 @@ class Workload:
         return await self._call("unpin", keys, lambda _: self.store.unpin(keys), unpins=keys)
 
     async def _put_over_what_is_pinned(self) -> Call:
-        """Put a key again that was pinned, and fill the pool with others."""
+        """Put a key again that was pinned, perhaps twice, and fill the pool with
+        others.
+        """
         kept = self._key()
-        await self._pin_keys([kept])
+        await self._put_value(kept)
+        for _ in range(self._random.choice([1, 2])):
+            await self._pin_keys([kept])
         await self._put_value(kept)
         for key in self._keys:
             if key != kept:
