@@ -22,8 +22,10 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-settings.register_profile("repeatable", deadline=None, print_blob=True, derandomize=True, database=None)
-settings.register_profile("explore", deadline=None, print_blob=True)
+settings.register_profile(
+    "repeatable", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None
+)
+settings.register_profile("explore", max_examples=100, deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=2000)
 settings.register_profile(
     "quick", settings.get_profile("repeatable"), max_examples=25, phases=[Phase.explicit, Phase.generate]

@@ -243,7 +243,7 @@ def test_a_state_is_stored_where_vllm_completes_it_and_a_hit_ends_there(store: b
 
 
 @pytest.mark.timeout(600)  # of a busy machine
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.data(), st.sampled_from(KINDS), st.integers(4, 40))
 def test_whatever_is_evicted_what_is_read_is_right_and_the_rest_is_written_again(
     data: st.DataObject, group: Group, chunk: int
