@@ -74,7 +74,8 @@ def test_the_hashes_are_those_of_blocks_that_were_read_in_full(sizes: list[int],
     assert result.transferred_bytes == min(end, file_bytes(job.views))
     place = 0
     for view, length, checksum in zip(job.views, job.hash_lengths, result.checksums, strict=True):
-        assert checksum == (xxh3_64_intdigest(view[:length]) if place + len(view) <= end else 0)
+        if view:  # a block of no bytes is always there
+            assert checksum == (xxh3_64_intdigest(view[:length]) if place + len(view) <= end else 0)
         place += aligned(len(view))
 
 
