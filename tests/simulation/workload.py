@@ -240,13 +240,21 @@ class Workload:
         value = self._value(key, length)
         ttl_s = self._ttl_s() if length is None else None
         return await self._call(
-            "put", [key], lambda _: self.store.put(key, value, ttl_s=ttl_s), puts={key: value}, **self._lasts(ttl_s)
+            "put",
+            [key],
+            lambda _: self.store.put(key, value, ttl_s=ttl_s),
+            puts={key: value},
+            lasts_s=self._lasts_s(ttl_s),
         )
 
     async def _put_many(self) -> Call:
         items, ttl_s = self._items(), self._ttl_s()
         return await self._call(
-            "put_many", items, lambda _: self.store.put_many(items, ttl_s=ttl_s), puts=items, **self._lasts(ttl_s)
+            "put_many",
+            items,
+            lambda _: self.store.put_many(items, ttl_s=ttl_s),
+            puts=items,
+            lasts_s=self._lasts_s(ttl_s),
         )
 
     async def _put_missing(self) -> Call:
@@ -256,7 +264,7 @@ class Workload:
             call.skipped = await self.store.put_many(items, replace=False, ttl_s=ttl_s)
             call.present += [(key, key in call.skipped) for key in items]
 
-        return await self._call("put_many", items, put, puts=items, may_skip=True, **self._lasts(ttl_s))
+        return await self._call("put_many", items, put, puts=items, may_skip=True, lasts_s=self._lasts_s(ttl_s))
 
     async def _reserve(self) -> Call:
         items = self._items()
@@ -272,7 +280,7 @@ class Workload:
                 if gives_up:
                     raise _GivenUp
 
-        return await self._call("reserve", items, reserve, puts=items, whole=True, **self._lasts(ttl_s))
+        return await self._call("reserve", items, reserve, puts=items, whole=True, lasts_s=self._lasts_s(ttl_s))
 
     async def _delete(self) -> Call:
         keys = self._some_keys()
@@ -308,13 +316,13 @@ class Workload:
 
     async def _pin_keys(self, keys: list[str]) -> Call:
         ttl_s = self._ttl_s()
-        lasts_s = math.inf if ttl_s is None else ttl_s / self._server.clock_rate
 
         async def pin(call: Call) -> None:
             if await self.store.pin(keys, ttl_s=ttl_s) == len(keys):  # else nobody knows which of them
                 # What is pinned is in the pool, so it is never over such a bound.
                 pins = self._server.max_protected_ratio == 1.0
-                self.history.holds.append(Hold(call, keys, self.world.clock.now, call.begun + lasts_s, pins=pins))
+                until_s = call.begun + self._lasts_s(ttl_s)
+                self.history.holds.append(Hold(call, keys, self.world.clock.now, until_s, pins=pins))
 
         return await self._call("pin", keys, pin)
 
@@ -586,11 +594,11 @@ class Workload:
             return None
         return max(1e-3, self.settings.most_ttl_s * self._random.random() ** 2)
 
-    def _lasts(self, ttl_s: float | None) -> dict[str, Any]:
+    def _lasts_s(self, ttl_s: float | None) -> float:
         """Return how long that is for everybody: the server goes by a clock of its
         own.
         """
-        return {} if ttl_s is None else {"lasts_s": ttl_s / self._server.clock_rate}
+        return math.inf if ttl_s is None else ttl_s / self._server.clock_rate
 
     def _pause_s(self) -> float:
         return self._random.choice([0.0, 0.001, 0.1, 2.0]) * self._random.random()
