@@ -73,7 +73,7 @@ AFTER = {
         "infinistore --host": (
             'infinistore selftest --url "infinistores://127.0.0.1:$port?ca=ca.pem" --token-file token'
         ),
-        "openssl x509": "openssl verify -CAfile ca.pem server.pem",
+        "openssl x509": "openssl verify -x509_strict -CAfile ca.pem server.pem",
     },
     "docs/tenants.md": {"infinistore tenant revoke": "[ $(grep -c sha256 etc/infinistore/tenants.yaml) = 3 ]"},
     "docs/upgrading.md": {

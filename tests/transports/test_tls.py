@@ -1,5 +1,8 @@
 """TLS over streams that split what is sent anywhere, that end, and that lie."""
 
+import ssl
+from pathlib import Path
+
 import pytest
 import trio
 from hypothesis import given, settings
@@ -10,7 +13,7 @@ from infinistore.protocol.span import Span
 from infinistore.transports.tls.contexts import client_context, server_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
-from tests.transports.certificates import Files, issue
+from tests.transports.certificates import Files, issue, issue_loosely
 from tests.transports.memory_network import random_chunks, stream_pair
 
 
@@ -136,6 +139,22 @@ async def test_a_handshake_has_the_deadline_of_its_call(files: Files, autojump_c
         await TlsStream(right, server).receive_into([memoryview(bytearray(1))], trio.current_time() + 5)
     assert trio.current_time() == pytest.approx(5, abs=0.1)
     left.close()
+
+
+def test_a_certificate_that_strict_clients_refuse_is_said_to_need_issuing_again(tmp_path: Path) -> None:
+    files = issue_loosely(tmp_path, "localhost")
+    context = client_context(files.ca)
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # as since Python 3.13
+    client = TlsSession(context, "the server", host_name="localhost")
+    server = TlsSession(server_context(files.cert, files.key), "the client")
+    client.handshake()
+    carry(client, server)
+    server.handshake()
+    carry(server, client)
+    with pytest.raises(TlsFailed) as raised:
+        client.handshake()
+    assert "the server is not as RFC 5280 asks: Missing Authority Key Identifier" in str(raised.value)
+    assert "issue it again, as the page on security shows" in str(raised.value)
 
 
 def test_a_changed_byte_is_an_error_and_no_data(files: Files) -> None:

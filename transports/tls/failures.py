@@ -10,6 +10,7 @@ __all__ = ["NO_TLS_AT_CLIENT", "client_failure", "server_failure"]
 _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_... of OpenSSL
 _UNKNOWN_AUTHORITY: Final = (2, 18, 19, 20, 21)
 _OTHER_NAME: Final = (62, 64)  # a host name, an address
+_NOT_BY_RFC_5280: Final = range(80, 95)  # X509_V_FLAG_X509_STRICT, which Python sets since 3.13
 NO_TLS_AT_CLIENT: Final = "this port speaks TLS, and the client does not; connect with infinistores://HOST:PORT?ca=FILE"
 
 _REFUSED_BY_SERVER: Final = {
@@ -62,6 +63,8 @@ def _distrust(error: ssl.SSLCertVerificationError) -> str:
         return "is signed by no authority that this client trusts; give the file of its authority: ca=FILE"
     if code in _OTHER_NAME:
         return f"is for another name: {error.verify_message}; connect by a name that is in it, or issue one with this"
+    if code in _NOT_BY_RFC_5280:
+        return f"is not as RFC 5280 asks: {error.verify_message}; issue it again, as the page on security shows"
     return f"was refused: {error.verify_message}"
 
 
