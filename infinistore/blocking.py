@@ -10,6 +10,7 @@ from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
 from infinistore.client.removed import RemovedKeys
 from infinistore.client.requests import Found, Prefetched
+from infinistore.errors import StoreUnavailable
 
 __all__ = [
     "BlockingLease",
@@ -32,11 +33,25 @@ page, so few large ones take a tenth of the time of many small ones."""
 def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) -> Iterator[list[str]]:
     """Return the keys with this prefix, page by page. They may be deleted meanwhile.
 
-    Raises what `BlockingStore.keys` does, which also says what `every_node` is.
+    Nodes of a cluster that do not answer are passed over; with `every_node`, the
+    iteration then ends with `StoreUnavailable`, after the pages of the others.
+
+    Raises what `BlockingStore.keys` does.
     """
-    last = ""
-    while page := store.keys(prefix, limit=PAGE_KEYS, after=last, every_node=every_node):
-        yield page
+    last, lost = "", None
+    every_node = every_node and store.is_cluster
+    while True:
+        try:
+            page = store.keys(prefix, limit=PAGE_KEYS, after=last, every_node=every_node)
+        except StoreUnavailable as error:
+            if not every_node:
+                raise
+            lost, every_node = error, False
+            continue
+        if page:
+            yield page
         if len(page) < PAGE_KEYS:
-            return
+            break
         last = page[-1]
+    if lost is not None:
+        raise lost

@@ -71,23 +71,22 @@ def _carry_out(
 ) -> None:
     if bool(keys) == bool(prefix):
         raise click.UsageError("name the keys, or give --prefix PREFIX")
-    from infinistore.blocking import key_pages
+    from infinistore.by_prefix import do_by_prefix
 
-    count = asked = 0
+    asked, lost = 0, None
     with target.open() as store:
         call = call_of(store)
         if prefix is None:
             names = with_blocks(store, list(dict.fromkeys(keys)))
             count, asked = call(names), len(names)
         else:
-            count = sum(call(page) for page in key_pages(store, prefix))
+            count, lost = do_by_prefix(store, prefix, call)
         missing = asked - count if prefix is None else 0
         if as_json:
             print_json({done: count, "missing": missing})
         else:
             print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
-        if prefix is not None:
-            demand_all_nodes(store, done)
+        demand_all_nodes(lost, done)
     if missing:
         why = "are not in memory" if done == "pinned" else "were not pinned"
         raise NegativeAnswer("" if as_json else f"{missing} of {asked} keys {why}")

@@ -1,7 +1,5 @@
 """`infinistore rm`: deletes keys."""
 
-from typing import TYPE_CHECKING
-
 import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
@@ -9,9 +7,6 @@ from infinistore.cli.files import delete_files
 from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
 from infinistore.cli.silent import demand_all_nodes
-
-if TYPE_CHECKING:
-    from infinistore.blocking import BlockingStore
 
 __all__ = ["command"]
 
@@ -31,20 +26,18 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
         raise click.UsageError(
             "name the keys to delete, or give --prefix PREFIX (to delete all, use `infinistore purge`)"
         )
+    from infinistore.by_prefix import do_by_prefix
+
     with target.open() as store:
-        deleted = delete_files(store, list(dict.fromkeys(keys))) if prefix is None else _delete_prefix(store, prefix)
+        if prefix is None:
+            deleted, lost = delete_files(store, list(dict.fromkeys(keys))), None
+        else:
+            deleted, lost = do_by_prefix(store, prefix, store.delete)
         missing = len(set(keys)) - deleted if prefix is None else 0
         if as_json:
             print_json({"deleted": deleted, "missing": missing})
         else:
             print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
-        if prefix is not None:
-            demand_all_nodes(store, "deleted")
+        demand_all_nodes(lost, "deleted")
     if missing:
         raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
-
-
-def _delete_prefix(store: "BlockingStore", prefix: str) -> int:
-    from infinistore.blocking import key_pages
-
-    return sum(store.delete(page) for page in key_pages(store, prefix))

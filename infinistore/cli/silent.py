@@ -1,6 +1,4 @@
-"""The nodes of a cluster that do not answer: whatever is done by prefix passes over
-their keys.
-"""
+"""The nodes of a cluster that do not answer, and what is done by prefix without them."""
 
 from typing import TYPE_CHECKING
 
@@ -18,14 +16,12 @@ def silent_nodes(store: "BlockingStore") -> str:
     return "" if cluster is None else ", ".join(node.id for node in cluster.nodes if node.problem)
 
 
-def demand_all_nodes(store: "BlockingStore", done: str) -> None:
-    """Refuse to call something done if a node has had no part in it.
+def demand_all_nodes(lost: StoreUnavailable | None, done: str) -> None:
+    """Refuse to call something done if a node has had no part in it: `lost` is its
+    error.
 
     Raises:
         StoreUnavailable: these nodes do not answer.
     """
-    if silent := silent_nodes(store):
-        raise StoreUnavailable(
-            f"what {silent} may have is not {done}: no answer; start these nodes, or take them out of the cluster, "
-            "and repeat"
-        )
+    if lost is not None:
+        raise StoreUnavailable(f"some keys may not be {done}: {lost}; start these nodes, or take them out of the cluster, and repeat")

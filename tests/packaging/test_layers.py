@@ -57,7 +57,7 @@ GROUND: dict[str, set[str]] = {
 import of the others.
 """
 
-PUBLIC = {"aio", "blocking", "client", "server"}
+PUBLIC = {"aio", "blocking", "by_prefix", "client", "server"}
 """What the command line and the demonstration see of the store: they name public things
 of these, nothing deeper.
 """
@@ -94,7 +94,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {*GROUND, *ENGINE, "access", "client", "cluster", "cluster_io", "disk", "disk_io"},
     "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
     "aio": {"client"},
-    "blocking": {"client"},
+    "blocking": {"client", "errors"},
+    "by_prefix": {"blocking", "errors"},
     "dropin": {*GROUND, *PUBLIC},
     "tensors": {*GROUND, "blocking", "client"},
     # "infinistore" stands for names taken from the package itself: what is public.
