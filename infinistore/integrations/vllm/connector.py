@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.resets import count_on_disks, delete_all
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
 from infinistore.integrations.vllm.layout import Layout
@@ -34,7 +35,6 @@ from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
 from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.publisher import offer_dumps
-from infinistore.integrations.vllm.reset import count_on_disks, delete_all
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step

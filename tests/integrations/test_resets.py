@@ -8,7 +8,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from infinistore.integrations.vllm.reset import count_on_disks, delete_all
+from infinistore.integrations.internal.resets import count_on_disks, delete_all
 from tests.cluster_client.clusters import Cluster, running_cluster
 from tests.integrations.disks import leave_on_disk, wait_until_in_memory
 
