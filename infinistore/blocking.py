@@ -11,6 +11,7 @@ from infinistore.client.memory.registration import Registration
 from infinistore.client.removed import RemovedKeys
 from infinistore.client.requests import Found, Prefetched
 from infinistore.errors import StoreUnavailable
+from infinistore.kept_errors import KeptError
 
 __all__ = [
     "BlockingLease",
@@ -38,7 +39,8 @@ def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) ->
 
     Raises what `BlockingStore.keys` does.
     """
-    last, lost = "", None
+    last = ""
+    lost: KeptError | None = None
     every_node = every_node and store.is_cluster
     while True:
         try:
@@ -46,7 +48,7 @@ def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) ->
         except StoreUnavailable as error:
             if not every_node:
                 raise
-            lost, every_node = error, False
+            lost, every_node = KeptError(error), False
             continue
         if page:
             yield page
@@ -54,4 +56,4 @@ def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) ->
             break
         last = page[-1]
     if lost is not None:
-        raise lost
+        raise lost.again()

@@ -8,25 +8,25 @@ from infinistore.errors import StoreUnavailable
 __all__ = ["do_by_prefix"]
 
 
-def do_by_prefix(
-    store: BlockingStore, prefix: str, call: Callable[[list[str]], int]
-) -> tuple[int, StoreUnavailable | None]:
+def do_by_prefix(store: BlockingStore, prefix: str, call: Callable[[list[str]], int]) -> tuple[int, str]:
     """Call with each page of the keys that have this prefix. Return the sum of what
-    that returned, and the error of a node of a cluster that may have such keys still.
-    The others have done their part.
+    that returned and, if a node of a cluster does not answer and may have such keys
+    still, its error in words, else nothing. The others have done their part.
 
     Raises what `BlockingStore.keys` and `call` do: `StoreUnavailable` only if the store
     is no cluster.
     """
-    count, lost = 0, None
+    count, lost = 0, ""
     try:
         for page in key_pages(store, prefix, every_node=True):
             try:
                 count += call(page)
             except StoreUnavailable as error:
-                lost = error
+                if not store.is_cluster:
+                    raise
+                lost = str(error)
     except StoreUnavailable as error:
-        lost = error
-    if lost is not None and not store.is_cluster:
-        raise lost
+        if not store.is_cluster:
+            raise
+        lost = str(error)
     return count, lost

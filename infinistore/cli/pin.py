@@ -73,7 +73,7 @@ def _carry_out(
         raise click.UsageError("name the keys, or give --prefix PREFIX")
     from infinistore.by_prefix import do_by_prefix
 
-    asked, lost = 0, None
+    asked, lost = 0, ""
     with target.open() as store:
         call = call_of(store)
         if prefix is None:

@@ -30,7 +30,7 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
 
     with target.open() as store:
         if prefix is None:
-            deleted, lost = delete_files(store, list(dict.fromkeys(keys))), None
+            deleted, lost = delete_files(store, list(dict.fromkeys(keys))), ""
         else:
             deleted, lost = do_by_prefix(store, prefix, store.delete)
         missing = len(set(keys)) - deleted if prefix is None else 0

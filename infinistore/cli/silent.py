@@ -1,4 +1,4 @@
-"""The nodes of a cluster that do not answer, and what is done by prefix without them."""
+"""The nodes of a cluster that do not answer, and what is done without them."""
 
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ def silent_nodes(store: "BlockingStore") -> str:
     return "" if cluster is None else ", ".join(node.id for node in cluster.nodes if node.problem)
 
 
-def demand_all_nodes(lost: StoreUnavailable | None, done: str) -> None:
+def demand_all_nodes(lost: str, done: str) -> None:
     """Refuse to call something done if a node has had no part in it: `lost` is its
-    error.
+    error in words.
 
     Raises:
         StoreUnavailable: these nodes do not answer.
     """
-    if lost is not None:
-        raise StoreUnavailable(f"some keys may not be {done}: {lost}; start these nodes, or take them out of the cluster, and repeat")
+    if lost:
+        remedy = "start these nodes, or take them out of the cluster, and repeat"
+        raise StoreUnavailable(f"some keys may not be {done}: {lost}; {remedy}")

@@ -15,7 +15,7 @@ interface: a prefix is of use if each pool has what it needs at the prefix's end
 
 An exception, or None instead of a list, would end SGLang's prefetch thread. Failures
 therefore raise nothing: they are misses, or pages that are not stored. They are
-counted, and logged once.
+counted, and logged once. `clear` alone says that it has failed.
 """
 
 import logging
@@ -45,6 +45,7 @@ from infinistore.integrations.internal.host_pages import HostPages, bytes_of
 from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.resets import delete_all
 from infinistore.integrations.internal.store_settings import StoreSettings
 
 __all__ = ["InfiniStoreHiCache"]
@@ -391,13 +392,12 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     # The rest.
 
     def clear(self) -> None:
-        """Delete the pages of this model and rank, of all its pools."""
-        self._guarded("clear", self._delete_all, None)
+        """Delete the pages of this model and rank, of all its pools.
 
-    def _delete_all(self) -> None:
-        for pool in {pool.prefix: pool for pool in (self._kv, *self._others.values())}.values():
-            while names := self._store.keys(pool.prefix):
-                self._store.delete(names)
+        Raises:
+            BlocksLeft: some may be left. SGLang logs it as its error.
+        """
+        delete_all(self._store, {pool.prefix for pool in (self._kv, *self._others.values())})
 
     def close(self) -> None:
         """Release all holds and close the store."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinistore import blocking
-from infinistore.errors import StoreUnavailable
-from infinistore.integrations.internal.resets import count_on_disks, delete_all
+from infinistore.integrations.internal.resets import BlocksLeft, delete_all
 from tests.cluster_client.clusters import Cluster, running_cluster
 from tests.integrations.disks import leave_on_disk, wait_until_in_memory
 
@@ -38,25 +37,33 @@ def test_what_has_the_prefix_is_deleted_and_nothing_else() -> None:
     with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
         store.put_many(dict.fromkeys([*OWN, *OTHERS], b"block"))
 
-        assert delete_all(store, "vllm/one/") == len(OWN)
-        assert delete_all(store, "vllm/one/") == 0
+        assert delete_all(store, ["vllm/one/"]) == len(OWN)
+        assert delete_all(store, ["vllm/one/"]) == 0
         assert store.keys() == OTHERS
 
 
-def test_what_is_on_disk_alone_is_left_and_counted(tmp_path: Path) -> None:
+def test_what_is_on_disk_alone_is_left_and_told_of(tmp_path: Path) -> None:
     disk = f"{tmp_path / 'disk'}:64MiB"
     with blocking.open_store(
         pool_bytes=1 << 20, minimal_allocate_bytes=4096, disk=disk, disk_admission="eager"
     ) as store:
         store.put_many(dict.fromkeys(OWN, b"block"))
         leave_on_disk(store)
-        assert delete_all(store, "vllm/one/") == 0
-        assert count_on_disks(store) == len(OWN)
+        for _ in range(2):
+            with pytest.raises(BlocksLeft, match=rf"^{len(OWN)} blocks are on disks, .*infinistore purge"):
+                delete_all(store, ["vllm/one/"])
 
         store.prefetch(OWN)
         wait_until_in_memory(store, OWN)
-        assert delete_all(store, "vllm/one/") == len(OWN)
-        assert count_on_disks(store) == 0
+        assert delete_all(store, ["vllm/one/"]) == len(OWN)
+
+
+def test_a_store_that_does_not_answer_has_to_be_reset_again() -> None:
+    with (
+        blocking.open_store("infinistore://127.0.0.1:1", lazy=True, deadline_s=0.2) as store,
+        pytest.raises(BlocksLeft, match=r"^blocks under a/, b/ may be left, .*\. Repeat the reset$"),
+    ):
+        delete_all(store, {"b/", "a/"})
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -72,9 +79,9 @@ def test_a_node_that_may_have_some_still_is_named_and_the_others_have_none(
         else:
             member.silence()
         for _ in range(2):  # before the node counts as lost, and after
-            with pytest.raises(StoreUnavailable, match=member.address):
-                delete_all(store, "vllm/one/")
-            assert store.keys("vllm/one/") == []
+            with pytest.raises(BlocksLeft, match=member.address):
+                delete_all(store, ["vllm/one/", "vllm/two/"])
+            assert set(store.keys()) <= {"vllm/one"}  # of all prefixes
 
 
 def test_a_reset_is_complete_when_the_node_is_back(three: Cluster) -> None:
@@ -83,11 +90,11 @@ def test_a_reset_is_complete_when_the_node_is_back(three: Cluster) -> None:
         member = three.members[1]
         had = member.keys()
         member.silence()
-        with pytest.raises(StoreUnavailable):
-            delete_all(store, "vllm/one/")
+        with pytest.raises(BlocksLeft):
+            delete_all(store, ["vllm/one/"])
         member.wake()
         while not had.issubset(store.keys()):  # until the client knows that it is back
             store.get_many(OWN)
 
-        assert delete_all(store, "vllm/one/") == len(had)
+        assert delete_all(store, ["vllm/one/"]) == len(had)
         assert member.keys() == set()

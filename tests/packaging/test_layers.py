@@ -94,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {*GROUND, *ENGINE, "access", "client", "cluster", "cluster_io", "disk", "disk_io"},
     "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
     "aio": {"client"},
-    "blocking": {"client", "errors"},
+    "blocking": {"client", "errors", "kept_errors"},
     "by_prefix": {"blocking", "errors"},
     "dropin": {*GROUND, *PUBLIC},
     "tensors": {*GROUND, "blocking", "client"},

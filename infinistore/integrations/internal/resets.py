@@ -1,33 +1,42 @@
 """Deletes all blocks of an engine from a store, as for new weights."""
 
-from contextlib import suppress
+from collections.abc import Iterable
 
-from infinistore.blocking import BlockingStore, key_pages
-from infinistore.errors import StoreUnavailable
+from infinistore.blocking import BlockingStore
+from infinistore.by_prefix import do_by_prefix
+from infinistore.errors import InfiniStoreException
 
-__all__ = ["count_on_disks", "delete_all"]
+__all__ = ["BlocksLeft", "delete_all"]
 
 
-def delete_all(store: BlockingStore, prefix: str) -> int:
-    """Delete the keys with this prefix. Return how many were deleted.
+class BlocksLeft(Exception):
+    """Blocks of an engine may be left, and would be read again. Says what to do."""
 
-    Raises what `BlockingStore.keys` and `delete` do, among it:
 
-        StoreUnavailable: a node of a cluster, which the message names, could not be
-            reached, and may have some still. The others have none.
+def delete_all(store: BlockingStore, prefixes: Iterable[str]) -> int:
+    """Delete the keys with any of these prefixes. Return how many were deleted.
+
+    Raises:
+        BlocksLeft: a node of a cluster does not answer, and may have some still (the
+            others have none), the store does not answer, or it has blocks on disk: it
+            does not list those that are in no memory.
     """
+    names = ", ".join(prefixes := sorted(prefixes))
     try:
-        return sum(store.delete(page) for page in key_pages(store, prefix, every_node=True))
-    except StoreUnavailable:
-        for page in key_pages(store, prefix):
-            with suppress(StoreUnavailable):
-                store.delete(page)
-        raise
+        outcomes = [do_by_prefix(store, prefix, store.delete) for prefix in prefixes]
+        disk = store.stats().disk
+    except InfiniStoreException as error:
+        raise _left(names, str(error), "Repeat the reset") from None
+    for _, lost in outcomes:
+        if lost:
+            raise _left(names, lost, "Start these nodes, or take them out of the cluster, and repeat the reset")
+    if disk is not None and (on_disk := sum(one.keys for one in disk.disks)):
+        raise BlocksLeft(
+            f"{on_disk} blocks are on disks, where some under {names} may be, and would be read again. Purge the store "
+            "(infinistore purge), or start the engine with another namespace"
+        )
+    return sum(deleted for deleted, _ in outcomes)
 
 
-def count_on_disks(store: BlockingStore) -> int:
-    """Return how many keys the store's disks have, whose blocks may be in no memory:
-    `delete_all` is not told of those.
-    """
-    disk = store.stats().disk
-    return 0 if disk is None else sum(one.keys for one in disk.disks)
+def _left(names: str, problem: str, remedy: str) -> BlocksLeft:
+    return BlocksLeft(f"blocks under {names} may be left, and would be read again: {problem}. {remedy}")

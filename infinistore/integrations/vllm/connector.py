@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.internal.resets import count_on_disks, delete_all
+from infinistore.integrations.internal.resets import BlocksLeft, delete_all
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
 from infinistore.integrations.vllm.layout import Layout
@@ -343,25 +343,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Delete all blocks of this model from the store, as for new weights. The
         scheduler waits for it. False if some may be left.
         """
-        prefix, clustered = f"{self._layout.names.prefix}/", self._store.is_cluster
         try:
-            delete_all(self._patient, prefix)
-            left = count_on_disks(self._patient)
-        except InfiniStoreException as error:
-            remedy = "Start these nodes, or take them out of the cluster, and repeat" if clustered else "Repeat"
-            LOG.warning(
-                "InfiniStore: blocks under %s may be left, and would be read again: %s. %s the reset",
-                *(prefix, str(error), remedy),
-            )
+            delete_all(self._patient, [f"{self._layout.names.prefix}/"])
+        except BlocksLeft as left:
+            LOG.warning("InfiniStore: %s", str(left))
             return False
-        self._at_schedule.forget()
-        if left:
-            LOG.warning(
-                "InfiniStore: %d blocks are on disks, where some under %s may be, and would be read again. "
-                "Purge the store (infinistore purge), or start the engine with another namespace",
-                *(left, prefix),
-            )
-        return not left
+        finally:
+            self._at_schedule.forget()
+        return True
 
     # ---- both ----
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from infinistore import blocking
 from infinistore.errors import ConfigError
+from infinistore.integrations.internal.resets import BlocksLeft
 from tests.bad_days.servers import ServerProcess, running_server_process
 from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
@@ -264,7 +265,8 @@ def test_the_store_that_is_killed_costs_misses_and_never_none(
             assert backend.batch_get_v1(hashes(2), indices([0, 1])) == [False, False]
             assert backend.batch_set_v1(hashes(2), indices([0, 1])) == [False, False]
             assert backend.exists(hashes(1)[0]) is False
-            backend.clear()
+            with pytest.raises(BlocksLeft, match="Repeat the reset"):
+                backend.clear()
     assert [record.levelname for record in caplog.records if record.name.startswith("infinistore")] == ["WARNING"]
 
 
@@ -290,7 +292,10 @@ def test_in_a_cluster_a_page_is_on_one_server_and_a_lost_one_is_a_miss_of_its_pa
             assert loaded == [page not in lost for page in range(PAGES)]
         assert "infinistore.integrations" not in caplog.text
         assert writer.batch_set_v1(hashes(PAGES), indices(range(PAGES))) == [False] * PAGES  # not all of them
-    assert caplog.text.count("infinistore.integrations") == 1
+        assert caplog.text.count("infinistore.integrations") == 1
+        for _ in range(2):
+            with pytest.raises(BlocksLeft, match=r"Start these nodes, .* and repeat the reset"):
+                writer.clear()
 
 
 def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster) -> None:

@@ -151,9 +151,10 @@ def test_a_cache_that_keeps_nothing_on_its_host_loads_from_the_store(kit: Kit, c
 def test_a_store_that_is_emptied_is_a_miss(kit: Kit, cfg: CacheConfig) -> None:
     tokens = sequence(cfg)
     kit._l3_produce("", tokens, marker=5)
-    with blocking.open_store(kit.url) as store:
-        store.delete(store.keys("sglang/"))
     cache, _, _ = kit._l3_consumer("")
+    assert cache.clear_storage_backend()
+    with blocking.open_store(kit.url) as store:
+        assert store.keys() == []
 
     kit._consume_prefetch(cache, tokens, CacheRequestHandle("request", 0))
 
@@ -181,6 +182,7 @@ def test_a_store_that_is_killed_is_a_miss_and_the_cache_goes_on(
     kit._flush_l3_backups(cache)  # fails, and every thread goes on
     kit._consume_prefetch(cache, sequence(cfg)[::-1], CacheRequestHandle("other", 0))
     cache.sanity_check()
+    assert cache.clear_storage_backend() is False
 
 
 @PLAIN
