@@ -96,6 +96,25 @@ def test_calls_of_an_asyncio_store_in_a_row_let_others_run_between_them(
     asyncio.run(main())
 
 
+def test_an_asyncio_loop_of_calls_that_fail_at_once_ends_with_its_time() -> None:
+    calls = 0
+
+    async def main() -> None:
+        nonlocal calls
+        async with aio.open_store("unix:///nowhere/socket", lazy=True) as store:
+            with pytest.raises(StoreUnavailable):
+                await store.get("a")  # tries until the circuit is open
+            async with asyncio.timeout(0):
+                while calls < 1000:
+                    calls += 1
+                    with pytest.raises(StoreUnavailable, match="not tried again"):
+                        await store.get("a")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert calls < 1000
+
+
 def test_an_asyncio_loop_of_reads_that_wait_for_nobody_ends_with_its_time(one_kind: Shared) -> None:
     calls = 0
 

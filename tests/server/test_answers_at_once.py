@@ -2,6 +2,8 @@
 whatever comes between, in whatever pieces, and however slowly the answers are read.
 """
 
+import socket
+import struct
 from random import Random
 
 import pytest
@@ -21,7 +23,8 @@ from infinistore.protocol.messages import (
     PutReply,
     Request,
 )
-from tests.server.running import KIB, Peer, make_config, simulated_server
+from infinistore.transports.sockets.trio_streams import SocketStream
+from tests.server.running import KIB, Peer, make_config, running_server, simulated_server
 from tests.transports.memory_network import random_chunks
 
 ROOM = pack_u64([64 * KIB])
@@ -126,6 +129,22 @@ async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_c
         (client,) = [session.statistics() for session in server.server.sessions]
         assert client.sent_bytes == 3 * 64 * KIB
         peer.close()
+
+
+@pytest.mark.parametrize("likely", [False, True])
+async def test_what_is_asked_before_a_client_leaves_is_counted(likely: bool) -> None:
+    async with running_server(make_config()) as running:
+        for number in range(10):
+            peer = await running.peer()
+            if likely:  # the next one is answered in one step
+                await peer.ask(Exists(Keys(["key"])))
+            assert isinstance(peer.stream, SocketStream)
+            peer.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            await send_all(peer, [(put(f"key {number}", 3), b"abc")])
+            peer.close()
+            await running.quiet()
+        statistics = running.server.context.recorder.statistics()
+        assert len(running.core.index) == sum(one.count for one in statistics if one.kind == "put")
 
 
 async def test_what_is_refused_is_counted_and_the_connection_goes_on() -> None:

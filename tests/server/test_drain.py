@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.lowlevel
 import trio.testing
 
 from infinistore.errors import StoreUnavailable
@@ -68,6 +69,31 @@ async def test_a_get_under_way_is_finished() -> None:
         with trio.fail_after(20):
             await server.finished.wait()
         peer.close()
+
+
+async def test_who_has_sent_more_gets_whole_answers_and_then_the_end() -> None:
+    request = Get(Keys(["large"]), pack_u64([64 * KIB]), checksums=False)
+    value = bytes(range(256)) * 256
+    async with running_server(make_config()) as server:
+        peer = await server.peer()
+        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
+        for _ in range(500):
+            await peer.send_head(request)
+        statistics = server.server.context.recorder.statistics
+        with trio.fail_after(20):
+            while not any(one.kind == "get" and one.count >= 3 for one in statistics()):  # none is read yet
+                await trio.lowlevel.checkpoint()
+            server.server.drain()
+            await trio.lowlevel.checkpoint()
+            answers = bytearray()
+            buffer = memoryview(bytearray(MIB))
+            while count := await peer.stream.receive_into([buffer]):  # raises where it is torn off
+                answers += buffer[:count]
+        assert 3 <= answers.count(value) < 500
+        assert answers.endswith(value)
+        with trio.fail_after(20):
+            peer.close()
+            await server.finished.wait()
 
 
 async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: trio.testing.MockClock) -> None:

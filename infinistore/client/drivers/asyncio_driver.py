@@ -361,9 +361,9 @@ class RemoteAsyncioStore(AsyncStore):
                 else:
                     effect = call.send(result)
         except StopIteration as stop:
-            self._owes_a_turn = stream is None or not stream.waited  # it was quick, and nobody else had theirs
             return cast("_T", stop.value)
         finally:
+            self._owes_a_turn = stream is None or not stream.waited  # it was quick, and nobody else had theirs
             call.close()
 
     async def _connect_sockets(self, address: StoreUrl) -> AsyncioSocketStream:

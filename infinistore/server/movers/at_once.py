@@ -16,7 +16,7 @@ from infinistore.protocol.server_connection import Received
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandler
-from infinistore.server.statistics.recorder import OK, Recorder
+from infinistore.server.statistics.recorder import OK, Recorder, outcome_of
 from infinistore.transports.base import ReactingStream
 
 __all__ = ["AnswersAtOnce"]
@@ -66,19 +66,28 @@ class AnswersAtOnce:
         if begun is None:
             return False
         try:
-            if rest := stream.send_now(begun):
-                self._begun = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
-                # Counted by the session, with the request.
-                self._begun_bytes, traffic.sent_bytes = traffic.sent_bytes - sent_before, sent_before
-                return False
+            rest = stream.send_now(begun)
+        except Exception as error:  # what was asked for is done, and whoever asked has gone
+            self._count(received, outcome_of(error), start, sent_before)
+            raise
         finally:
             conversation.core.free_replaced()
+        if rest:
+            self._begun = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
+            # Counted by the session, with the request.
+            self._begun_bytes, traffic.sent_bytes = traffic.sent_bytes - sent_before, sent_before
+            return False
         conversation.connection.end_reply()
+        self._count(received, OK, start, sent_before)
+        return True
+
+    def _count(self, received: Received, outcome: str, start: float, sent_before: int) -> None:
+        conversation, recorder = self._conversation, self._recorder
+        traffic = conversation.traffic
         traffic.requests += 1
         traffic.received_bytes += received.payload_bytes
         moved_bytes = received.payload_bytes + traffic.sent_bytes - sent_before
-        self._recorder.record(type(message), conversation.transport, OK, moved_bytes, clock() - start)
-        return True
+        recorder.record(type(received.message), conversation.transport, outcome, moved_bytes, recorder.clock() - start)
 
     def begin(self, received: Received) -> Sequence[memoryview] | None:
         """Return an answer, or what is left of it, to be sent by the session; None if

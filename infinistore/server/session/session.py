@@ -47,7 +47,7 @@ from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
-from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, send_fatal_error
+from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, linger, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.connection.removed import RemovalWaits
 from infinistore.server.movers.at_once import AnswersAtOnce
@@ -278,6 +278,8 @@ class Session:
                 await self._converse()
             ended = self._receiving.ended
             self._receiving.free()
+            if self._finishing and not self._replaced and self._connection.room is None:
+                await linger(self._stream)  # closing with unread requests would drop the answers to those before
             if self._revoked:
                 raise AuthenticationFailed(_REVOKED)
             if ended:
@@ -332,7 +334,7 @@ class Session:
 
     async def _converse(self) -> None:
         await self._conversation.reply(self._context.hello)
-        connection, traffic = self._connection, self.traffic
+        traffic = self.traffic
         recorder = self._context.recorder
         rates = self._context.rates
         logs_requests = _log.isEnabledFor(logging.DEBUG)
@@ -341,9 +343,7 @@ class Session:
         if rates is None and not logs_requests:
             self._receiving.answer_at_once(self._at_once.answer)
         while not self._finishing:
-            room = connection.room
-            received = connection.take() if room is None else None
-            if received is None and (received := await self._receiving.next(room)) is None:
+            if (received := await self._receiving.next()) is None:
                 return
             start = recorder.clock()
             traffic.requests += 1
