@@ -1,5 +1,6 @@
 """An allocator of your own: first fit, and the tests that it has to pass.
 
+    pip install hypothesis
     python examples/first_fit_allocator.py
 
 Each block takes the first free span that is large enough. To use such a class with
