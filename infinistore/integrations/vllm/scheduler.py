@@ -231,13 +231,15 @@ class SchedulerSide:
                 load = tracked.loading
                 if load is not None and is_uniform(self._groups) and not failed.isdisjoint(load.block_ids):
                     first_bad = next(i for i, block_id in enumerate(load.block_ids) if block_id in failed)
+                    in_store = tracked.found.tokens // self._unit
+                    good = in_store - len(load.block_ids) + first_bad
+                    # Another rank may have missed an earlier block, in an earlier step.
+                    tracked.kept = [min(good, *tracked.kept) if tracked.load_failed else good]
                     # Not asked for again: whatever was wrong with it may be wrong the
                     # next time.
                     tracked.load_failed = True
                     if self._events is not None:
                         self._events.missing([load.parts[0].hashes[first_bad]])
-                    in_store = tracked.found.tokens // self._unit
-                    tracked.kept = [in_store - len(load.block_ids) + first_bad]
         for request_id in request_ids:
             if (found := self._tracked.get(request_id)) is not None:
                 found.loading = None
@@ -259,7 +261,8 @@ class SchedulerSide:
     def finished(self, request: Request) -> bool:
         """Forget a request. True if its blocks must be kept until they are saved."""
         tracked = self._tracked.pop(request.request_id, None)
-        return tracked is not None and tracked.saving
+        # One that was preempted since the last step has no computed tokens, and no blocks any more.
+        return tracked is not None and tracked.saving and request.num_computed_tokens > 0
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

@@ -302,6 +302,22 @@ def test_what_could_not_be_read_is_computed_written_and_not_asked_for_again(stor
     assert [save.blocks.block_ids for save in run(scheduler, request, 14).saves] == [[12, 13, 14]]
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 2)])
+def test_of_what_several_ranks_could_not_read_all_is_written(
+    store: blocking.BlockingStore, first: int, second: int
+) -> None:
+    fill(store, 5)
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    (load,) = scheduler.plan({}, (), lambda _: ()).loads
+
+    scheduler.loads_ended([], {*load.block_ids[first:]})
+    scheduler.loads_ended([request.request_id], {*load.block_ids[second:]})  # the other rank's, a step later
+    request.num_computed_tokens = 2 * BLOCK_TOKENS
+
+    assert [save.blocks.block_ids for save in run(scheduler, request, 14).saves] == [[12, 13, 14]]
+
+
 def test_the_failed_load_of_one_request_is_none_of_anothers(store: blocking.BlockingStore) -> None:
     fill(store, 5)
     scheduler = make_scheduler(store)
@@ -325,6 +341,18 @@ def test_a_preempted_request_is_looked_up_again_and_no_longer_kept(store: blocki
 
     assert step.preempted == {request.request_id}
     assert start(scheduler, request) == 20
+    assert not scheduler.finished(request)
+
+
+def test_blocks_of_a_request_that_is_given_up_just_after_it_was_preempted_are_not_kept(
+    store: blocking.BlockingStore,
+) -> None:
+    """As by a reset of vLLM's cache, which preempts all requests between two steps."""
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    assert run(scheduler, request, 22).saves
+
+    request.num_computed_tokens = 0
     assert not scheduler.finished(request)
 
 
