@@ -237,8 +237,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
-        """Start the saves of a layer."""
-        self._at_work.save_layer(layer_name)
+        """Start the saves of a layer, unless vLLM computes a step in micro-batches and
+        calls this after each: then `wait_for_save` starts them.
+        """
+        if not self._vllm_config.parallel_config.use_ubatching:
+            self._at_work.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """End the saves of a step."""
