@@ -12,6 +12,7 @@ from infinistore.cluster.etcd.http import HttpConversation
 from infinistore.cluster.etcd.messages import Answer
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.errors import ConfigError
+from infinistore.transports.sockets.raw_sockets import reason
 
 __all__ = ["Connect", "EtcdConnections", "connect", "tls_context"]
 
@@ -42,8 +43,7 @@ def tls_context(place: EtcdPlace) -> ssl.SSLContext | None:
         if file is not None:
             context.load_cert_chain(str(file), None if place.key_file is None else str(place.key_file))
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot use {file} for TLS to etcd: {reason}") from None
+        raise ConfigError(f"cannot use {file} for TLS to etcd: {_reason(error)}") from None
     return context
 
 
@@ -170,4 +170,4 @@ def _reason(error: BaseException) -> str:
         return _reason(error.exceptions[-1])
     if error.__cause__ is not None:
         return _reason(error.__cause__)
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return (reason(error) if isinstance(error, OSError) else str(error)) or type(error).__name__

@@ -78,7 +78,8 @@ def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) ->
     """Exactly `height` lines of warnings, the worst first."""
     found = shown_alarms(snapshot)
     if snapshot.lost is not None and height > 1:  # the reason matters most: show it in full
-        wrapped = textwrap.wrap(visible(found[0].text, glyphs), max(1, width - 2))
+        said = visible(found[0].text, glyphs)
+        wrapped = textwrap.wrap(said, max(1, width - 2), max_lines=height, placeholder=glyphs.ellipsis)
         made = [
             line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
             for index, text in enumerate(wrapped)

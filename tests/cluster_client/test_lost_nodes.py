@@ -88,10 +88,12 @@ def test_a_put_says_what_is_stored_and_what_is_not(kind: str, three: Cluster, lo
             errors.append(caught.value)
             assert errors[-1].stored == stored
             assert [*errors[-1].failed, *errors[-1].unknown] == [name for name in NAMES if name in lost]
+            assert str(errors[-1]).count("the node ") == 1
         assert errors[-1].unknown == []  # it is known to be lost, and nothing was sent
         assert await store.get_many(stored) == [b"newer"] * len(stored)
-        with pytest.raises(StoreUnavailable, match="not everything was deleted"):
+        with pytest.raises(StoreUnavailable, match="not everything was deleted") as undeleted:
             await store.delete(NAMES)
+        assert str(undeleted.value).count("the node ") == 1
         with pytest.raises(StoreUnavailable, match="not everything was purged"):
             await store.purge()
         assert await store.get_many(NAMES) == [None] * len(NAMES)

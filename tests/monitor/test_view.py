@@ -17,7 +17,7 @@ from infinistore.monitor import figures
 from infinistore.monitor.app import still
 from infinistore.monitor.controls import ClientOrder, Controls
 from infinistore.monitor.lines import ASCII, UNICODE, Glyphs, fit, line, memory_map, sparkline
-from infinistore.monitor.model import Snapshot
+from infinistore.monitor.model import Lost, Snapshot
 from infinistore.monitor.quantiles import Quantile
 from infinistore.monitor.view import screen
 from infinistore.sizes import GIB
@@ -176,6 +176,14 @@ def test_a_lost_server_says_since_when_and_why() -> None:
     assert "75.0 %" in text  # what was known last
     small = "\n".join(shown(STATES["lost"], 20, 10))
     assert "NO ANSWER" in small
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII], ids=["unicode", "ascii"])
+def test_a_reason_that_is_too_long_for_its_lines_ends_in_an_ellipsis(glyphs: Glyphs) -> None:
+    lost = attrs.evolve(STATES["lost"], lost=Lost(NOON, "this is a long reason " * 20, 3))
+    said = [text.rstrip() for text in shown(lost, 80, 24, glyphs=glyphs) if "long reason" in text]
+    assert said[0].startswith("! this is a long reason")
+    assert [text.endswith(glyphs.ellipsis) for text in said] == [False] * (len(said) - 1) + [True]
 
 
 def test_a_restarted_server_says_so_and_shows_a_gap_in_the_history() -> None:

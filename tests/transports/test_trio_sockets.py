@@ -272,8 +272,10 @@ async def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Pa
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*is the server running there"):
+        with pytest.raises(StoreUnavailable) as refused:
             await connect_tcp("127.0.0.1", port)
+        said = f"cannot connect to 127.0.0.1:{port}: Connection refused; is the server running there?"
+        assert str(refused.value) == said
     with pytest.raises(StoreUnavailable, match="is the server running there"):
         await connect_unix(str(tmp_path / "nothing"))
     with pytest.raises(StoreUnavailable):

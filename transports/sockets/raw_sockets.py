@@ -5,6 +5,7 @@ Nothing here waits, and nothing here knows an event loop.
 """
 
 import errno
+import os
 import socket
 import struct
 from array import array
@@ -147,5 +148,8 @@ def broken(error: OSError) -> StoreUnavailable:
 
 
 def reason(error: OSError | UnicodeError) -> str:
-    """Return the system's message, without the number."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """Return the system's message, without its number and what Trio puts before it."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    message = os.strerror(error.errno or 0)
+    return message if error.strerror.endswith(f": {message}") else error.strerror

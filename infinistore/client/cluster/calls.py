@@ -6,7 +6,7 @@ to it, except a question in the background whether it is there again. What a los
 has is missing. Nothing here moves a key to another node: only a membership does that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import attrs
@@ -31,7 +31,7 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda.memory import DeviceMemory
 
-__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "NodeHedge", "error_of", "is_lost"]
+__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "NodeHedge", "error_of", "is_lost", "naming"]
 
 _T = TypeVar("_T")
 LOST: Final = (StoreUnavailable, DeadlineExceeded)
@@ -76,8 +76,15 @@ class Counters:
 def error_of(node: NodeStore[Any], outcome: KeptError) -> BaseException:
     """Return the error of a node, to be raised: it names the node."""
     error = outcome.again()
-    error.args = (f"{error} ({node})",)
+    error.args = (naming(str(error), [node]),)
     return error
+
+
+def naming(text: str, nodes: Iterable[NodeStore[Any]]) -> str:
+    """Return the text with those of these nodes behind it that it does not name."""
+    names = dict.fromkeys(map(str, nodes))
+    missing = ", ".join(name for name in names if name not in text)
+    return f"{text} ({missing})" if missing else text
 
 
 class CallInView:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from infinistore.client.cluster.calls import CallInView, error_of, is_lost
+from infinistore.client.cluster.calls import CallInView, error_of, is_lost, naming
 from infinistore.client.cluster.nodes import part_of
 from infinistore.client.cluster.reads import present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
@@ -76,9 +76,9 @@ def _tell_lost(
     missed -= stored
     if not missed:
         return
-    lost = [index for (index, _), outcome in zip(parts, outcomes, strict=True) if is_lost(outcome)]
+    lost = [call.view.nodes[index] for (index, _), outcome in zip(parts, outcomes, strict=True) if is_lost(outcome)]
     raise PartialPut(
-        f"{len(missed)} of {len(keys)} blocks were not stored: {problems[0]} ({_names(call, lost)})",
+        naming(f"{len(missed)} of {len(keys)} blocks were not stored: {problems[0]}", lost),
         [keys[position] for position in sorted(stored)],
         [keys[position] for position in sorted(missed - unknown)],
         [keys[position] for position in sorted(missed & unknown)],
@@ -116,18 +116,15 @@ def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[
 
 def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:
     """Raise `StoreUnavailable` if a part has met a lost node."""
-    lost = [(index, outcome) for index, outcome in zip(indices, outcomes, strict=True) if is_lost(outcome)]
+    lost = [
+        (call.view.nodes[index], outcome) for index, outcome in zip(indices, outcomes, strict=True) if is_lost(outcome)
+    ]
     if lost:
+        text = f"not everything was {what}: {lost[0][1].again()}"
         raise unknown_outcome(
-            StoreUnavailable(
-                f"not everything was {what}: {lost[0][1].again()} ({_names(call, [index for index, _ in lost])})"
-            ),
+            StoreUnavailable(naming(text, [node for node, _ in lost])),
             any(outcome.again().outcome_is_unknown for _, outcome in lost),
         )
-
-
-def _names(call: CallInView, indices: Sequence[int]) -> str:
-    return ", ".join(str(call.view.nodes[index]) for index in dict.fromkeys(indices))
 
 
 async def flush(call: CallInView, request: Flush) -> int:
