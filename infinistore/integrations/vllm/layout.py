@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
+from infinistore.integrations.vllm.facts import model_facts
 from infinistore.integrations.vllm.groups import Group, hash_tokens, is_uniform
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -121,15 +121,11 @@ def _names(
 
     If `clustered`, as many blocks as have `group_tokens` are on one node of a cluster.
     """
-    model = vllm_config.model_config
+    model = settings.model or vllm_config.model_config.model
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
     unit = max(1, hash_tokens(groups))
     facts = {
-        "model": settings.model or model.model,
-        "revision": model.revision,
-        "config": fingerprint_of_config(model.hf_config.to_dict()),
-        "quantization": model.quantization,
-        "dtype": model.dtype,
+        **model_facts(vllm_config, model),
         "cache dtype": vllm_config.cache_config.cache_dtype,
         "layout": kv_cache_config.kv_cache_layout,
         "kernels": _kernels(),
@@ -146,7 +142,7 @@ def _names(
         )
     return block_names(
         facts,
-        model=settings.model or model.model,
+        model=model,
         namespace=settings.namespace,
         layers=tuple(labels.values()),
         shards=shards,

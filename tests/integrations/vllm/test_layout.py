@@ -59,11 +59,13 @@ def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | 
         hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "made"}),
         quantization=None,
         dtype="float32",
+        multimodal_config=None,
     )
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
     )
     groups = [
         KVCacheGroupSpec([f"layers.{number}.attn"], spec, enable_kv_transfer=transferred)
