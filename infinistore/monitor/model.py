@@ -58,6 +58,14 @@ class Lost:
 
 
 @attrs.frozen
+class Kept:
+    """The number of keys before another process served, and after it."""
+
+    before: int
+    after: int
+
+
+@attrs.frozen
 class Snapshot:
     """The contents of a screen. A lost server keeps its last figures."""
 
@@ -80,6 +88,8 @@ class Snapshot:
     lost: Lost | None = None
     restarts: int = 0
     restarted_at: datetime | None = None
+    kept: Kept | None = None
+    """What the restart has cost; None if that is unknown."""
 
 
 class Model:
@@ -95,6 +105,7 @@ class Model:
         self._lost: Lost | None = None
         self._restarts = 0
         self._restarted_at: datetime | None = None
+        self._kept: Kept | None = None
 
     @property
     def answered(self) -> bool:
@@ -105,6 +116,7 @@ class Model:
         """Record a sample. `now_s` is monotonic; `at` is the same moment as a date."""
         sample = Sample(now_s, stats)
         if self._samples and is_restart(self._samples[-1].stats, stats):
+            self._kept = _kept(self._samples[-1].stats, stats)
             self._samples.clear()
             self._restarts += 1
             self._restarted_at = at
@@ -168,4 +180,10 @@ class Model:
             lost=self._lost,
             restarts=self._restarts,
             restarted_at=self._restarted_at,
+            kept=self._kept,
         )
+
+
+def _kept(before: Stats, now: Stats) -> Kept | None:
+    """What is left in memory. With disks, nobody knows: what they hold comes back."""
+    return Kept(before.store.keys, now.store.keys) if before.disk is None and now.disk is None else None

@@ -15,7 +15,7 @@ from infinistore.monitor import figures
 from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
 from infinistore.monitor.lines import Column, Glyphs, Part, fit, join, line, memory_map, sparkline, table, visible
-from infinistore.monitor.model import Snapshot
+from infinistore.monitor.model import Kept, Snapshot
 from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.statistics import ArenaStatistics, PrefixStatistics
 
@@ -69,9 +69,18 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
         text = f"{snapshot.lost.reason} (tried {times}{figures_of})"
         found.append(Alarm("lost", "error", text))
     elif snapshot.restarted_at and snapshot.at and snapshot.at - snapshot.restarted_at < _RESTART_SHOWN:
-        text = f"the server was restarted; seen at {snapshot.restarted_at:%H:%M:%S}. What it held is gone"
+        text = f"another process serves; seen at {snapshot.restarted_at:%H:%M:%S}{_cost(snapshot.kept)}"
         found.append(Alarm("restarted", "notice", text))
     return found + list(snapshot.alarms if snapshot.lost is None else ())
+
+
+def _cost(kept: Kept | None) -> str:
+    """What is gone since another process serves, as far as the number of keys tells."""
+    if kept is None or kept.after >= kept.before:
+        return ""
+    if not kept.after:
+        return f". All {figures.count(kept.before)} keys are gone"
+    return f". Of {figures.count(kept.before)} keys, {figures.count(kept.after)} are left"
 
 
 def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:

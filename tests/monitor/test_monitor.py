@@ -163,7 +163,7 @@ def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
         session.wait_for("NO ANSWER since")
         session.wait_for("Connection refused")
     with running_server(environment, port):
-        session.wait_for("the server was restarted")
+        session.wait_for("another process serves")
         session.wait_for("serving")
         session.press("q")
         assert session.end() == 0

@@ -188,14 +188,35 @@ def test_a_reason_that_is_too_long_for_its_lines_ends_in_an_ellipsis(glyphs: Gly
 
 def test_a_restarted_server_says_so_and_shows_a_gap_in_the_history() -> None:
     lines = shown(STATES["restarted"], 80, 24)
-    assert "the server was restarted; seen at 12:00:06" in lines[1]
+    assert "another process serves; seen at 12:00:06. All 12,345 keys are gone" in lines[1]
     flow = next(text for text in lines if text.startswith("in  "))
     assert re.search(r"in +- +[▁-█]{4}  ", flow)
 
 
 def test_a_restart_is_old_news_after_a_while() -> None:
     later = attrs.evolve(STATES["restarted"], at=NOON + timedelta(minutes=5))
-    assert "restarted" not in "\n".join(shown(later, 80, 24))
+    assert "another process" not in "\n".join(shown(later, 80, 24))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "disks", "said"),
+    [
+        (206, 206, False, ""),
+        (206, 300, False, ""),
+        (0, 0, False, ""),
+        (206, 0, False, ". All 206 keys are gone"),
+        (12_345, 206, False, ". Of 12,345 keys, 206 are left"),
+        (206, 0, True, ""),
+    ],
+)
+def test_another_process_has_lost_what_the_number_of_keys_says(before: int, after: int, disks: bool, said: str) -> None:
+    disk = make_disks(make_disk()) if disks else None
+    old = make_stats(store={"keys": before}, server={"instance": "a"}, details=make_details(), disk=disk)
+    new = make_stats(
+        store={"keys": after}, server={"instance": "b", "uptime_s": 1.0}, details=make_details(), disk=disk
+    )
+    lines = shown(watched(old, new).snapshot(), 100, 24)
+    assert lines[1].rstrip() == f"! another process serves; seen at 12:00:01{said}"
 
 
 def test_warnings_come_before_the_figures_and_are_counted_when_there_is_no_room() -> None:
