@@ -5,8 +5,11 @@ Whatever is missing here lets an engine read blocks that are wrong for it, and w
 is here without need keeps engines from sharing.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
+
+from vllm.transformers_utils.config import get_config
 
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 __all__ = ["model_facts"]
+
+LOG = logging.getLogger("vllm.infinistore")
 
 _ROPE_BY_LENGTH: Final = {"longrope", "su", "dynamic"}
 """Rotary embeddings that vLLM makes from `max_model_len`, for all models or some."""
@@ -36,7 +41,7 @@ def model_facts(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
     Settings of which a model makes no use are not among it.
     """
     model = vllm_config.model_config
-    config: dict[str, Any] = model.hf_config.to_dict()
+    config = _config_as_loaded(model)
     return {
         "model": name,
         "revision": model.revision,
@@ -46,6 +51,38 @@ def model_facts(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
         **_by_length(model, config),
         **_of_inputs(model),
     }
+
+
+def _config_as_loaded(model: "ModelConfig") -> dict[str, Any]:
+    """Return the model's configuration as vLLM has it before the model is built.
+
+    Some models change it while they are built, which happens in the workers' processes
+    and not in the scheduler's. So it is loaded again, as vLLM's `ModelConfig` does it.
+    """
+    config: dict[str, Any]
+    try:
+        given = model.hf_overrides
+        parts = {} if callable(given) else {name: value for name, value in given.items() if isinstance(value, dict)}
+        loaded = get_config(
+            model.hf_config_path or model.model,
+            model.trust_remote_code,
+            model._hf_config_revision or model.revision,
+            model.code_revision,
+            model.config_format,
+            hf_overrides_kw={} if callable(given) else {k: v for k, v in given.items() if k not in parts},
+            hf_overrides_fn=given if callable(given) else None,
+            token=model.hf_token,
+        )
+        model._apply_dict_overrides(loaded, parts)
+        config = loaded.to_dict()
+    except Exception as error:  # noqa: BLE001 - what it reads is vLLM's matter, and the model runs without it
+        LOG.warning(
+            "InfiniStore: the model's configuration cannot be read again, and is taken as it is: if this model changes"
+            " it when it is built, nothing that is stored is found: %s",
+            " ".join(str(error).split()) or type(error).__name__,
+        )
+        config = model.hf_config.to_dict()
+    return config
 
 
 def _by_length(model: "ModelConfig", config: Mapping[str, Any]) -> dict[str, object]:

@@ -4,6 +4,7 @@ nothing, and others do.
 
 import importlib.util
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,8 @@ def test_and_not_if_they_are_told_whether_to_tune(tmp_path: Path) -> None:
 
 def test_models_that_scale_images_by_the_longest_length_are_told_apart_by_it(tmp_path: Path) -> None:
     one, other = engine(tmp_path, LLAMA, length=512), engine(tmp_path, LLAMA)
-    for config in (one, other):
-        config.model_config.hf_config.architectures = ["NemotronH_Nano_VL_V2"]
+    # vLLM has looked at the architecture.
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["NemotronH_Nano_VL_V2"]}))
 
     assert differing(one, other) == {LENGTH}
 
@@ -123,3 +124,52 @@ def test_engines_that_process_images_in_other_ways_share_nothing(
 @pytest.mark.parametrize("given", [{"mm_processor_cache_gb": 1}, {"limit_per_prompt": {"image": 2}}])
 def test_what_changes_no_values_keeps_no_engines_apart(tmp_path: Path, given: dict[str, Any]) -> None:
     assert differing(_with_inputs(tmp_path), _with_inputs(tmp_path, **given)) == set()
+
+
+def test_what_a_model_changes_in_its_configuration_when_it_is_built_does_not_count(tmp_path: Path) -> None:
+    """Workers build it, and the scheduler's process does not."""
+    scheduler, worker = engine(tmp_path, LLAMA_4), engine(tmp_path, LLAMA_4)
+    built = worker.model_config.hf_config
+    built.attn_temperature_tuning = not built.attn_temperature_tuning
+    built.max_model_len = 2048
+
+    assert differing(scheduler, worker) == set()
+
+
+@pytest.mark.parametrize("given", [{"rope_theta": 5.0}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}])
+def test_what_the_user_overrides_in_it_counts(tmp_path: Path, given: dict[str, Any]) -> None:
+    assert differing(engine(tmp_path, LLAMA), engine(tmp_path, LLAMA, hf_overrides=given)) == {"config"}
+
+
+def test_what_a_function_of_the_user_overrides_in_it_counts(tmp_path: Path) -> None:
+    def override(config: Any) -> Any:
+        config.update({"rope_theta": 5.0})
+        return config
+
+    assert differing(engine(tmp_path, LLAMA), engine(tmp_path, LLAMA, hf_overrides=override)) == {"config"}
+
+
+def test_a_configuration_that_is_elsewhere_counts(tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "config.json").write_text(
+        json.dumps({**LLAMA, "architectures": ["OPTForCausalLM"], "rope_theta": 5.0})
+    )
+    given = engine(tmp_path, LLAMA, hf_config_path=str(elsewhere))
+
+    assert differing(engine(tmp_path, LLAMA), given) == {"config"}
+
+
+def test_a_configuration_that_is_gone_is_taken_as_it_is_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine(tmp_path, LLAMA)
+    known = facts_of(config)
+    told: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.infinistore"), "warning", lambda text, *given: told.append(text % given)
+    )
+    (tmp_path / "config.json").unlink()
+
+    assert facts_of(config) == known
+    assert len(told) == 1
+    assert told[0].startswith("InfiniStore: the model's configuration cannot be read again")
