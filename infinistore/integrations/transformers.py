@@ -80,6 +80,8 @@ def save_cache(
     tokens = _token_list(model, token_ids, salt)
     tensors = layout.tensors(cache)
     blocks = min(len(tokens), cache.get_seq_length()) // block_tokens
+    if layout.longest is not None and cache.get_seq_length() > layout.longest:
+        blocks = 0
     keys = layout.keys(tokens[: blocks * block_tokens], salt)
     stored = 0
     try:
@@ -119,6 +121,8 @@ def load_cache(
     cache = DynamicCache(config=model.config)
     layout.tensors(cache)  # empty, but checks the kind of each layer
     keys = layout.keys(tokens[: max(len(tokens) - 1, 0)], salt)
+    if layout.longest is not None and len(tokens) > layout.longest:
+        keys = []
     try:
         loaded = _read(store, layout, keys)
     except InfiniStoreException as error:
@@ -175,6 +179,9 @@ class _CacheLayout:
     head_size: int
     block_tokens: int
     group_blocks: int
+    longest: int | None
+    """A cache of more tokens cannot be shared, because each key depends on how many there
+    are; None: it never does."""
     dtype: "torch.dtype"
     device: "torch.device"
 
@@ -201,7 +208,10 @@ class _CacheLayout:
         if group_blocks:
             facts["group blocks"] = group_blocks
         namespace = f"transformers/{name.rstrip('/').rpartition('/')[2][:100]}/{fingerprint(facts)}"
-        return cls(namespace, layers, heads, head_size, block_tokens, group_blocks, model.dtype, model.device)
+        return cls(
+            *(namespace, layers, heads, head_size, block_tokens, group_blocks, _longest(config)),
+            *(model.dtype, model.device),
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -268,6 +278,22 @@ class _CacheLayout:
         """View [1, heads, tokens, head size] as [blocks, heads, tokens, head size]."""
         blocks = part.shape[2] // self.block_tokens
         return part.view(self.heads, blocks, self.block_tokens, self.head_size).transpose(0, 1)
+
+
+def _longest(config: Any) -> int | None:
+    """Return up to which length the rotary embedding of a model does not depend on the
+    length of the whole sequence.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
+    found = []
+    for kind in kinds:
+        rope_type = kind.get("rope_type") or ""
+        if "dynamic" in rope_type:
+            found.append(config.max_position_embeddings - 1)  # of so many and more, it is what came before
+        elif rope_type == "longrope":
+            found.append(kind.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+    return min(found, default=None)
 
 
 def _batches(first: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ VOCABULARY = 100
 STEPS = 6
 
 
-def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: int) -> PreTrainedModel:
+def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

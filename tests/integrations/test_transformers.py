@@ -48,6 +48,16 @@ def tensors(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    **DYNAMIC,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+
+
 def save(store: blocking.BlockingStore, model: PreTrainedModel, tokens: list[int], **options: Any) -> int:
     return save_cache(store, model, tokens, prefill(model, tokens), name=NAME, block_tokens=8, **options)
 
@@ -276,3 +286,23 @@ def test_the_program_of_the_page_runs(model: PreTrainedModel, monkeypatch: pytes
         assert found[0]["matched"] == 0
         assert found[1]["matched"] > 0
         assert torch.equal(found[0]["output"].logits[:, -1], found[1]["output"].logits[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest", "shared"),
+    [(DYNAMIC, 64, 63), (LONGROPE, 256, 64), ({"rope_type": "default", "rope_theta": 1e4}, 64, 99)],
+)
+def test_keys_that_depend_on_the_length_of_the_sequence_are_not_shared_with_another_length(
+    parameters: dict[str, Any], longest: int, shared: int, store: blocking.BlockingStore
+) -> None:
+    rotary = make_model(max_position_embeddings=longest, rope_parameters=parameters)
+    assert save(store, rotary, TOKENS) == (96 if shared == 99 else 0)
+    for length in (shared + 1, shared, 40):
+        tokens = TOKENS[:length]
+        save(store, rotary, tokens)
+        cache, matched = load(store, rotary, tokens)
+        assert bool(matched) == (length <= shared or shared == 99)
+        if matched:
+            for restored, expected in zip(tensors(cache), tensors(prefill(rotary, tokens)), strict=True):
+                assert torch.equal(restored, expected[:, :, :matched])
+    assert load(store, rotary, TOKENS)[1] == (96 if shared == 99 else 0)
