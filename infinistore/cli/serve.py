@@ -16,6 +16,7 @@ from infinistore.cli.failures import session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
+from infinistore.cli.stopping import stopped_by_sigterm
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.sizes import describe_size
 
@@ -50,14 +51,15 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
     takes precedence over the environment, and the environment over the file. --no-
     before its name turns off a flag without a value.
     """
-    from infinistore.config import load_server_config, misspelt_variables
+    with stopped_by_sigterm():
+        from infinistore.config import load_server_config, misspelt_variables
 
-    config = load_server_config(settings, file=file)
-    session_of(context).wants_tracebacks = config.log_level == "debug"
-    for warning in misspelt_variables():
-        note(warning)
-    set_up_logging(config.log_level)
-    _run(config, as_json=as_json)
+        config = load_server_config(settings, file=file)
+        session_of(context).wants_tracebacks = config.log_level == "debug"
+        for warning in misspelt_variables():
+            note(warning)
+        set_up_logging(config.log_level)
+        _run(config, as_json=as_json)
 
 
 def _run(config: "ServerConfig", *, as_json: bool) -> None:
@@ -91,21 +93,25 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
     from infinistore.cli.taking import tell_of_taking
 
     run = partial(server.serve, config) if config.shards == 1 else partial(server.serve_shards, config, SHARD_COMMAND)
+    taking = trio.CancelScope()
+
+    class Serving:
+        """Is told where the server listens. A server that is stopped before tells
+        nothing.
+        """
+
+        def started(self, addresses: Any) -> None:
+            taking.cancel()
+            calm_the_garbage_collector()
+            _note_interrupts(interrupts)
+            _announce(config, addresses, as_json=as_json)
+            manager.ready()
+
     async with trio.open_nursery() as nursery:
-
-        async def serve(*, task_status: trio.TaskStatus[Any]) -> None:
-            await run(handle_signals=True, service_manager=manager, task_status=task_status)
-            nursery.cancel_scope.cancel()  # the beats
-
         nursery.start_soon(manager.beat)
-        taking = trio.CancelScope()
         nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
-        addresses = await nursery.start(serve)
-        taking.cancel()
-        calm_the_garbage_collector()
-        _note_interrupts(interrupts)
-        _announce(config, addresses, as_json=as_json)
-        manager.ready()
+        await run(handle_signals=True, service_manager=manager, task_status=Serving())
+        nursery.cancel_scope.cancel()  # the beats
 
 
 def calm_the_garbage_collector() -> None:

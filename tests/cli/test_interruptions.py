@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,49 @@ def test_a_server_that_is_told_to_stop_drains_and_exits(number: int, code: int, 
         assert ended == code
         assert b"Traceback" not in errors
         assert not os.path.exists(socket_path)
+
+
+def _starting(process: "subprocess.Popen[bytes]", socket_path: Path) -> bool:
+    """Whether a server has begun: it has shards, or has its Unix socket."""
+    children = (file.read_text(encoding="ascii") for file in Path(f"/proc/{process.pid}/task").glob("*/children"))
+    return socket_path.exists() or any(children)
+
+
+def _start(
+    *flags: str, environment: dict[str, str], ignoring: signal.Signals | None = None
+) -> "subprocess.Popen[bytes]":
+    arguments = [*INFINISTORE, "--prealloc-size", "64MiB", "--service-port", "0", "--manage-port", "0", *flags]
+    if ignoring is not None:  # as a shell does to what a script starts in the background
+        shell = f"trap '' {ignoring.name.removeprefix('SIG')}; exec \"$@\""
+        arguments = ["sh", "-c", shell, "sh", *arguments]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("shards", ["1", "3"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_server_that_is_told_to_stop_while_it_starts_exits_without_a_word(
+    number: int, code: int, shards: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    socket_path = tmp_path / "socket"
+    unix = str(socket_path) if shards == "1" else "off"
+    process = _start("--shards", shards, "--unix-socket", unix, environment=environment)
+    while not _starting(process, socket_path):
+        assert process.poll() is None
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == code
+    assert all(line.startswith(b"{") for line in errors.splitlines())  # its log
+    assert not socket_path.exists()
+
+
+def test_a_server_obeys_sigterm_also_if_it_was_started_to_ignore_ctrl_c(environment: dict[str, str]) -> None:
+    process = _start("--shards", "2", environment=environment, ignoring=signal.SIGINT)
+    while not _starting(process, Path("/none")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 0
+    assert all(line.startswith(b"{") for line in errors.splitlines())
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

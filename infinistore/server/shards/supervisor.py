@@ -129,9 +129,9 @@ async def serve_shards(
                 if not reloads.empty:
                     at_signal.add(partial(supervisor.reload, reloads))
                 await nursery.start(reload_on_signal, at_signal, manager)
-                await nursery.start(supervisor.drain_on_signal, nursery.cancel_scope)
             management = tuple(sock.getsockname()[:2] for sock in listeners)
-            nursery.start_soon(supervisor.tell_when_serving, management, task_status)
+            told = partial(supervisor.tell_when_serving, management, task_status, nursery, handle_signals)
+            nursery.start_soon(told)
             try:
                 await supervisor.run()
             except (ConfigError, OutOfMemory, StoreUnavailable) as error:
@@ -212,10 +212,18 @@ class _Supervisor:
         return "; ".join(problems)
 
     async def tell_when_serving(
-        self, management: tuple[tuple[str, int], ...], task_status: trio.TaskStatus[ServerAddresses]
+        self,
+        management: tuple[tuple[str, int], ...],
+        task_status: trio.TaskStatus[ServerAddresses],
+        nursery: trio.Nursery,
+        handle_signals: bool,
     ) -> None:
-        """Give the addresses when all shards serve for the first time."""
+        """Give the addresses when all shards serve for the first time. From then on,
+        signals drain them; what is told to stop before has nothing to drain.
+        """
         await self._all_serve.wait()
+        if handle_signals:
+            await nursery.start(self.drain_on_signal, nursery.cancel_scope)
         first = self.fleet.shards[0].addresses
         assert first is not None
         task_status.started(attrs.evolve(first, management=management))
