@@ -255,7 +255,8 @@ class DiskStatistics:
     state: str
     """"recovering" until its index is there, then "healthy", "read-only" or "off"."""
     alarm: str
-    """Why it is read-only or off, and what to do; empty if it is not."""
+    """Why it is read-only or off, or has less room than it was given, and what to do;
+    else empty."""
     direct: bool
     """Whether it is read and written past the page cache (O_DIRECT)."""
     capacity_bytes: int

@@ -29,7 +29,7 @@ class Disk:
     def __init__(self, volume: Volume, settings: TierSettings) -> None:
         self.volume = volume
         self.number = volume.number
-        self.health = Health()
+        self.health = Health(volume.name)
         self.traffic = Traffic(settings)
         self.read_blocks = 0
         """Blocks read from it, and verified."""
@@ -81,7 +81,7 @@ class Disk:
             try:
                 return call()
             except Exception as error:  # noqa: BLE001 - whatever it is, the other disks go on
-                _log.exception("a disk is off because of an internal error", extra={"disk": self.number})
+                _log.exception("a disk is off because of an internal error", extra={"disk": self.volume.name})
                 self.has_failed = True
                 self.is_recovering = False
                 self._changed.clear()

@@ -1,4 +1,4 @@
-"""The health of one disk: what its errors mean for it.
+"""The health of one disk: what its errors mean for it. The log has what it becomes.
 
 A single error costs what it hit. Repeated ones make a disk read-only, then turn it off;
 so does at once what cannot pass, such as a device that is gone. It stays so until the
@@ -6,10 +6,13 @@ store is opened again, because somebody has to look at it: `alarm` says so.
 """
 
 import errno
+import logging
 from collections import deque
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 __all__ = ["DiskState", "Health"]
+
+_log: Final = logging.getLogger("infinistore.disk")
 
 DiskState: TypeAlias = Literal["healthy", "read-only", "off"]
 
@@ -25,12 +28,14 @@ _LOOK = "check it, replace it if need be"
 
 
 class Health:
-    """Counts the errors of one disk."""
+    """Counts the errors of one disk, which the log calls by its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self._name = name
         self.state: DiskState = "healthy"
         self.alarm = ""
-        """Why the state is not healthy, and what to do; empty if it is."""
+        """Why the state is not healthy, or the disk has less room than it was given,
+        and what to do; else empty."""
         self.read_errors = 0
         self.write_errors = 0
         self._recent: dict[str, deque[float]] = {kind: deque() for kind in ("read", "write", "hang")}
@@ -62,6 +67,13 @@ class Health:
         else:
             self._become("read-only", f"it refused to be written ({errno.errorcode.get(code, code)})")
 
+    def shrank(self, code: int) -> None:
+        """Note that the disk gave no room for another segment."""
+        if self.state == "healthy":
+            name = errno.errorcode.get(code, code)
+            why = f"its file system is full ({name}); free some room" if code in _FULL else f"it gave no more ({name})"
+            self._alarm("the disk has less room than it was given", f"{why}, and start the store again to get the rest")
+
     def hung(self, now: float) -> None:
         """Note a time at which jobs hang."""
         if self._often("hang", _MOST_HANGS, now):
@@ -82,4 +94,8 @@ class Health:
         order = ("healthy", "read-only", "off")
         if order.index(state) > order.index(self.state):
             self.state = state
-            self.alarm = f"the disk is {state}: {why}; {remedy}, and start the store again"
+            self._alarm(f"the disk is {state}", f"{why}; {remedy}, and start the store again")
+
+    def _alarm(self, what: str, why: str) -> None:
+        self.alarm = f"{what}: {why}"
+        _log.warning(what, extra={"disk": self._name, "problem": why})

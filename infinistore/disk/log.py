@@ -23,6 +23,7 @@ __all__ = [
     "Log",
     "Lost",
     "Reclaim",
+    "Shrunk",
     "locations_of",
     "rows_of",
 ]
@@ -92,7 +93,14 @@ class Reclaim:
     """How often each was read of late (`note_reads`), 0 to 3."""
 
 
-Event: TypeAlias = Durable | Lost | Reclaim
+@attrs.frozen
+class Shrunk:
+    """The disk gave no room for another segment: it has what there is, and no more."""
+
+    errno: int
+
+
+Event: TypeAlias = Durable | Lost | Reclaim | Shrunk
 
 
 @attrs.define

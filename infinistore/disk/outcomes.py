@@ -9,7 +9,7 @@ from infinistore.disk.demotion import Demotion
 from infinistore.disk.disks import Disk, Disks
 from infinistore.disk.membership import Membership
 from infinistore.disk.reinsertion import Reinsertion
-from infinistore.disk.volume import Durable, Lost, Reclaim
+from infinistore.disk.volume import Durable, Lost, Reclaim, Shrunk
 from infinistore.disk.waits import Wait
 
 __all__ = ["Outcomes"]
@@ -55,6 +55,8 @@ class Outcomes:
             has_more = True
             if isinstance(event, Reclaim):
                 self._reinsertion.begin(disk, event)
+            elif isinstance(event, Shrunk):
+                disk.health.shrank(event.errno)
             else:
                 self._ended(disk, event, now)
         if disk.has_recovered():

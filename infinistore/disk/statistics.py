@@ -15,7 +15,8 @@ class DiskStatistics:
     number: int
     state: DiskState
     alarm: str
-    """Why it is not healthy, and what to do; empty if it is."""
+    """Why it is not healthy, or has less room than it was given, and what to do; else
+    empty."""
     hung_jobs: int
     """Jobs that are out and late."""
     hangs: int

@@ -12,7 +12,7 @@ from infinistore.disk.batches import Batches
 from infinistore.disk.format import END_BYTES, End, Footer, decode_end, decode_footer, encode_end, encode_footer
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Allocate, Flush, Replace, Write, aligned
 from infinistore.disk.listings import OWN_CHECKSUM, Listing, joined
-from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim
+from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Shrunk
 from infinistore.disk.records import SHARDS
 from infinistore.disk.search import read
 from infinistore.disk.segments import Segment, SegmentState
@@ -84,6 +84,8 @@ class Upkeep:
         segments.most = segments.allocated
         if segments.most < 2:
             self._stop(result.errno)
+        else:
+            self._log.events.append(Shrunk(result.errno))
         return None
 
     def _void_older(self, segment: Segment) -> Steps[bool]:

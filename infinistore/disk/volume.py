@@ -35,7 +35,7 @@ from infinistore.disk.appending import Appending
 from infinistore.disk.batches import Batches
 from infinistore.disk.format import Superblock, decode_superblocks
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Flush, Job, Result
-from infinistore.disk.log import SESSION_SHIFT, Durable, Event, Location, Log, Lost, Reclaim, locations_of
+from infinistore.disk.log import SESSION_SHIFT, Durable, Event, Location, Log, Lost, Reclaim, Shrunk, locations_of
 from infinistore.disk.records import MOST_SEGMENT_BYTES, Records, fingerprints
 from infinistore.disk.recovery import recover
 from infinistore.disk.segments import Segment, Segments, SegmentState, default_segment_bytes, segments_within
@@ -45,16 +45,7 @@ from infinistore.disk.volume_statistics import VolumeState, VolumeStatistics
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
-__all__ = [
-    "Durable",
-    "Event",
-    "Location",
-    "Lost",
-    "Reclaim",
-    "Volume",
-    "VolumeState",
-    "VolumeStatistics",
-]
+__all__ = ["Durable", "Event", "Location", "Lost", "Reclaim", "Shrunk", "Volume", "VolumeState", "VolumeStatistics"]
 
 
 class Volume:
@@ -71,6 +62,8 @@ class Volume:
         records = Records(most * (superblock.segment_bytes // ALIGNMENT_BYTES), slots)
         self.number = number
         """The number of the disk in its tier, and in all jobs."""
+        self.name = f"disk {number}"
+        """What the log calls it."""
         self.state: VolumeState = "recovering"
         self.reinsertion_bytes = superblock.segment_bytes // 5
         """The most that should be appended again of one segment."""

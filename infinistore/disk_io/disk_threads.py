@@ -6,6 +6,8 @@ wait behind writes. How much is written beside reads, the tier decides.
 
 import errno
 import logging
+import math
+import os
 import threading
 import time
 from collections import deque
@@ -25,6 +27,8 @@ from infinistore.new_threads import start_thread
 __all__ = ["DiskThreads"]
 
 _log: Final = logging.getLogger("infinistore.disk")
+_LOG_EVERY_S: Final = 10.0
+"""How often a disk says at most that jobs fail."""
 
 _Work: TypeAlias = Piece | HashBlocks | Flush | Allocate | Replace | WriteSuperblock
 
@@ -62,6 +66,9 @@ class DiskThreads:
         self._writes: deque[_Work] = deque()
         self._running: dict[int, tuple[float, _Work]] = {}
         """By thread: since when it is at what."""
+        self._failures = 0
+        """How many jobs have failed since the last line in the log."""
+        self._silent_until = -math.inf
         self._closing = False
         self._alive = readers + writers
         self._threads: list[threading.Thread] = []
@@ -165,12 +172,26 @@ class DiskThreads:
         try:
             return self._do(work, buffer)
         except OSError as error:
+            self._log_failure(work, error.strerror or str(error))
             return error.errno or errno.EIO, 0, []
         except MemoryError:
+            self._log_failure(work, os.strerror(errno.ENOMEM))
             return errno.ENOMEM, 0, []
         except Exception:  # noqa: BLE001 - whatever it is, somebody waits for an answer
             _log.exception("a job of a disk failed", extra={"disk": str(self._disk_files.folder.path)})
             return errno.EIO, 0, []
+
+    def _log_failure(self, work: _Work, problem: str) -> None:
+        """Log the first failure, and once in a while how many there were since."""
+        with self._lock:
+            self._failures += 1
+            now = self._clock()
+            if now < self._silent_until:
+                return
+            self._silent_until = now + _LOG_EVERY_S
+            failures, self._failures = self._failures, 0
+        fields = {"disk": str(self._disk_files.folder.path), "job": _describe(work), "problem": problem}
+        _log.warning("a job of a disk failed", extra=fields | ({"left_out": failures - 1} if failures > 1 else {}))
 
     def _do(self, work: _Work, buffer: BounceBuffer) -> tuple[int, int, list[int]]:
         files = self._disk_files

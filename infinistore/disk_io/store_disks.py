@@ -90,6 +90,7 @@ def open_disks(places: Sequence[DiskPlace], random: Random) -> StoreDisks:
         runner = ThreadRunner()
         undo.callback(runner.close, timeout_s=0.0)
         for volume, folder in zip(volumes, folders, strict=True):
+            volume.name = str(folder.path)
             runner.add(volume.number, folder)
         undo.pop_all()
     return StoreDisks(volumes, runner, folders)

@@ -148,9 +148,10 @@ def _disk_alarms(oldest: Sample, now: Sample) -> Iterator[Alarm]:
         return
     before = oldest.stats.disk or tier
     for one in tier.disks:
+        failed = one.state in ("read-only", "off")
         if one.alarm:
-            yield Alarm("disk", "error", f"{one.path}: {one.alarm}")
-        elif one.hung_jobs:
+            yield Alarm("disk", "error" if failed else "warning", f"{one.path}: {one.alarm}")
+        if one.hung_jobs and not failed:
             text = f"{one.path}: {figures.count(one.hung_jobs)} reads and writes are late; it gets no others meanwhile"
             yield Alarm("disk_hangs", "warning", text)
     yield from _disk_error_alarms(before, tier)

@@ -1,6 +1,7 @@
 """What errors mean for a disk, in words that say what to do."""
 
 import errno
+import logging
 
 import pytest
 
@@ -64,3 +65,31 @@ def test_errors_count_if_they_come_within_a_minute() -> None:
         health.read_failed(errno.EIO, 122.0 + number)
     assert str(health.state) == "off"
     assert "8 reads failed within 60 s" in health.alarm
+
+
+def test_what_a_disk_becomes_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health("/mnt/nvme0")
+    with caplog.at_level(logging.WARNING, "infinistore.disk"):
+        health.shrank(errno.ENOSPC)
+        for _ in range(9):
+            health.write_failed(errno.EROFS, 0.0)
+            health.read_failed(errno.ENXIO, 0.0)
+        health.shrank(errno.ENOSPC)
+    said = [(one.message, one.__dict__["disk"], one.__dict__["problem"].partition(";")[0]) for one in caplog.records]
+    assert said == [
+        ("the disk has less room than it was given", "/mnt/nvme0", "its file system is full (ENOSPC)"),
+        ("the disk is read-only", "/mnt/nvme0", "its file system is read-only"),
+        ("the disk is off", "/mnt/nvme0", "its device is gone (ENXIO)"),
+    ]
+    assert health.alarm.startswith("the disk is off: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(errno.ENOSPC, "its file system is full (ENOSPC); free some room,"), (errno.EIO, "it gave no more (EIO),")],
+)
+def test_a_disk_that_got_less_room_says_how_to_get_the_rest(code: int, why: str) -> None:
+    health = Health()
+    health.shrank(code)
+    said = f"the disk has less room than it was given: {why} and start the store again to get the rest"
+    assert (str(health.state), health.alarm) == ("healthy", said)

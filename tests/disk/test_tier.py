@@ -933,8 +933,13 @@ def test_a_full_disk_is_as_large_as_it_could_be(make_machine: MakeMachine) -> No
     statistics = machine.tier.statistics().disks[0]
     assert statistics.state == "healthy"
     assert statistics.volume.capacity_bytes < 8 * 256 * 1024
+    assert statistics.alarm.startswith("the disk has less room than it was given: its file system is full (ENOSPC)")
     machine.put_names("last")
     assert machine.on_disk("last")
+    machine.disks[0].free_bytes = 8 * 256 * 1024
+    machine.restart()
+    assert machine.tier.statistics().disks[0].volume.capacity_bytes == 8 * 256 * 1024
+    assert machine.tier.statistics().disks[0].alarm == ""
 
 
 # Reads before writes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from infinistore.disk.jobs import ReadInto, Result
-from infinistore.disk.volume import Durable, Location, Lost, Reclaim, Volume
+from infinistore.disk.volume import Durable, Location, Lost, Reclaim, Shrunk, Volume
 from tests.simulation.disk import SUPERBLOCK, SimulatedDisk
 
 SEGMENT_BYTES = 64 * 1024
@@ -41,7 +41,7 @@ class VolumeWorld:
                 self.offers.append(event)
                 if self.accept_offers:
                     self.volume.reclaimed(event.segment)
-            else:
+            elif not isinstance(event, Shrunk):
                 self.ended[event.token] = event
 
     def finish(self, result: Result) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -27,6 +28,7 @@ from infinistore.disk.jobs import (
 )
 from infinistore.disk_io import DiskFolder, ThreadRunner, open_folder
 from infinistore.disk_io.disk_threads import DiskThreads
+from infinistore.disk_io.files import DiskFiles
 from infinistore.disk_io.pieces import PIECE_BYTES
 from infinistore.errors import StoreUnavailable
 from infinistore.sizes import MIB
@@ -176,6 +178,36 @@ def test_a_job_that_nobody_could_run_ends_in_an_error_and_the_thread_goes_on(
     assert [result.errno for result in results] == [errno.EIO, 0]
 
 
+def test_the_log_has_the_first_job_that_fails_and_later_how_many_did(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, answers = Clock(), Answers()
+    files = DiskFiles(open_folder(path))
+    files.allocate(SEGMENT, 8 * MIB)
+    disk = threads_of(files, answers, clock)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            disk.submit(Flush(0, "segments/9"))
+        answers.wait(times)
+
+    with caplog.at_level(logging.WARNING, "infinistore.disk"):
+        fail(5)
+        clock.now += 11
+        fail(1)
+        monkeypatch.setattr(files, "flush", Mock(side_effect=MemoryError))
+        clock.now += 11
+        fail(1)
+    disk.stop()
+    assert disk.join(timeout_s=60)
+    fields = [
+        {name: one.__dict__.get(name) for name in ("disk", "job", "problem", "left_out")} for one in caplog.records
+    ]
+    missing = {"disk": str(path), "job": "Flush segments/9", "problem": "No such file or directory", "left_out": None}
+    assert [one.message for one in caplog.records] == ["a job of a disk failed"] * 3
+    assert fields == [missing, missing | {"left_out": 4}, missing | {"problem": "Cannot allocate memory"}]
+
+
 def test_nobody_is_woken_without_a_result_and_once_for_several(runner: ThreadRunner) -> None:
     assert not is_woken(runner)
     assert runner.take() == []
@@ -300,7 +332,7 @@ class Clock:
         return self.now
 
 
-def threads_of(files: HangingFiles, answers: Answers, clock: Clock | None = None) -> DiskThreads:
+def threads_of(files: DiskFiles, answers: Answers, clock: Clock | None = None) -> DiskThreads:
     return DiskThreads(
         "test",
         files,

@@ -350,6 +350,14 @@ def test_what_is_wrong_with_a_disk_is_an_alarm_that_names_it() -> None:
     assert text["disk_skips"].startswith("50 blocks/s are not written to disk: 512 MiB wait")
 
 
+def test_a_disk_with_less_room_than_it_was_given_is_a_warning_and_hides_nothing() -> None:
+    said = "the disk has less room than it was given: its file system is full (ENOSPC)"
+    full = loaded_stats(0, disk=make_disks(make_disk("/mnt/full", alarm=said, hung_jobs=2)))
+    found = [(one.kind, one.severity, one.text) for one in watched(full).snapshot().alarms if "/mnt" in one.text]
+    assert found[0] == ("disk", "warning", f"/mnt/full: {said}")
+    assert [kind for kind, _, _ in found] == ["disk", "disk_hangs"]
+
+
 def test_disks_that_are_well_again_or_still_recover_are_no_alarm() -> None:
     assert watched(*map(on_disks, range(3))).snapshot().alarms == ()
     well = bad_disks(5)  # old errors, and blocks that were skipped long ago
