@@ -38,6 +38,7 @@ from infinistore.integrations.vllm.publisher import offer_dumps
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.step import Step
+from infinistore.integrations.vllm.unhashed import UnhashedInputs
 from infinistore.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._teller: Teller | None = None
         self._untold: Stages = {}
+        self._unhashed = UnhashedInputs(vllm_config)
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
         scheduling = role is KVConnectorRole.SCHEDULER
@@ -296,6 +298,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look up how much of a request is stored; it is loaded in the background."""
+        if self._unhashed.are_in(request):
+            return 0, False
         tokens = self._at_schedule.loadable_tokens(request, num_computed_tokens)
         if any(group.offered for group in self._layout.groups):
             # vLLM ends a chunk there, so that a later request finds a state.
@@ -305,7 +309,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks to load into."""
-        self._at_schedule.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if not self._unhashed.are_in(request):
+            self._at_schedule.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the workers' loads and saves of a step."""
