@@ -369,13 +369,13 @@ class MembershipStatistics:
     node: str
     """The id of the server itself."""
     registration: str
-    """ "registering", "registered", "lost", "drained" or "left"; "listed" where servers
-    do not register.
+    """ "registering", "registered", "lost", "drained" or "left"; where servers do not
+    register, "listed", or "not listed" if the file of the cluster lacks this one.
     """
     registrations: int
     """How often it has registered."""
     problem: str
-    """What keeps it from being registered; empty if nothing does."""
+    """What keeps it from being registered or listed; empty if nothing does."""
     view_age_s: float
     """For how long nothing has confirmed its view; -1 if it has none."""
     epoch: int

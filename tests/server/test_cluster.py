@@ -137,6 +137,43 @@ async def test_the_metrics_say_how_much_of_the_keys_a_server_owns(tmp_path: Path
     assert shares == {"a": 0.25, "c": 0.0, "not listed": 0.0}
 
 
+async def test_a_server_that_is_not_in_the_file_says_so_until_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "nodes.json"
+
+    def write(*names: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(json.dumps({"nodes": [{"id": name, "address": f"{name}.example"} for name in names]}))
+        new.rename(file)
+
+    def warnings() -> list[str]:
+        return [
+            record.__dict__["problem"]
+            for record in caplog.records
+            if record.message == "this node is not in the file of its cluster"
+        ]
+
+    async def gauge(server: Any) -> float:
+        answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
+        lines = answer.body.decode().splitlines()
+        return next(float(one.split()[1]) for one in lines if one.startswith("infinistore_cluster_registered "))
+
+    write("a", "b")
+    async with running_server(make_config(cluster=f"infinistore+file://{file}", node_id="c")) as server:
+        found = await until(server, lambda found: bool(found["nodes"]))
+        said = f"{file} does not list c (--node-id), but a, b"
+        assert (found["registration"], found["problem"], await gauge(server)) == ("not listed", said, 0.0)
+        assert warnings() == [said]
+        write("b")
+        await until(server, lambda found: len(found["nodes"]) == 1)
+        assert warnings() == [said, f"{file} does not list c (--node-id), but b"]
+        write("b", "c")
+        found = await until(server, lambda found: len(found["nodes"]) == 2)
+        assert (found["registration"], found["problem"], await gauge(server)) == ("listed", "", 1.0)
+        assert len(warnings()) == 2
+
+
 async def test_a_server_without_a_cluster_says_so_and_loads_none_of_it() -> None:
     async with running_server(make_config()) as server:
         answer = await ask(server.server.addresses.management[0], "GET", "/cluster")

@@ -22,7 +22,7 @@ from infinistore.cluster.documents import ClusterConfig
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
-from infinistore.cluster.locate import ClusterUrl, EtcdPlace, StaticPlace, parse_cluster_url
+from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.view import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
@@ -212,11 +212,21 @@ class ClusterService:
             remove()
 
     def _look(self, view: View) -> None:
-        """Look what a file says of this node."""
+        """Look what a file says of this node, and warn if it says nothing."""
+        if problem := self._not_listed(view):
+            _log.warning("this node is not in the file of its cluster", extra={"problem": problem})
         wanted = any(node.id == self._node.id and node.state is NodeState.DRAINING for node in view.nodes)
         if wanted != self._listed_as_draining:
             self._listed_as_draining = wanted
             self._want_drain(wanted)
+
+    def _not_listed(self, view: View) -> str:
+        """Why the cluster does not know this node, if a file that lists it does not."""
+        ids = [node.id for node in view.nodes]
+        place = self._url.place
+        if not isinstance(place, FilePlace) or self._node.id in ids:
+            return ""
+        return f"{place.path} does not list {self._node.id} (--node-id), but {', '.join(ids) or 'nobody'}"
 
     def _want_drain(self, wanted: bool) -> None:
         self._server.policy.audit.note("node-drain", origin=_ORIGIN, wanted=wanted)
@@ -254,12 +264,19 @@ class ClusterService:
         """What the server knows of its cluster."""
         view, age_s = self._membership.view, self._membership.age_s
         registration = None if self._registrar is None else self._registrar.registration
+        if registration is not None:
+            state, problem = registration.state.value, registration.problem
+        else:
+            problem = self._not_listed(view)
+            state = "not listed" if problem else "listed"
+            if isinstance(self._membership, RunningMembership) and self._membership.problem:
+                problem = self._membership.problem  # of the file itself
         return MembershipStatistics(
             cluster=str(self._url),
             node=self._node.id,
-            registration="listed" if registration is None else registration.state.value,
+            registration=state,
             registrations=0 if registration is None else registration.registrations,
-            problem="" if registration is None else registration.problem,
+            problem=problem,
             view_age_s=-1.0 if math.isinf(age_s) else age_s,
             epoch=view.epoch,
             copies=view.copies,

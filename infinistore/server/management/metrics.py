@@ -369,7 +369,7 @@ METRICS: tuple[Described, ...] = (
         _of_cluster(_share),
     ),
     _gauge(
-        "cluster_registered", "1 while this server is registered in its cluster",
+        "cluster_registered", "1 while this server is registered in its cluster, or listed in its file",
         _of_cluster(lambda c: int(c.registration in ("registered", "listed"))),
     ),
     _counter(
