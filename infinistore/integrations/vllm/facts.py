@@ -50,6 +50,7 @@ def model_facts(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
         "dtype": model.dtype,
         **_by_length(model, config),
         **_of_inputs(model),
+        **_of_draft(vllm_config, name),
     }
 
 
@@ -127,5 +128,28 @@ def _of_inputs(model: "ModelConfig") -> dict[str, object]:
         "--video-pruning-method": settings.video_pruning_method if pruned else None,
         "--mm-encoder-attn-dtype": settings.mm_encoder_attn_dtype,
         "--mm-encoder-fp8-scale-path": settings.mm_encoder_fp8_scale_path,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _of_draft(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
+    """Return what the layers of a draft model depend on. They are stored like others,
+    so that an engine without them could not read what one with them asks for.
+    """
+    guessing = vllm_config.speculative_config
+    if guessing is None or not (guessing.uses_draft_kv_cache() or guessing.method == "custom_class"):
+        return {}
+    draft = guessing.draft_model_config
+    facts = {
+        "draft method": guessing.method,
+        "draft model": name if draft.model == vllm_config.model_config.model else draft.model,
+        "draft revision": draft.revision,
+        "draft quantization": draft.quantization,
+        "draft dtype": draft.dtype,
+        "draft cache dtype": guessing.kv_cache_dtype,
+        "draft layers": draft.get_total_num_hidden_layers(),
+        "draft states": getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None),
+        # Each layer predicts from what the one before it predicted.
+        "draft tokens": guessing.num_speculative_tokens if guessing.use_multi_module_mtp() else None,
     }
     return {name: fact for name, fact in facts.items() if fact}

@@ -45,6 +45,7 @@ def there(store: blocking.BlockingStore) -> list[str]:
         ({"shards": 2}, {"shards": 4}, f"tensor parallel shards 4, here 2 {SAME_SIZE}"),
         ({"groups": [(64, 0)]}, {"groups": [(128, 0)]}, "groups [(128, 0)], here [(64, 0)]"),
         ({"dtype": "float16"}, {}, "dtype none, here float16"),
+        ({"draft layers": 1, "draft method": "mtp"}, {}, "draft layers none, here 1; draft method none, here mtp"),
         ({"config": "c" * 200}, {"config": "d"}, f"config d, here {'c' * 80}..."),
     ],
 )

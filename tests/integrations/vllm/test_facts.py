@@ -173,3 +173,60 @@ def test_a_configuration_that_is_gone_is_taken_as_it_is_and_that_is_told(
     assert facts_of(config) == known
     assert len(told) == 1
     assert told[0].startswith("InfiniStore: the model's configuration cannot be read again")
+
+
+def _with_draft(folder: Path, method: str | None, *, draft: Path | None = None, tokens: int = 2, **config: Any) -> Any:
+    """An engine that guesses tokens with a draft model, the engine's own or another."""
+    from vllm.config import SpeculativeConfig
+
+    result = engine(folder, LLAMA)
+    if method is not None:
+        # To be made by itself, it would ask for a model with such layers.
+        result.speculative_config = guessing = SpeculativeConfig.__new__(SpeculativeConfig)
+        guessing.method = method
+        guessing.num_speculative_tokens = tokens
+        guessing.draft_model_config = engine(draft or folder, {**LLAMA, **config}).model_config
+    return result
+
+
+def test_engines_with_and_without_a_draft_model_share_nothing(tmp_path: Path) -> None:
+    """What one stores has no blocks of the draft's layers, which the other asks for."""
+    without, with_one = _with_draft(tmp_path, None), _with_draft(tmp_path, "mtp")
+
+    assert differing(without, with_one) == {"draft method", "draft model", "draft layers", "draft dtype"}
+    assert facts_of(with_one)["draft model"] == "made"
+    assert differing(with_one, _with_draft(tmp_path, "mtp", tokens=3)) == set()
+
+
+def test_engines_with_other_draft_models_share_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    one = _with_draft(tmp_path, "eagle", draft=first)
+
+    assert differing(one, _with_draft(tmp_path, "eagle", draft=second)) == {"draft model"}
+    assert differing(one, _with_draft(tmp_path, "eagle3", draft=first)) == {"draft method"}
+    assert differing(one, _with_draft(tmp_path, "eagle", draft=first, num_hidden_layers=2)) == {"draft layers"}
+    assert differing(one, _with_draft(tmp_path, "eagle", draft=first)) == set()
+
+
+def test_layers_that_predict_one_token_each_differ_with_their_number(tmp_path: Path) -> None:
+    def several(tokens: int) -> Any:
+        return _with_draft(tmp_path, "mtp", tokens=tokens, num_nextn_predict_layers=3)
+
+    assert differing(several(2), several(3)) == {"draft tokens"}
+    assert differing(several(3), several(4)) == {"draft tokens"}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa"])
+def test_guesses_that_keep_nothing_in_the_cache_keep_no_engines_apart(tmp_path: Path, method: str) -> None:
+    assert differing(_with_draft(tmp_path, None), _with_draft(tmp_path, method)) == set()
+
+
+def test_which_hidden_states_are_kept_in_the_cache_counts(tmp_path: Path) -> None:
+    def keeping(*layers: int) -> Any:
+        config = _with_draft(tmp_path, "extract_hidden_states")
+        config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = list(layers)
+        return config
+
+    assert differing(keeping(1, 2), keeping(1, 3)) == {"draft states"}
