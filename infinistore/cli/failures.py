@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 import rich_click as click
-from click.exceptions import Exit
+from click.exceptions import Exit, NoArgsIsHelpError
 
 from infinistore import errors
 from infinistore.cli.manifest import BadManifest
@@ -35,7 +35,7 @@ EXIT_CODES: Final = {
     OK: "Success, and the answer is yes.",
     NEGATIVE: "Success, and the answer is no: a key is missing or exists already, or `doctor` found a problem.",
     USAGE: "The command cannot run: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
-    UNAVAILABLE: "The store cannot be reached, was lost, requires another token, or speaks another version.",
+    UNAVAILABLE: "The store or its disk cannot be used, was lost, wants another token, or speaks another version.",
     DEADLINE: "The call did not finish before its deadline.",
     NO_ROOM: "The store is out of memory, or a limit of the store was reached.",
     DAMAGED: "The data read is not the data written, by its checksum, or not a file that `put` wrote.",
@@ -55,6 +55,7 @@ _CODE_OF: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (errors.ChecksumMismatch, DAMAGED),
     (BadManifest, DAMAGED),
     (errors.StoreUnavailable, UNAVAILABLE),
+    (errors.DiskFailed, UNAVAILABLE),
     (errors.AuthenticationFailed, UNAVAILABLE),
     (errors.PermissionDenied, UNAVAILABLE),
     (errors.ProtocolError, UNAVAILABLE),
@@ -174,6 +175,8 @@ def _usage_line(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
         known = _flags(error.ctx) if error.ctx is not None else ()
         return f"there is no flag {error.option_name}{near(error.option_name, known) or where}"
+    if isinstance(error, NoArgsIsHelpError) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        return f"name a command: {', '.join(error.ctx.command.list_commands(error.ctx))}{where}"
     message = _one_line(error.format_message()).removesuffix(".")
     return message[:1].lower() + message[1:] + where
 

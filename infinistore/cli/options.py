@@ -16,7 +16,7 @@ import rich_click as click
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
 from infinistore.cli.failures import session_of
 from infinistore.config import server_settings
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import PermissionDenied, StoreUnavailable
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
 
@@ -155,6 +155,8 @@ class Target:
                     store.stats()
             except StoreUnavailable:
                 time.sleep(_RETRY_S)
+            except PermissionDenied:  # it has answered
+                return
             else:
                 return
 

@@ -17,7 +17,7 @@ from infinistore.addresses import is_loopback
 from infinistore.cli.measure import Client, Plan, Step, percentiles, run
 from infinistore.cli.options import Target
 from infinistore.doctor import Finding, Level
-from infinistore.errors import AuthenticationFailed, InfiniStoreException, VersionMismatch
+from infinistore.errors import AuthenticationFailed, InfiniStoreException, PermissionDenied, VersionMismatch
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -98,6 +98,12 @@ def _measure_path(path: str, target: Target, seconds: float) -> MeasuredPath:
             figures = _figures(store, seconds)
     except InfiniStoreException as error:
         return MeasuredPath(path, _failed(path, error, target))
+    if not figures["transport"]:
+        figures["transport"] = "unknown"
+        text = "what room the pool has is not for this tenant to know: only lookups were measured"
+        return MeasuredPath(
+            path, Finding(_TOPIC, path, Level.WARNING, text, "a token with the role monitor"), **figures
+        )
     if figures["put_bytes_per_s"] is None:
         text = "the pool is so full that a put might evict what is there: only lookups were measured"
         return MeasuredPath(path, Finding(_TOPIC, path, Level.WARNING, text, "a larger pool, or later"), **figures)
@@ -105,12 +111,15 @@ def _measure_path(path: str, target: Target, seconds: float) -> MeasuredPath:
 
 
 def _figures(store: "BlockingStore", seconds: float) -> dict[str, Any]:
-    stats = store.stats()
+    try:
+        stats = store.stats()
+    except PermissionDenied:
+        stats = None
     name = f"infinistore-doctor/{secrets.token_hex(8)}"
     lookups = _p50_and_p99_us(lambda: store.exists(name), seconds)
     figures: dict[str, Any] = {
-        "transport": stats.transport,
-        "reason": stats.transport_reason,
+        "transport": "" if stats is None else stats.transport,
+        "reason": "" if stats is None else stats.transport_reason,
         "batch": None,
         "put_bytes_per_s": None,
         "get_bytes_per_s": None,
@@ -118,6 +127,8 @@ def _figures(store: "BlockingStore", seconds: float) -> dict[str, Any]:
         "lookup_p99_us": lookups[1],
         "get_p50_us": None,
     }
+    if stats is None:
+        return figures
     room_bytes = int(_FULL * stats.store.capacity_bytes) - stats.store.used_bytes
     # Twice: a put of a key that is there takes new room before it gives back the old.
     batch = next((batch for batch in _BATCHES if 2 * batch * _BLOCK_BYTES <= room_bytes), None)

@@ -12,12 +12,13 @@ import rich_click as click
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, is_loopback
 from infinistore.cli.options import Target, client_options, json_option, unix_url
-from infinistore.cli.output import print_json, print_table
-from infinistore.errors import ChecksumMismatch, InfiniStoreException
+from infinistore.cli.output import note, print_json, print_table
+from infinistore.errors import ChecksumMismatch, DiskFailed, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
+    from infinistore.statistics import DiskStatistics
 
 __all__ = ["command"]
 
@@ -42,14 +43,18 @@ def command(embedded: bool, as_json: bool, target: Target) -> None:
     """Write, look up, read, compare and delete a few blocks over each transport.
 
     The transports are that of --url and, if the server is on this machine, its Unix
-    socket. If the store has disks, the blocks must also become durable. The exit code
+    socket. If the store has disks, the blocks must also become durable, unless the
+    token lacks the role monitor, without which disks are not shown. The exit code
     is that of the first failed check. After a failure, the remaining checks of that
     transport are skipped.
     """
     checks: list[_Check] = []
     failures: list[KeptError] = []
+    notes: list[str] = []
     for name, opened in _paths(target, embedded=embedded):
-        checks += _check_path(name, opened, failures)
+        checks += _check_path(name, opened, failures, notes)
+    for text in dict.fromkeys(notes):
+        note(text)
     if as_json:
         print_json({"ok": not failures, "checks": [attrs.asdict(check) for check in checks]})
     else:
@@ -84,9 +89,14 @@ def _paths(
 
 
 def _check_path(
-    name: str, opened: "Callable[[], AbstractContextManager[BlockingStore]]", failures: list[KeptError]
+    name: str,
+    opened: "Callable[[], AbstractContextManager[BlockingStore]]",
+    failures: list[KeptError],
+    notes: list[str],
 ) -> Iterator[_Check]:
-    """Yield the result of each check; append the failure that ended them, if any."""
+    """Yield the result of each check; append the failure that ended them, if any, and
+    what was not checked.
+    """
     start = time.perf_counter()
     check = "connect"
 
@@ -100,8 +110,10 @@ def _check_path(
     try:
         with opened() as store:
             yield done()
+            check = "statistics"
             try:
-                for check, run in _checks(store, prefix, values):  # noqa: B007  (`done` reads it)
+                disks = _disks(store, notes)
+                for check, run in _checks(store, prefix, values, disks):  # noqa: B007  (`done` reads it)
                     run()
                     yield done()
             except InfiniStoreException:
@@ -113,7 +125,19 @@ def _check_path(
         yield done(f"{type(error).__name__}: {error}")
 
 
-def _checks(store: "BlockingStore", prefix: str, values: dict[str, bytes]) -> list[tuple[str, Callable[[], Any]]]:
+def _disks(store: "BlockingStore", notes: list[str]) -> "list[DiskStatistics]":
+    """Return the disks of the store, as far as this client may know of them."""
+    try:
+        disk = store.stats().disk
+    except PermissionDenied as error:
+        notes.append(f"whether blocks become durable was not checked: {error}")
+        return []
+    return [] if disk is None else disk.disks
+
+
+def _checks(
+    store: "BlockingStore", prefix: str, values: dict[str, bytes], disks: "list[DiskStatistics]"
+) -> list[tuple[str, Callable[[], Any]]]:
     keys = list(values)
     some_are_there = [*keys, prefix + "missing"], [True] * len(keys) + [False]
 
@@ -128,10 +152,16 @@ def _checks(store: "BlockingStore", prefix: str, values: dict[str, bytes]) -> li
         _same("number of keys", int(matched), len(keys))
         _same("answer", store.release_hold(matched.hold), True)
 
-    has_disks = store.stats().disk is not None
+    def flush() -> None:
+        durable = store.flush(keys)
+        alarms = [f"{disk.path}: {disk.alarm or disk.state}" for disk in disks if disk.state in ("read-only", "off")]
+        if durable != len(keys) and alarms:
+            raise DiskFailed("; ".join(alarms))
+        _same("number of durable keys", durable, len(keys))
+
     return [
         ("put", lambda: _same("skipped keys", store.put_many(values), [])),
-        *([("flush to disk", lambda: _same("number of durable keys", store.flush(keys), len(keys)))] * has_disks),
+        *([("flush to disk", flush)] if disks else []),
         ("exists", lambda: _same("answer", store.exists_many(some_are_there[0]), some_are_there[1])),
         ("get", lambda: _same("bytes", store.get_many(keys), list(values.values()))),
         ("get into memory", get_into),

@@ -11,6 +11,8 @@ import pytest
 
 from infinistore.cli.failures import run
 from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.errors import StoreUnavailable
+from tests.monitor.made import make_disk, make_disks
 
 CHECKS = ["connect", "put", "exists", "get", "get into memory", "match and hold a prefix", "list keys"]
 CHECKS += ["delete", "is gone"]
@@ -96,3 +98,23 @@ def test_a_store_that_answers_wrongly_is_exit_code_6(
     last = json.loads(shown.out)["checks"][-1]
     assert (last["check"], last["ok"]) == (check, False)
     assert "not as expected" in shown.err
+
+
+def test_a_disk_that_is_off_is_named_with_its_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    tier = make_disks(make_disk("/mnt/a", state="off", alarm="the disk is off: too many errors"))
+
+    def stats(store: BlockingStore) -> Any:
+        return mock.Mock(disk=tier)
+
+    with mock.patch.object(BlockingStore, "stats", stats), mock.patch.object(BlockingStore, "flush", return_value=0):
+        assert run(["selftest", "--embedded", "--json"]) == 3
+    shown = capsys.readouterr()
+    last = json.loads(shown.out)["checks"][-1]
+    assert (last["check"], last["ok"]) == ("flush to disk", False)
+    assert "infinistore: /mnt/a: the disk is off: too many errors" in shown.err
+
+
+def test_statistics_that_fail_are_not_called_connect(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(BlockingStore, "stats", side_effect=StoreUnavailable("gone")):
+        assert run(["selftest", "--embedded", "--json"]) == 3
+    assert [one["check"] for one in json.loads(capsys.readouterr().out)["checks"]] == ["connect", "statistics"]

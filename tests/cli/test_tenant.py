@@ -45,6 +45,26 @@ def test_the_list_of_a_running_server_shows_what_each_has(
             assert "Traceback" not in refused.stderr.decode()
 
 
+def test_commands_do_without_the_statistics_that_a_tenant_may_not_see(
+    command: Run, file: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    token = tmp_path / "plain.token"
+    token.write_text(tenant(command, file, "add", "plain"))
+    token.chmod(0o600)
+    with running_server(environment, "--tenants", str(file), "--prealloc-size", "64MiB") as server:
+        given = ["--token-file", str(token), "--url", server.url]
+        found = command("selftest", *given)
+        assert found.returncode == 0, found.stdout
+        assert found.stderr.count(b"whether blocks become durable was not checked: ") == 1
+        assert b"needs the role monitor" in found.stderr
+        speed = command("bench", "--sizes", "4KiB", "--batch", "2", "--seconds", "0.01", *given)
+        assert (speed.returncode, speed.stderr.count(b"role")) == (0, 0)
+        assert speed.stdout.startswith(b"transport: unknown (")
+        checked = command("doctor", "--to", server.url, "--token-file", str(token), "--seconds", "0.01", "--json")
+        assert [one["lookup_p50_us"] > 0 for one in json.loads(checked.stdout)["paths"][:1]] == [True]
+        assert command("exists", "k", "--wait", "5", *given).returncode == 1
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
