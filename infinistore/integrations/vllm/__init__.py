@@ -14,8 +14,9 @@ is lost, slow or full costs time, never correctness.
 
 Modules: `settings` (`kv_connector_extra_config`), `names` (keys), `step` (messages from
 the scheduler to the workers), `scheduler` and `worker` (the two halves of the
-connector, independent of vLLM), `block_events` and `stored_blocks` (what routers are
-told, now and when they come late), and `connector`, vLLM's class. Only the last one and
+connector, independent of vLLM), `late_writes` (what workers write while the cache is
+reset), `block_events` and `stored_blocks` (what routers are told, now and when they
+come late), and `connector`, vLLM's class. Only the last one and
 what it is made of, such as `kv_events` and `publisher`, need vLLM; it is imported on
 first use.
 """

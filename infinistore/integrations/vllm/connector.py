@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.internal.resets import BlocksLeft, delete_all
 from infinistore.integrations.vllm.announcements import Announcement
+from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
 from infinistore.integrations.vllm.layout import Layout
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
@@ -118,9 +119,13 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 extra=extra_keys,
                 events=None if self._teller is None else self._teller.changes,
                 pins=self._pins(record),
+                workers=vllm_config.parallel_config.world_size,
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
+            self._deletion = Deletion(
+                self._patient, f"{layout.names.prefix}/", lambda: self._at_schedule.is_past_reset
+            )
             writes = transfer.is_kv_producer and bool(layout.groups)
             announcement = Announcement(self._patient, layout.names, record, writes=writes)
             self._stack.callback(announcement.close)
@@ -275,12 +280,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return {group.index: group.layers for group in self._layout.groups}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return which saves have ended, if the scheduler wants to know; with the first
-        step also this worker's layers, where the handshake has no room for them.
+        """Return which saves have ended, if the scheduler wants to know, and whether
+        this worker is past a reset; with the first step also its layers, where the
+        handshake has no room for them.
         """
         saved = self._at_work.take_saved()
         stages, self._untold = self._untold, {}
-        return WorkerMetadata(saved, stages) if saved or stages else None
+        reset = self._at_work.late_writes.take_past()
+        return WorkerMetadata(saved, stages, Counter([reset] if reset else ())) if saved or stages or reset else None
 
     # ---- the scheduler's side ----
 
@@ -327,6 +334,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Record which loads and saves have ended, and which blocks failed."""
         written = connector_output.kv_connector_worker_meta
         if isinstance(written, WorkerMetadata):
+            self._at_schedule.workers_past(written.past)
             if self._teller is not None:
                 self._teller.changes.saved(written.saved)
             if written.stages:
@@ -352,13 +360,9 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler waits for it. False if some may be left.
         """
         try:
-            delete_all(self._patient, [f"{self._layout.names.prefix}/"])
-        except BlocksLeft as left:
-            LOG.warning("InfiniStore: %s", str(left))
-            return False
+            return self._deletion.delete()
         finally:
             self._at_schedule.forget()
-        return True
 
     # ---- both ----
 
@@ -390,6 +394,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
+            self._deletion.close()
             self._scheduler.close()
         self._stack.close()
 

@@ -1,5 +1,6 @@
 """The connector's changes as vLLM's KV cache events, which vLLM's publisher sends."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,18 +31,20 @@ _MOST_BLOCKS = 512
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers have written, and, with the first step of a pipeline within a
-    MultiConnector, the labels of each stage's layers, by the index of their group.
+    """What workers have written, how many are past which reset of the cache, by its
+    number, and, with the first step of a pipeline within a MultiConnector, the labels
+    of each stage's layers, by the index of their group.
     """
 
-    def __init__(self, saved: SavedBlocks, stages: Stages | None = None) -> None:
+    def __init__(self, saved: SavedBlocks, stages: Stages | None = None, past: Counter[int] | None = None) -> None:
         self.saved = saved
         self.stages = stages or {}
+        self.past = past or Counter()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Add another worker's."""
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.saved + other.saved, {**self.stages, **other.stages})
+        return WorkerMetadata(self.saved + other.saved, {**self.stages, **other.stages}, self.past + other.past)
 
 
 @attrs.frozen

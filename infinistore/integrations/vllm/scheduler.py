@@ -69,6 +69,8 @@ class _Tracked:
     load_failed: bool = False
     saving: bool = False
     """Whether a worker may still be saving this request's blocks."""
+    stale: bool = False
+    """Whether it has blocks of before a reset, so that none is saved."""
 
 
 class SchedulerSide:
@@ -79,7 +81,8 @@ class SchedulerSide:
     its tokens.
 
     `events` collects what is stored and what is gone of the first group that attends to
-    all tokens. `pins` keeps blocks from being evicted.
+    all tokens. `pins` keeps blocks from being evicted. `workers` is how many workers
+    tell when they are past a reset.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class SchedulerSide:
         observations: Observations | None = None,
         events: BlockEvents | None = None,
         pins: Pins | None = None,
+        workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._observed = observations or Observations()
@@ -114,6 +118,10 @@ class SchedulerSide:
         self._clock = clock
         self._record = record
         self._pins = pins
+        self._workers = workers
+        self._resets = 0
+        self._past = 0
+        """How many workers are past the last reset."""
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._told = next((place for place, group in enumerate(groups) if group.is_full), None)
@@ -146,6 +154,8 @@ class SchedulerSide:
         if self._lookup is None or computed_tokens % self._alignment:
             return 0
         tracked = self._track(request)
+        if not self.is_past_reset:
+            return 0
         now = self._clock()
         if tracked.known_until <= now:
             self._look_up(tracked, self._lookup, computed_tokens, now)
@@ -194,23 +204,23 @@ class SchedulerSide:
         `states` are the states that this step completes, by request: the group's index,
         the block, and after how many tokens.
         """
-        step = Step(self._loads, preempted=set(preempted), computes=bool(scheduled_tokens))
+        step = Step(self._loads, preempted=set(preempted), computes=bool(scheduled_tokens), resets=self._resets)
         self._loads = []
         for request_id in step.preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.saving = False
+                tracked.saving = tracked.stale = False
                 tracked.known_until = 0.0
         for background in (self._sweeper, self._pins):
             if background is not None:
                 background.go_on()
-        if self._writes:
+        if self._writes and self.is_past_reset:
             for request_id, count in scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
-                if tracked is not None:
+                if tracked is not None and not tracked.stale:
                     step.saves.extend(self._saves(tracked, count, block_ids_of))
             for request_id, offers in (states or {}).items():
                 tracked = self._tracked.get(request_id)
-                if tracked is not None and request_id not in step.preempted:
+                if tracked is not None and not tracked.stale and request_id not in step.preempted:
                     step.saves.extend(self._states(tracked, offers))
         return step
 
@@ -232,7 +242,7 @@ class SchedulerSide:
                 if load is not None and is_uniform(self._groups) and not failed.isdisjoint(load.block_ids):
                     first_bad = next(i for i, block_id in enumerate(load.block_ids) if block_id in failed)
                     in_store = tracked.found.tokens // self._unit
-                    good = in_store - len(load.block_ids) + first_bad
+                    good = max(0, in_store - len(load.block_ids) + first_bad)  # nothing, if there was a reset
                     # Another rank may have missed an earlier block, in an earlier step.
                     tracked.kept = [min(good, *tracked.kept) if tracked.load_failed else good]
                     # Not asked for again: whatever was wrong with it may be wrong the
@@ -244,13 +254,32 @@ class SchedulerSide:
             if (found := self._tracked.get(request_id)) is not None:
                 found.loading = None
 
+    @property
+    def is_past_reset(self) -> bool:
+        """Whether nothing that was written before the last reset can be stored any
+        more.
+        """
+        return not self._resets or not self._writes or self._past >= self._workers
+
     def forget(self) -> None:
-        """Forget what is stored: it has been deleted. Requests go on."""
+        """Forget what is stored: it has been deleted. Requests go on.
+
+        Nothing is looked up or saved until all workers are past this reset; nothing of
+        before is saved at all.
+        """
+        self._resets += 1
+        self._past = 0
         for tracked in self._tracked.values():
             tracked.found = Found()
+            tracked.kept = [0] * len(self._groups)
             tracked.known_until = 0.0
+            tracked.stale = tracked.request.num_computed_tokens > 0  # others have no blocks, or none any more
         if self._events is not None:
             self._events.clear()
+
+    def workers_past(self, counts: Mapping[int, int]) -> None:
+        """Record how many more workers are past a reset, by its number."""
+        self._past += counts.get(self._resets, 0)
 
     def close(self) -> None:
         """End the threads that watch and pin what is stored, if there are any."""
@@ -261,7 +290,8 @@ class SchedulerSide:
     def finished(self, request: Request) -> bool:
         """Forget a request. True if its blocks must be kept until they are saved."""
         tracked = self._tracked.pop(request.request_id, None)
-        # One that was preempted since the last step has no computed tokens, and no blocks any more.
+        # Of one that was preempted since the last step, nothing is computed, and its
+        # blocks are not its own any more.
         return tracked is not None and tracked.saving and request.num_computed_tokens > 0
 
     def _track(self, request: Request) -> _Tracked:

@@ -39,9 +39,12 @@ class Save:
 
 @attrs.frozen
 class Step:
-    """One step: loads, saves, preempted requests, and whether anything is computed."""
+    """One step: loads, saves, preempted requests, whether anything is computed, and how
+    often the cache was reset before.
+    """
 
     loads: list[Load] = attrs.field(factory=list)
     saves: list[Save] = attrs.field(factory=list)
     preempted: set[str] = attrs.field(factory=set)
     computes: bool = False
+    resets: int = 0

@@ -14,20 +14,21 @@ If there is anything but one group of layers that attend to all tokens, a load f
 a whole, because vLLM cannot compute a part of it.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
+from infinistore.errors import DeadlineExceeded, InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import SavedBlocks
 from infinistore.integrations.vllm.groups import Group, is_uniform
+from infinistore.integrations.vllm.late_writes import LateWrites
+from infinistore.integrations.vllm.layer_cache import LayerCache
 from infinistore.integrations.vllm.names import BlockNames
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -38,66 +39,12 @@ from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LayerCache", "WorkerSide"]
+__all__ = ["WorkerSide"]
 
 _READ_BYTES = 64 * 1024 * 1024
 """Size of one read."""
 _IDLE_WAIT_S = 0.005
 """How long a step without computation waits for a read or write, to avoid polling."""
-
-
-@attrs.frozen
-class LayerCache:
-    """The KV cache of one layer as bytes: block i is contiguous at i *
-    `stride_bytes`.
-    """
-
-    label: str
-    memory: "torch.Tensor"
-    view: memoryview | None
-    """The same, if it is host memory."""
-    block_bytes: int
-    stride_bytes: int
-
-    def block(self, number: int) -> memoryview:
-        """Return one block in host memory."""
-        assert self.view is not None
-        return self.view[number * self.stride_bytes : number * self.stride_bytes + self.block_bytes]
-
-    def copy(self, numbers: Sequence[int]) -> "torch.Tensor":
-        """Return a copy of some blocks, one behind the other."""
-        import torch
-
-        starts = [number * self.stride_bytes for number in numbers]
-        return torch.cat([self.memory[start : start + self.block_bytes] for start in starts])
-
-    @classmethod
-    def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
-        """View a layer's tensor, whose first dimension counts blocks, as blocks.
-
-        Raises:
-            ConfigError: a block is not contiguous.
-        """
-        import torch
-
-        if not isinstance(cache, torch.Tensor) or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
-            raise ConfigError(f"the KV cache of {name} does not consist of {num_blocks} blocks; it cannot be stored")
-        cache = cache.view(num_blocks, -1, *cache.shape[1:])  # a kernel may cut a block into several
-        size = cache.element_size()
-        block_bytes = math.prod(cache.shape[1:]) * size
-        spanned = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
-        if spanned * size != block_bytes:
-            raise ConfigError(
-                f"a block of {name} is scattered over memory; choose a KV cache layout in which it is not, by the"
-                " environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
-            )
-        stride_bytes = cache.stride(0) * size
-        length = (num_blocks - 1) * stride_bytes + block_bytes
-        memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
-        memory.set_(cache.untyped_storage(), cache.storage_offset() * size, (length,), (1,))
-        array: Any = memory.numpy() if memory.device.type == "cpu" else None
-        view = None if array is None else memoryview(array)
-        return cls(label, memory, view, block_bytes, stride_bytes)
 
 
 @attrs.define
@@ -157,6 +104,8 @@ class WorkerSide:
         )
         self._writer.__enter__()
         self._written = self._writer.statistics()
+        self.late_writes = LateWrites(store, record, lambda block_hash, label: names.key(block_hash, shard, label))
+        """What is written before a reset of the cache, and may be stored after it."""
         self._saving: dict[str, _Saving] = {}
         self._numbered: dict[int, list[Ticket | None]] = {}
         self._holds = WaitingHolds(store, record, settings.hold_s)
@@ -193,6 +142,7 @@ class WorkerSide:
         for request_id in step.preempted:
             for ticket in self._saving.pop(request_id, _Saving()).tickets:
                 self._wait(ticket)
+        self.late_writes.begin(step.resets)
 
     def start_loads(self, after: Callable[[], object] = lambda: None) -> None:
         """Start the loads in the background; `after` returns when blocks may be
@@ -293,6 +243,7 @@ class WorkerSide:
         except InfiniStoreException as error:
             self._record.failed("save", error)
             self._writer.__exit__(type(error), error, None)
+        self.late_writes.close()
 
     def _write(self, layer: LayerCache, blocks: Blocks) -> Ticket | None:
         memory, stride_bytes, numbers = layer.memory, layer.stride_bytes, blocks.block_ids
@@ -304,9 +255,12 @@ class WorkerSide:
         ]
         for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
             try:
-                return self._writer.write(memory, places, layer.block_bytes)
+                ticket = self._writer.write(memory, places, layer.block_bytes)
             except (InfiniStoreException, ValueError) as error:
                 self._record.failed("save", error)
+            else:
+                self.late_writes.wrote(ticket, layer.label, blocks.hashes)
+                return ticket
         return None
 
     def _wait(self, ticket: Ticket) -> None:

@@ -1,8 +1,9 @@
-"""Resets of vLLM's cache with requests under way, with vLLM's scheduler and a store in a
-process of its own: `made_engine.py`.
+"""Resets of vLLM's cache with requests under way, with vLLM's scheduler and a store in
+a process of its own: `made_engine.py`.
 """
 
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from infinistore import blocking
 from tests.bad_days.servers import ServerProcess
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         yield open_one
 
 
+@pytest.fixture
+def store(server: ServerProcess) -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(server.url) as store:
+        yield store
+
+
 def test_a_request_that_is_given_up_after_a_reset_leaves_nothing_behind(opened: Open) -> None:
     engine = opened()
     request = engine.submit(PROMPT, count=20)
@@ -49,6 +57,56 @@ def test_a_request_that_is_given_up_after_a_reset_leaves_nothing_behind(opened: 
     engine.settle()
     engine.step()
     assert not engine.scheduler.has_requests()
+
+
+def test_after_a_reset_no_request_reads_what_was_computed_before(
+    opened: Open, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that goes on, of others, and of other engines, with new weights."""
+    from . import made_engine
+
+    monkeypatch.setattr("infinistore.integrations.vllm.deletion._PAUSES_S", ())
+    engine = opened()
+    request = engine.submit(PROMPT, count=30)
+    engine.step()
+    (first,) = request.output_token_ids
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.worker._worker is not None
+    engine.worker._worker._writer.flush()
+    assert len(store.keys("vllm/")) == 2 * 5  # the writes that were under way
+
+    numbers = made_engine._numbers
+    monkeypatch.setattr(made_engine, "_numbers", lambda tokens: [number ^ 1 for number in numbers(tokens)])
+    same = engine.submit(PROMPT)
+    assert engine.finish(request, same) == [
+        [first, *made_engine.answer_to([*PROMPT, first], 29)],
+        made_engine.answer_to(PROMPT),
+    ]
+    engine.settle()
+    while len(store.keys("vllm/")) < 2 * 5:
+        engine.ask(PROMPT)
+        engine.settle()
+    late = opened()
+    assert late.ask(PROMPT) == [made_engine.answer_to(PROMPT)]
+    assert late.external()[1] == 5 * BLOCK
+    late.settle()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_writes_that_were_under_way_are_gone_soon_after_a_reset_though_no_step_follows(
+    opened: Open, store: blocking.BlockingStore, ends: bool
+) -> None:
+    engine = opened()
+    engine.submit(PROMPT, count=30)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.worker._worker is not None
+    engine.worker._worker._writer.flush()
+    if ends:
+        engine.close()
+        assert not store.keys("vllm/")
+    while store.keys("vllm/"):
+        time.sleep(0.01)
 
 
 def test_of_a_step_in_two_micro_batches_all_is_stored_when_all_is_computed(opened: Open) -> None:

@@ -392,6 +392,47 @@ def test_lookups_and_hits_are_observed(store: blocking.BlockingStore) -> None:
     assert observed.take() == {}
 
 
+def test_after_a_reset_nothing_is_read_or_written_until_all_workers_are_past_it(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    scheduler, request = make_scheduler(store, workers=2), MadeRequest.of(TOKENS)
+    assert scheduler.loadable_tokens(request, 0) == 3 * BLOCK_TOKENS
+
+    scheduler.forget()
+    scheduler.forget()
+
+    for counts in ({}, {1: 2}, {2: 1}):  # what is told of the first one counts no more
+        scheduler.workers_past(counts)
+        assert start(scheduler, request) == 0
+        step = run(scheduler, request, 5)
+        assert (step.saves, step.resets) == ([], 2)
+    scheduler.workers_past({2: 1})
+    assert start(scheduler, MadeRequest.of(TOKENS, "later")) == 3 * BLOCK_TOKENS
+    request.num_computed_tokens = 15
+    assert [save.blocks.block_ids for save in run(scheduler, request, 7).saves] == [[10, 11, 12, 13, 14]]
+
+
+def test_a_request_with_blocks_of_before_a_reset_writes_none_until_it_is_preempted(
+    store: blocking.BlockingStore,
+) -> None:
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    start(scheduler, request)
+    assert run(scheduler, request, 9).saves
+    scheduler.forget()
+    scheduler.workers_past({1: 1})
+    assert run(scheduler, request, 9).saves == []
+
+    scheduler.plan({}, [request.request_id], lambda _: ())
+    start(scheduler, request)
+    assert [save.blocks.block_ids for save in run(scheduler, request, 22).saves] == [[10, 11, 12, 13, 14]]
+
+
+def test_a_consumer_writes_nothing_that_could_be_late(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    scheduler = make_scheduler(store, writes=False)
+    scheduler.forget()
+    assert start(scheduler, MadeRequest.of(TOKENS)) == 3 * BLOCK_TOKENS
+
+
 def test_after_a_reset_what_is_gone_is_looked_up_again(store: blocking.BlockingStore) -> None:
     fill(store, 3)
     scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
@@ -399,5 +440,6 @@ def test_after_a_reset_what_is_gone_is_looked_up_again(store: blocking.BlockingS
 
     store.delete(store.keys())
     scheduler.forget()
+    scheduler.workers_past({1: 1})
 
     assert scheduler.loadable_tokens(request, 0) == 0

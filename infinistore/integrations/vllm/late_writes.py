@@ -1,0 +1,134 @@
+"""What a worker wrote before a reset of the cache, and may be stored only after it.
+
+The scheduler's half deletes all blocks at a reset, while writes of workers are under
+way. It cannot wait for them, because workers hear of the reset with the next step only.
+So each worker then deletes what it had been writing, as soon as these writes have
+ended, and tells that it is past the reset. Until all workers are, the scheduler's half
+neither reads nor writes. Nothing else is deleted: other engines may be past their
+resets, and have stored new blocks.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final
+
+import attrs
+
+from infinistore.blocking import BlockingStore
+from infinistore.errors import InfiniStoreException
+from infinistore.integrations.internal.record import Record
+from infinistore.tensors import Ticket
+
+__all__ = ["LateWrites"]
+
+_STEPS: Final = 32
+"""How many steps may be planned ahead of a worker, and more. What it wrote in that many
+steps may have been stored after a reset of which it hears now."""
+_AT_ONCE: Final = 10_000
+_WAIT_S: Final = 0.005
+"""How long a step waits for a deletion, which mostly is of few keys."""
+_AGAIN_S: Final = 1.0
+"""How long after a deletion that failed it is tried again."""
+
+
+@attrs.frozen
+class _Write:
+    ticket: Ticket
+    label: str
+    hashes: Sequence[str]
+
+
+class LateWrites:
+    """The writes of one worker in its last steps. One thread uses it.
+
+    `key_of` returns the key of a block in a layer, by the block's hash and the layer's
+    label.
+    """
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        record: Record,
+        key_of: Callable[[str, str], str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._record = record
+        self._key_of = key_of
+        self._clock = clock
+        self._steps: deque[list[_Write]] = deque([[]])
+        self._resets = 0
+        self._is_past = True
+        self._late: list[_Write] = []
+        """What was written before the last reset, until it is deleted."""
+        self._deletion: Future[bool] | None = None
+        self._next_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-reset")
+
+    def begin(self, resets: int) -> None:
+        """Begin a step, before which the cache was reset that often."""
+        if resets != self._resets:
+            self._resets = resets
+            self._is_past = False
+            self._late += [write for step in self._steps for write in step]
+            self._steps.clear()
+            self._deletion = None  # if there is one, of what came before an earlier reset, it goes on
+            self._next_s = 0.0
+        self._steps.append([])
+        while len(self._steps) > _STEPS and all(write.ticket.done for write in self._steps[0]):
+            self._steps.popleft()
+
+    def wrote(self, ticket: Ticket, label: str, hashes: Sequence[str]) -> None:
+        """Note a write of this step: these blocks of a layer."""
+        self._steps[-1].append(_Write(ticket, label, hashes))
+
+    def take_past(self) -> int:
+        """Return the number of the last reset once this worker is past it, and 0 before
+        and from then on.
+        """
+        if self._is_past or not all(write.ticket.done for write in self._late):
+            return 0
+        if self._late and not self._is_deleted():
+            return 0
+        self._late = []
+        self._is_past = True
+        return self._resets
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _is_deleted(self) -> bool:
+        if self._deletion is None:
+            now = self._clock()
+            if now < self._next_s:
+                return False
+            self._next_s = now + _AGAIN_S
+            self._deletion = self._thread.submit(self._delete, list(self._late))
+            wait([self._deletion], _WAIT_S)
+        if not self._deletion.done():
+            return False
+        deletion, self._deletion = self._deletion, None
+        return deletion.result()
+
+    def _delete(self, late: Sequence[_Write]) -> bool:
+        """In a thread: delete what was written. False if that failed."""
+        keys = list(
+            dict.fromkeys(
+                self._key_of(block_hash, write.label)
+                for write in late
+                if not write.ticket.dropped
+                for block_hash in write.hashes
+            )
+        )
+        try:
+            for first in range(0, len(keys), _AT_ONCE):
+                self._store.delete(keys[first : first + _AT_ONCE])
+        except InfiniStoreException as error:
+            self._record.failed("reset", error)
+            return False
+        self._record.succeeded("reset")
+        return True

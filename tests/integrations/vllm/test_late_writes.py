@@ -1,0 +1,202 @@
+"""What a worker writes while the cache is reset, with a store but without vLLM."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infinistore import blocking
+from infinistore.errors import StoreUnavailable
+from infinistore.integrations.vllm.deletion import Deletion
+from infinistore.integrations.vllm.late_writes import LateWrites
+from infinistore.integrations.vllm.step import Blocks, Save, Step
+from infinistore.integrations.vllm.worker import WorkerSide
+from infinistore.tensors import LayerWriter
+
+from .halves import make_cache, make_names, make_record, make_worker, save
+
+OLD = Step(saves=[Save("w", Blocks(["aa", "bb"], [3, 0]))])
+NEW = Step(saves=[Save("n", Blocks(["cc"], [1]))], resets=1)
+
+
+@pytest.fixture
+def store() -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        yield store
+
+
+@pytest.fixture
+def gone() -> Iterator[blocking.BlockingStore]:
+    """A store that is not there."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        with blocking.open_store(f"infinistore://127.0.0.1:{deaf.getsockname()[1]}", lazy=True) as store:
+            yield store
+
+
+@pytest.fixture
+def worker(store: blocking.BlockingStore) -> Iterator[WorkerSide]:
+    worker = make_worker(store, make_cache(1))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Blocks are written only while it is set."""
+    may = threading.Event()
+    put = LayerWriter._put
+
+    def put_when_it_may(self: LayerWriter, tickets: Any) -> None:
+        may.wait()
+        put(self, tickets)
+
+    monkeypatch.setattr(LayerWriter, "_put", put_when_it_may)
+    yield may
+    may.set()
+
+
+def until_past(worker: WorkerSide, resets: int) -> int:
+    """Do steps until the worker says that it is past a reset."""
+    while True:
+        worker.begin(Step(resets=resets))
+        worker.poll(())
+        if past := worker.late_writes.take_past():
+            return past
+
+
+def test_what_was_being_written_during_a_reset_is_deleted_when_it_is_stored(
+    store: blocking.BlockingStore, worker: WorkerSide, may_write: threading.Event
+) -> None:
+    save(worker, OLD)
+    store.put("vllm/somebody/else", b"bytes")
+    worker.begin(Step(resets=1))
+    assert worker.late_writes.take_past() == 0
+
+    may_write.set()
+    assert until_past(worker, 1) == 1
+
+    assert store.keys() == ["vllm/somebody/else"]
+    assert worker.late_writes.take_past() == 0  # it is told once
+
+
+def test_what_was_just_stored_may_have_been_so_after_the_reset_and_is_deleted(
+    store: blocking.BlockingStore, worker: WorkerSide
+) -> None:
+    save(worker, OLD)
+    worker._writer.flush()
+    save(worker, Step())
+    assert until_past(worker, 1) == 1
+    assert store.keys() == []
+
+    save(worker, NEW)
+    worker._writer.flush()
+    assert sorted(store.keys()) == sorted(make_names().all_keys(["cc"]))
+
+
+def test_what_was_stored_many_steps_ago_is_not_deleted_again(store: blocking.BlockingStore, worker: WorkerSide) -> None:
+    save(worker, OLD)
+    worker._writer.flush()
+    for _ in range(40):
+        save(worker, Step())
+    assert until_past(worker, 1) == 1
+    assert len(store.keys()) == 6  # another engine may have stored them
+
+
+def test_a_worker_that_has_written_nothing_is_past_a_reset_at_once(worker: WorkerSide) -> None:
+    save(worker, Step(resets=1))
+    assert worker.late_writes.take_past() == 1
+
+
+def test_of_several_resets_only_the_last_counts(
+    store: blocking.BlockingStore, worker: WorkerSide, may_write: threading.Event
+) -> None:
+    save(worker, OLD)
+    for resets in (1, 2):
+        worker.begin(Step(resets=resets))
+        assert worker.late_writes.take_past() == 0
+    may_write.set()
+    assert until_past(worker, 3) == 3
+    assert store.keys() == []
+
+
+def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_reset(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    late = LateWrites(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}", clock=lambda: now)
+    store.put_many({"aa/0": b"bytes", "bb/0": b"bytes"})
+    ticket: Any = SimpleNamespace(done=True, dropped=False)
+    dropped: Any = SimpleNamespace(done=True, dropped=True)
+    late.wrote(ticket, "0", ["aa"])
+    late.wrote(dropped, "0", ["bb"])
+    late.begin(1)
+
+    def fail(keys: object) -> int:
+        raise StoreUnavailable("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(store, "delete", fail)
+        assert late.take_past() == 0
+        late._thread.submit(int).result()
+        assert late.take_past() == 0
+    assert late.take_past() == 0  # not yet again
+    now = 1.0
+    while not (past := late.take_past()):
+        pass
+    assert past == 1
+    assert store.keys() == ["bb/0"]
+    late.close()
+
+
+def test_all_is_deleted_again_shortly_after(store: blocking.BlockingStore) -> None:
+    asked = threading.Semaphore(0)
+    may_go_on = threading.Semaphore(0)
+    pauses: list[float] = []
+
+    def pause(stop: threading.Event, pause_s: float) -> bool:
+        pauses.append(pause_s)
+        asked.release()
+        may_go_on.acquire()
+        return False
+
+    deletion = Deletion(store, "vllm/a/", lambda: False, pause=pause)
+    store.put_many({"vllm/a/1": b"bytes", "vllm/b/1": b"bytes"})
+    assert deletion.delete()
+    assert store.keys() == ["vllm/b/1"]
+    for _ in range(2):
+        store.put("vllm/a/2", b"bytes")  # late
+        asked.acquire()
+        may_go_on.release()
+        while len(store.keys()) == 2:
+            pass
+    deletion.close()
+    assert pauses == [0.25, 2.0]
+
+
+@pytest.mark.parametrize("is_needless", [False, True])
+def test_if_it_is_closed_before_it_deletes_at_once(store: blocking.BlockingStore, is_needless: bool) -> None:
+    deletion = Deletion(store, "vllm/a/", lambda: is_needless, pause=lambda stop, _: stop.wait())
+    assert deletion.delete()
+    assert deletion.delete()
+    store.put("vllm/a/1", b"bytes")
+    deletion.close()
+    assert store.keys() == ["vllm/a/1"] * is_needless
+
+
+def test_a_deletion_that_fails_says_what_to_do(
+    gone: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # vLLM's loggers keep what they get, if it is imported.
+    monkeypatch.setattr("infinistore.integrations.vllm.deletion.LOG", logging.getLogger("of.a.test"))
+    deletion = Deletion(gone, "vllm/a/", lambda: False)
+    assert not deletion.delete()
+    deletion.close()
+    assert "vllm/a/ may be left" in caplog.text
+    assert "resume_generation" in caplog.text
+    assert "clear_cache=False" in caplog.text
+    assert len(caplog.records) == 1
