@@ -7,6 +7,7 @@ the container can read, and refusing to start there would protect no one.
 
 import logging
 import os
+import shlex
 import stat
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,6 @@ def read_token(token_file: str | Path, *, setting: str = "token_file", what: str
     if len(token.encode()) > MAX_TOKEN_BYTES:
         raise ConfigError(f"{setting}: the {what} in {token_file} is longer than {MAX_TOKEN_BYTES} bytes")
     if others_may:
-        remedy = f"chmod o-rw {token_file}"
-        _log.warning("the token file is open to other users", extra={"file": str(token_file), "remedy": remedy})
+        # In the message, and not in fields: a program without a log shows nothing else.
+        _log.warning("the token file is open to other users: chmod o-rw %s", shlex.quote(str(token_file)))
     return token

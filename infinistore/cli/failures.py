@@ -4,6 +4,7 @@ The exit codes are an interface for scripts; `infinistore help exit-codes` print
 `EXIT_CODES`. Only `--log-level debug` shows a traceback.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -15,6 +16,7 @@ import rich_click as click
 from click.exceptions import Exit, NoArgsIsHelpError
 
 from infinistore import errors
+from infinistore.cli.log_format import NoteFormatter
 from infinistore.cli.manifest import BadManifest
 from infinistore.settings import near
 
@@ -102,6 +104,8 @@ def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int
     `invoke` carries the command out.
     """
     session = Session()
+    if logging.lastResort is not None:  # what prints warnings while nobody has set up a log
+        logging.lastResort.setFormatter(NoteFormatter())
     if sys.stdout is None:  # started with a closed standard output: no socket may take its place
         sys.stdout = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     try:

@@ -12,7 +12,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["JsonFormatter", "TerminalFormatter", "set_up_logging"]
+__all__ = ["JsonFormatter", "NoteFormatter", "TerminalFormatter", "set_up_logging"]
 
 # What every record has; anything else came by `extra=`.
 _NO_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -44,6 +44,15 @@ class TerminalFormatter(logging.Formatter):
         fields = "".join(f"  {name}={_shown(value)}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {_shown(record.getMessage(), may_have_spaces=True)}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class NoteFormatter(logging.Formatter):
+    """A warning as commands print it, which have no log: a note with its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = "".join(f"; {name}: {value}" for name, value in _fields(record).items())
+        return f"infinistore: {record.getMessage()}{fields}"
 
 
 def set_up_logging(level: str, *, shard: int | None = None) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_the_list_of_a_running_server_shows_what_each_has(
             assert refused.returncode != 0
             assert problem in refused.stderr.decode()
             assert "Traceback" not in refused.stderr.decode()
+
+
+def test_a_token_file_that_others_may_read_is_named_with_the_remedy(server: Any, command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret")
+    file.chmod(0o644)
+    ended = command("exists", "k", "--token-file", str(file), "--url", server.url)
+    assert f"infinistore: the token file is open to other users: chmod o-rw {file}\n" in ended.stderr.decode()
 
 
 def test_commands_do_without_the_statistics_that_a_tenant_may_not_see(
