@@ -20,6 +20,7 @@ from infinistore.monitor.rates import (
     OperationRow,
     Rates,
     Sample,
+    busiest,
     client_rows,
     disk_rows,
     elapsed_s,
@@ -77,6 +78,8 @@ class Snapshot:
     """Rates since the previous sample; None after the first one and after a restart."""
     history: Sequence[Point] = ()
     operations: Sequence[OperationRow] = ()
+    busiest: Sequence[str] = ()
+    """The kinds of requests, those with the most of late first."""
     latency_span_s: float | None = None
     """The time that latencies cover; None: since the server's start."""
     clients: Sequence[ClientRow] = ()
@@ -106,6 +109,7 @@ class Model:
         self._restarts = 0
         self._restarted_at: datetime | None = None
         self._kept: Kept | None = None
+        self._busiest: list[str] = []
 
     @property
     def answered(self) -> bool:
@@ -125,6 +129,7 @@ class Model:
         elif self._seen_s is not None:
             self._add_point(None, now_s)
         self._samples.append(sample)
+        self._busiest = busiest(self._busiest, self._first_detailed(), sample)
         self._at, self._seen_s, self._lost = at, now_s, None
 
     def observe_tenants(self, told: Mapping[str, Any], *, now_s: float) -> None:
@@ -155,6 +160,13 @@ class Model:
             Point(span_s) if found is None else Point(span_s, found.received_bytes, found.sent_bytes, found.hit_rate)
         )
 
+    def _first_detailed(self) -> Sample | None:
+        """The oldest sample before the newest one that has details, which may have been
+        asked for only lately.
+        """
+        detailed = next((one for one in self._samples if one.stats.details is not None), self._samples[0])
+        return detailed if detailed is not self._samples[-1] else None
+
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
         tenants = None if self._tenants is None else self._tenants.tenants
@@ -162,9 +174,7 @@ class Model:
             return Snapshot(self._url, history=tuple(self._history), lost=self._lost, tenants=tenants)
         now, oldest = self._samples[-1], self._samples[0]
         before = self._samples[-2] if len(self._samples) > 1 else None
-        # Details may have been asked for only lately.
-        detailed = next((one for one in self._samples if one.stats.details is not None), oldest)
-        first = detailed if detailed is not now else None
+        first = self._first_detailed()
         return Snapshot(
             url=self._url,
             at=self._at,
@@ -172,6 +182,7 @@ class Model:
             rates=rates(before, now) if before is not None else None,
             history=tuple(self._history),
             operations=operation_rows(first, before, now),
+            busiest=tuple(self._busiest),
             latency_span_s=elapsed_s(first, now) if first is not None else None,
             clients=client_rows(first, before, now),
             disks=disk_rows(before, now),

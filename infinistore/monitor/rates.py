@@ -4,7 +4,7 @@ Rates are never negative. `is_restart` detects samples of different runs of the 
 the other functions require samples of the same run.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
@@ -15,12 +15,14 @@ from infinistore.monitor.quantiles import Quantile, quantile
 from infinistore.statistics import ClientStatistics, DiskStatistics, OperationStatistics, Stats
 
 __all__ = [
-    "ClientRow", "DiskRow", "OperationRow", "Rates", "Sample", "client_rows", "disk_rows", "elapsed_s", "is_restart",
-    "operation_rows", "rates",
+    "ClientRow", "DiskRow", "OperationRow", "Rates", "Sample", "busiest", "client_rows", "disk_rows", "elapsed_s",
+    "is_restart", "operation_rows", "rates",
 ]  # fmt: skip
 
 _OK: Final = "ok"
 _SHORTEST_S: Final = 1e-6  # dividing by less may overflow a float
+_OVERTAKES: Final = 2
+"""How many times as many requests as those of another kind take its place."""
 _SAME_START_S: Final = 0.05  # tolerance for the start of one connection in two samples
 
 
@@ -221,6 +223,26 @@ def operation_rows(oldest: Sample | None, before: Sample | None, now: Sample) ->
         )
 
     return tuple(row(kind, tally) for kind, tally in sorted(newest.items()))
+
+
+def busiest(ranking: Sequence[str], oldest: Sample | None, now: Sample) -> list[str]:
+    """Return the kinds of requests, those with the most since `oldest` first.
+
+    A kind keeps its place in `ranking` until another one has more than twice as many,
+    so that no two take turns.
+    """
+    counts: Counter[str] = Counter()
+    for sample, sign in ((now, 1), (oldest, -1)):
+        for one in _operations(sample):
+            counts[one.kind] += sign * one.count
+    ranked = [kind for kind in ranking if kind in counts]
+    ranked += sorted(counts.keys() - set(ranked), key=lambda kind: (-counts[kind], kind))
+    for end in range(1, len(ranked)):
+        place = end
+        while place and counts[ranked[place]] > _OVERTAKES * max(0, counts[ranked[place - 1]]):
+            ranked[place - 1 : place + 1] = reversed(ranked[place - 1 : place + 1])
+            place -= 1
+    return ranked
 
 
 def client_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tuple[ClientRow, ...]:

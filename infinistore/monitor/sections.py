@@ -29,6 +29,7 @@ _STYLES: Final = {"error": "bold red", "warning": "yellow", "notice": ""}
 _RESTART_SHOWN: Final = timedelta(minutes=1)
 _LABEL: Final = 10
 _DISK_STATES: Final = {"off": 0, "read-only": 1, "recovering": 2, "healthy": 3}
+_ALWAYS: Final = ("put", "get")
 _KINDS: Final = ("put", "get", "match_prefix", "exists", "delete", "release_hold", "list_keys", "evict", "purge")
 
 
@@ -249,13 +250,16 @@ def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs)
     )  # fmt: skip
     if snapshot.stats is not None and snapshot.stats.details is None:
         return _untold("requests by kind", snapshot, width, height, glyphs)
-    rows = [_operation_cells(row) for row in _chosen_operations(snapshot.operations, height - 1)]
+    rows = [_operation_cells(row) for row in _chosen_operations(snapshot, height - 1)]
     return table(columns, rows, width, height, glyphs)
 
 
-def _chosen_operations(operations: Sequence[OperationRow], most: int) -> list[OperationRow]:
-    """The most frequent kinds since the start, in a fixed order."""
-    chosen = sorted(operations, key=lambda row: row.total, reverse=True)[: max(0, most)]
+def _chosen_operations(snapshot: Snapshot, most: int) -> list[OperationRow]:
+    """Puts and gets, and the most frequent of the other kinds of late, in a fixed
+    order.
+    """
+    order = [*_ALWAYS, *snapshot.busiest, *(row.kind for row in snapshot.operations)]
+    chosen = sorted(snapshot.operations, key=lambda row: order.index(row.kind))[: max(0, most)]
     return sorted(chosen, key=lambda row: (_KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS), row.kind))
 
 

@@ -2,6 +2,7 @@
 nothing moves.
 """
 
+import itertools
 import re
 from datetime import timedelta
 from io import StringIO
@@ -17,11 +18,11 @@ from infinistore.monitor import figures
 from infinistore.monitor.app import still
 from infinistore.monitor.controls import ClientOrder, Controls
 from infinistore.monitor.lines import ASCII, UNICODE, Glyphs, fit, line, memory_map, sparkline
-from infinistore.monitor.model import Lost, Snapshot
+from infinistore.monitor.model import Lost, Model, Snapshot
 from infinistore.monitor.quantiles import Quantile
 from infinistore.monitor.view import screen
 from infinistore.sizes import GIB
-from infinistore.statistics import ArenaStatistics, PrefixStatistics
+from infinistore.statistics import ArenaStatistics, PrefixStatistics, Stats
 
 from .made import (
     NOON,
@@ -30,6 +31,7 @@ from .made import (
     make_details,
     make_disk,
     make_disks,
+    make_operation,
     make_stats,
     on_disks,
     states,
@@ -217,6 +219,46 @@ def test_another_process_has_lost_what_the_number_of_keys_says(before: int, afte
     )
     lines = shown(watched(old, new).snapshot(), 100, 24)
     assert lines[1].rstrip() == f"! another process serves; seen at 12:00:01{said}"
+
+
+def counted(second: int, **counts: int) -> Stats:
+    """A server that has had so many requests of each kind."""
+    found = [make_operation(kind, count=count) for kind, count in counts.items()]
+    return make_stats(server={"uptime_s": 100.0 + second}, details=make_details(operations=found))
+
+
+def kinds_shown(*samples: Stats) -> list[str]:
+    lines = shown(watched(*samples).snapshot(), 80, 24)
+    start = next(number for number, text in enumerate(lines) if text.startswith("requests "))
+    rows = itertools.takewhile(lambda text: re.match(r"[a-z_ ]{14} ", text), lines[start + 1 :])
+    return [text[:14].strip() for text in rows if not text.startswith(("evicted", "pinned"))]
+
+
+def test_the_requests_that_are_shown_are_those_of_late_with_put_and_get() -> None:
+    old = {"exists": 10_000, "delete": 9_000, "evict": 8_000, "list_keys": 7_000, "purge": 6_000}
+    now = {"put": 1, "get": 1, "match_prefix": 5, "pin": 40, "release_hold": 9}
+    early = counted(0, **old, **now)
+    late = counted(1, **old, **{kind: 2 * count for kind, count in now.items()})
+    assert not {"put", "get"} - set(kinds_shown(early))
+    assert {"put", "get", "pin"} <= set(kinds_shown(early, late))
+    assert not set(old) & set(kinds_shown(early, late))
+
+
+def test_kinds_with_about_as_many_requests_do_not_take_turns() -> None:
+    busy = {"exists": 0, "delete": 0, "match_prefix": 0, "pin": 0, "evict": 0, "purge": 0}
+    model = Model("tcp://127.0.0.1:22345")
+    seen = set()
+    for second in range(40):
+        for number, kind in enumerate(busy):
+            busy[kind] += 100 + 60 * ((second // 4 + number) % 2)
+        model.observe(counted(second, **busy), now_s=float(second), at=NOON)
+        seen.add(tuple(model.snapshot().busiest))
+    assert len(seen) == 1
+    busy["quiet"] = 0
+    for second in range(40, 60):
+        busy["quiet"] += 1000
+        model.observe(counted(second, **busy), now_s=float(second), at=NOON)
+    assert model.snapshot().busiest[0] == "quiet"
 
 
 def test_warnings_come_before_the_figures_and_are_counted_when_there_is_no_room() -> None:
