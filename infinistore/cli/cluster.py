@@ -3,7 +3,6 @@ back, and purges all of them.
 """
 
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -13,6 +12,7 @@ import attrs
 import rich_click as click
 
 from infinistore.cli import draining
+from infinistore.cli.asking import demand_yes
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option, log_level_option, token_file_option
 from infinistore.cli.output import print_json, print_line, print_table
@@ -120,10 +120,8 @@ def purge(url: str, token_file: Path | None, deadline: float, as_json: bool, yes
     """
     cluster = _parse(url, "purge")
     given = _given(token_file, deadline)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("this deletes every key of all nodes; add --yes to say that you mean it")
-        click.confirm(f"Delete every key of all nodes of {cluster}?", abort=True, err=True)
+    question = f"Delete every key of all nodes of {cluster}?"
+    demand_yes(question, yes=yes, warning="this deletes every key of all nodes")
     from infinistore.cluster.locate import EtcdPlace
 
     if isinstance(cluster.place, EtcdPlace):

@@ -140,8 +140,14 @@ def command(
         layout=KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0),
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
+    from infinistore.demo.run import prepare_text
+
     try:
-        result = _run(settings, _console(quiet=as_json))
+        prepared = prepare_text(settings)
+    except DemoError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        result = _run(settings, prepared, _console(quiet=as_json))
     except DemoError as error:
         if as_json:
             print_json({"ok": False, "error": str(error)})
@@ -158,7 +164,7 @@ def _console(*, quiet: bool) -> "Console":
     return made
 
 
-def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
+def _run(settings: DemoSettings, prepared: tuple[str, str], console: "Console") -> "DemoResult":
     """Run the demo and print its table. A signal ends all its processes, then
     this one.
     """
@@ -183,7 +189,7 @@ def _run(settings: DemoSettings, console: "Console") -> "DemoResult":
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stop_on_signal)
                 with Display(console) as display:
-                    result = await run_demo(settings, display)
+                    result = await run_demo(settings, display, prepared)
                 display.table(result)
                 nursery.cancel_scope.cancel()
         return stopped_by[0] if result is None else result

@@ -1,6 +1,5 @@
 """`infinistore disk`: looks at the disks of the SSD tier, verifies and wipes them."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import rich_click as click
 
+from infinistore.cli.asking import demand_yes
 from infinistore.cli.options import json_option
 from infinistore.cli.output import note, print_json, print_line, print_table, progress_bar, visible
 from infinistore.disk_settings import check_numpy
@@ -125,10 +125,8 @@ def wipe(path: Path, yes: bool, as_json: bool) -> None:
     folder = open_existing_folder(path, to_wipe=True)
     try:
         used_bytes = folder.used_bytes()
-        if not yes:
-            if not sys.stdin.isatty():
-                raise click.UsageError(f"this removes everything on {path}; add --yes to say that you mean it")
-            click.confirm(f"Remove {describe_size(used_bytes)} from {path}?", abort=True, err=True)
+        question = f"Remove {describe_size(used_bytes)} from {path}?"
+        demand_yes(question, yes=yes, warning=f"this removes everything on {path}")
         folder.wipe()
     finally:
         folder.close()

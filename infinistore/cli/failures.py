@@ -4,6 +4,7 @@ The exit codes are an interface for scripts; `infinistore help exit-codes` print
 `EXIT_CODES`. Only `--log-level debug` shows a traceback.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ from infinistore.cli.log_format import NoteFormatter
 from infinistore.cli.manifest import BadManifest
 from infinistore.settings import near
 
-__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "run", "session_of"]
+__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "abandon_output", "run", "session_of"]
 
 OK: Final = 0
 NEGATIVE: Final = 1
@@ -35,7 +36,7 @@ OUTPUT_CLOSED: Final = 141
 
 EXIT_CODES: Final = {
     OK: "Success, and the answer is yes.",
-    NEGATIVE: "Success, and the answer is no: a key is missing or exists already, or `doctor` found a problem.",
+    NEGATIVE: "Success, and the answer is no: a key is missing or exists, `doctor` found a problem, or you said no.",
     USAGE: "The command cannot run: a wrong flag, setting or file, a port in use, no memory for a server's pool.",
     UNAVAILABLE: "The store or its disk cannot be used, was lost, wants another token, or speaks another version.",
     DEADLINE: "The call did not finish before its deadline.",
@@ -106,13 +107,17 @@ def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int
     session = Session()
     if logging.lastResort is not None:  # what prints warnings while nobody has set up a log
         logging.lastResort.setFormatter(NoteFormatter())
-    if sys.stdout is None:  # started with a closed standard output: no socket may take its place
-        sys.stdout = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
+    closed = sys.stdout is None
+    if closed:  # no socket may take its place, and what is written there fails
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     try:
         code = invoke(arguments, session)
         sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
     except BaseException as error:  # noqa: BLE001 - this is the place that answers for every error
-        return _report(_innermost(error), session)
+        found = _innermost(error)
+        if closed and isinstance(found, OSError) and found.errno == errno.EBADF and found.filename is None:
+            found = OSError(errno.EBADF, "standard output is closed")
+        return _report(found, session)
     return code
 
 
@@ -132,21 +137,21 @@ def _report(error: BaseException, session: Session) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else OK if error.code is None else INTERNAL
     if isinstance(error, BrokenPipeError):
-        _abandon_output()
+        abandon_output()
         return OUTPUT_CLOSED
     if session.wants_tracebacks and not isinstance(error, click.ClickException | NegativeAnswer):
         traceback.print_exception(error)
     code, line = _explain(error)
     try:
         sys.stdout.flush()  # what was printed before stands before the error
-    except BrokenPipeError:
-        _abandon_output()
+    except OSError:  # closed, or full
+        abandon_output()
     if line:
         print(f"{'' if code == INTERRUPTED else 'infinistore: '}{line}", file=sys.stderr)
     return code
 
 
-def _abandon_output() -> None:
+def abandon_output() -> None:
     """Discard buffered output, or Python would complain about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

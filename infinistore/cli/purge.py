@@ -1,9 +1,8 @@
 """`infinistore purge`: deletes every key."""
 
-import sys
-
 import rich_click as click
 
+from infinistore.cli.asking import demand_yes
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
 
@@ -16,10 +15,7 @@ __all__ = ["command"]
 @client_options
 def command(yes: bool, as_json: bool, target: Target) -> None:
     """Delete every key in the store."""
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("this deletes every key; add --yes to say that you mean it")
-        click.confirm(f"Delete every key of {target.url}?", abort=True, err=True)
+    demand_yes(f"Delete every key of {target.url}?", yes=yes, warning="this deletes every key")
     with target.open() as store:
         deleted = store.purge()
     if as_json:

@@ -37,6 +37,8 @@ def command(
     A file larger than --block-size becomes the keys KEY#0, KEY#1, ... and a manifest
     under KEY. `get` reassembles it.
     """
+    if file == "-" and sys.stdin is None:
+        raise click.UsageError("standard input is closed; name a file")
     opened: Any = nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb")  # noqa: SIM115 - entered below
     source: BinaryIO
     with opened as source, target.open() as store:

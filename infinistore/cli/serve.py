@@ -6,13 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from infinistore.cli.failures import session_of
+from infinistore.cli.failures import abandon_output, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
@@ -141,7 +140,17 @@ def _note_interrupts(interrupts: list[int]) -> None:
 
 
 def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
-    """Print and flush the line that announces the server; scripts wait for it."""
+    """Print and flush the line that announces the server; scripts wait for it. It
+    serves even if standard output is closed, or full.
+    """
+    try:
+        _print_announcement(config, addresses, as_json=as_json)
+        sys.stdout.flush()
+    except OSError:
+        abandon_output()
+
+
+def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     urls = _urls("tcp" if config.tls_cert is None else "infinistores", addresses.tcp)
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
@@ -163,8 +172,6 @@ def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
         parts = f" in {config.shards} shards" if config.shards > 1 else ""
         node = "" if config.numa_node is None else f" on NUMA node {config.numa_node}"
         print_line(f"listening on {' and '.join(urls)}, with a pool of {pool}{node}{parts} ({config.allocator}){also}")
-    with suppress(BrokenPipeError):  # serve even if standard output is closed
-        sys.stdout.flush()
 
 
 def _urls(scheme: str, addresses: Iterable[tuple[str, int]]) -> list[str]:

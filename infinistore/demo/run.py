@@ -35,22 +35,34 @@ from infinistore.demo.text import INSERTED_SENTENCE, Prompt, insertion_place, sa
 from infinistore.demo.watching import watched
 from infinistore.sizes import describe_size
 
-__all__ = ["run_demo", "tokens_that_fit"]
+__all__ = ["prepare_text", "run_demo", "tokens_that_fit"]
 
 _MAX_TEXT_BYTES = 1 << 20  # more than CONTEXT_TOKENS, for any text that people write
 _USABLE_PART_OF_POOL = 0.75  # below what a server evicts at, so that nothing is lost between prefill and decode
 
 
-async def run_demo(settings: DemoSettings, display: Display) -> DemoResult:
+def prepare_text(settings: DemoSettings) -> tuple[str, str]:
+    """Return the name and the text of the file to use.
+
+    Raises `DemoError` if it cannot be read, or is too short, or if the pool of a server
+    that is to be started is too small for it.
+    """
+    source, text = _read_text(settings.input_file)
+    if settings.url is None:
+        tokens_that_fit(settings.layout, len(token_ids(text)), settings.pool_bytes)
+    return source, text
+
+
+async def run_demo(settings: DemoSettings, display: Display, prepared: tuple[str, str] | None = None) -> DemoResult:
     """Run the whole story and return what was found. Cancelled, it ends all its
-    processes before it returns.
+    processes before it returns. `prepared` is what `prepare_text` gave.
 
     Raises `DemoError`, one line for the reader, if anything went wrong: a byte that
     differs, a process that ended, a server that did not start, a text that cannot be
     read or is too short. A server at `url` that cannot be used raises what `open_store`
     raises.
     """
-    source, text = _read_text(settings.input_file)
+    source, text = prepared or prepare_text(settings)
     try:
         if settings.url is not None:
             return await _tell(settings, settings.url, source, text, display)

@@ -117,6 +117,8 @@ def test_the_help_of_the_server_shows_every_flag(capsys: pytest.CaptureFixture[s
         ("serve --prealoc-size 1", "there is no flag --prealoc-size; did you mean --prealloc-size?"),
         ("ls --limt 1", "there is no flag --limt; did you mean --limit?"),
         ("sta", "there is no command 'sta'; did you mean stat?"),
+        ("demo --input /does/not/exist", "cannot read /does/not/exist: No such file or directory"),
+        ("demo --pool-size 1MiB", "the pool of 1 MiB is too small"),
         ("disk", "name a command: inspect, verify, wipe; see `infinistore disk --help`"),
         ("tenant", "name a command: "),
         ("cluster", "name a command: "),

@@ -153,14 +153,64 @@ def test_output_that_nobody_reads_ends_quietly(arguments: str, server: Any, envi
     assert (process.returncode, errors) == (141, b"")
 
 
-def test_a_closed_standard_output_is_no_crash(server: Any, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["stat", "get k", "exists k", "--help"])
+@pytest.mark.parametrize(
+    ("redirection", "problem"),
+    [(">&-", b"standard output is closed"), ("> /dev/full", b"No space left on device")],
+)
+def test_output_that_cannot_be_written_is_an_error(
+    *, redirection: str, problem: bytes, arguments: str, unbuffered: str, server: Any, environment: dict[str, str]
+) -> None:
+    with blocking.open_store(server.url) as store:
+        store.put("k", b"x")
     ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *INFINISTORE, "stat", "--url", server.url],
-        env=environment,
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *arguments.split()],
+        env=environment | {"PYTHONUNBUFFERED": unbuffered, "INFINISTORE_URL": server.url},
         stderr=subprocess.PIPE,
         check=False,
     )
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (ended.returncode, ended.stderr) == (2, b"infinistore: " + problem + b"\n")
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
+def test_a_server_serves_also_if_it_cannot_say_so(
+    redirection: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    place = tmp_path / "socket"
+    flags = ["--prealloc-size", "1MiB", "--service-port", "0", "--manage-port", "off", "--unix-socket", str(place)]
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *flags],
+        env=environment | {"PYTHONUNBUFFERED": ""},
+        stderr=subprocess.PIPE,
+    )
+    while not place.exists():
+        assert process.poll() is None
+    with blocking.open_store(f"unix://{place}") as store:
+        store.put("k", b"x")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert (process.returncode, b"Traceback" in errors) == (0, False)
+
+
+def test_put_with_a_closed_standard_input_is_a_usage_error(environment: dict[str, str]) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *INFINISTORE, "put", "k"], env=environment, capture_output=True, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(b"infinistore: standard input is closed; name a file")
+
+
+def test_no_is_an_answer(server: Any, environment: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, b"n\n")
+    ended = subprocess.run(
+        [*INFINISTORE, "purge", "--url", server.url], env=environment, stdin=theirs, capture_output=True, check=False
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.endswith(b"infinistore: nothing was done\n")
 
 
 @pytest.mark.parametrize(
