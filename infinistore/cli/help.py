@@ -14,22 +14,26 @@ _SETTINGS = "settings"
 
 
 @click.command("help", short_help="Show help for a command, the exit codes, or the settings.")
-@click.argument("topic", metavar="[COMMAND|exit-codes|settings]", default="")
+@click.argument("topic", metavar="[COMMAND...|exit-codes|settings]", nargs=-1)
 @click.pass_context
-def command(context: click.Context, topic: str) -> None:
+def command(context: click.Context, topic: tuple[str, ...]) -> None:
     """Show help for a command, the exit codes, or all server settings as Markdown."""
     from infinistore.cli.root import COMMANDS, PROGRAM, root
 
-    if topic == _EXIT_CODES:
+    if topic == (_EXIT_CODES,):
         for code, meaning in EXIT_CODES.items():
             print_line(f"{code:>4}  {meaning}")
         return
-    if topic == _SETTINGS:
+    if topic == (_SETTINGS,):
         print_line(markdown_table(server_settings()))
         return
-    arguments = [topic, "--help"] if topic else ["--help"]
-    if topic and topic not in COMMANDS:
-        topics = [*COMMANDS, _EXIT_CODES, _SETTINGS]
-        raise click.UsageError(f"there is no help on {topic!r}{near(topic, topics)}", context)
-    with root.make_context(PROGRAM, arguments) as again:
+    found: click.Command = root
+    topics = [*COMMANDS, _EXIT_CODES, _SETTINGS]
+    for count, name in enumerate(topic, 1):
+        deeper = found.get_command(context, name) if isinstance(found, click.Group) else None
+        if deeper is None:
+            raise click.UsageError(f"there is no help on {' '.join(topic[:count])!r}{near(name, topics)}", context)
+        found = deeper
+        topics = found.list_commands(context) if isinstance(found, click.Group) else []
+    with root.make_context(PROGRAM, [*topic, "--help"]) as again:
         root.invoke(again)

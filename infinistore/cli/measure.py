@@ -21,6 +21,7 @@ import attrs
 from infinistore.cli.raw_peer import RawClient, raw_peer
 from infinistore.errors import ChecksumMismatch, PermissionDenied
 from infinistore.kept_errors import KeptError
+from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -41,6 +42,12 @@ class Plan:
     clients: int
     seconds: float
     """For each figure."""
+
+    @property
+    def needs(self) -> str:
+        """What memory it takes in this process, in words, with the remedy."""
+        size_bytes = 2 * self.clients * self.batch * max(self.sizes_bytes)
+        return f"the blocks to put and to get take {describe_size(size_bytes)}; lower --sizes, --batch or --clients"
 
     @property
     def steps(self) -> int:
@@ -107,7 +114,11 @@ def measure(
     name = f"infinistore-bench/{secrets.token_hex(8)}"
     figures: list[Figure] = []
     with ExitStack() as stack:
-        clients = [Client(stack.enter_context(open_store()), name, plan) for _ in range(plan.clients)]
+        stores = [stack.enter_context(open_store()) for _ in range(plan.clients)]
+        try:
+            clients = [Client(store, name, plan) for store in stores]
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {plan.needs}") from None
         try:
             stats = clients[0].store.stats()
             transport, reason = stats.transport, stats.transport_reason

@@ -16,7 +16,7 @@ import rich_click as click
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
 from infinistore.cli.failures import session_of
 from infinistore.config import server_settings
-from infinistore.errors import PermissionDenied, StoreUnavailable
+from infinistore.errors import PermissionDenied, StoreUnavailable, TlsFailed
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
 
@@ -153,6 +153,8 @@ class Target:
             try:
                 with blocking.open_store(self.url, **given) as store:
                     store.stats()
+            except TlsFailed:  # to wait would not change that
+                raise
             except StoreUnavailable:
                 time.sleep(_RETRY_S)
             except PermissionDenied:  # it has answered

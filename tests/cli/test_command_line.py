@@ -122,6 +122,8 @@ def test_the_help_of_the_server_shows_every_flag(capsys: pytest.CaptureFixture[s
         ("disk", "name a command: inspect, verify, wipe; see `infinistore disk --help`"),
         ("tenant", "name a command: "),
         ("cluster", "name a command: "),
+        ("help cluster drian", "there is no help on 'cluster drian'; did you mean drain?"),
+        ("help disk wipe now", "there is no help on 'disk wipe now'"),
         ("xyzzy", "there is no command 'xyzzy'; see `infinistore --help`"),
         ("help exit-code", "there is no help on 'exit-code'; did you mean exit-codes?"),
         ("--service-port lots", "--service-port lots: must be a whole number between 0 and 65535"),
@@ -232,6 +234,11 @@ def test_a_misspelt_variable_is_mentioned_when_the_server_starts(command: Callab
 def test_version_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert re.fullmatch(r"infinistore \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_help_takes_the_path_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "cluster", "drain"]) == 0
+    assert "infinistore cluster drain" in capsys.readouterr().out
 
 
 def test_help_exit_codes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:

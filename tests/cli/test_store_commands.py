@@ -13,6 +13,7 @@ import pytest
 
 from infinistore import blocking
 from tests.ports import own_ports
+from tests.transports.certificates import issue
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -332,3 +333,21 @@ def test_a_file_is_put_for_a_time(store: Run) -> None:
     ended = store("put", "never", "--ttl", "0", input=b"x")
     assert ended.returncode == 2
     assert b"--ttl" in ended.stderr
+
+
+def test_wait_ends_at_once_if_tls_is_refused(running_server: Any, command: Run, tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    clients, strange = issue(tmp_path, "client", ca="clients", stem="client"), issue(tmp_path, ca="other", stem="other")
+    tls = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-client-ca", str(clients.ca)]
+    with running_server("--prealloc-size", "1MiB", "--unix-socket", "off", *tls) as own:
+        for ca, problem in ((strange.ca, b"the certificate of "), (files.ca, b"wants a certificate of the client")):
+            ended = command("exists", "k", "--wait", "600", "--url", f"{own.url}?ca={ca}", timeout=60)
+            assert ended.returncode == 3
+            assert problem in ended.stderr
+
+
+def test_bench_says_how_much_memory_it_wanted(store: Run) -> None:
+    ended = store("bench", "--sizes", "1TiB", "--batch", "8192")
+    assert ended.returncode == 2
+    assert b"take 16 PiB" in ended.stderr or b"take 16384 TiB" in ended.stderr
+    assert b"lower --sizes, --batch or --clients" in ended.stderr
