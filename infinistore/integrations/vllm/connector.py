@@ -357,8 +357,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Delete all blocks of this model from the store, as for new weights. The
-        scheduler waits for it. False if some may be left.
+        scheduler waits for it. False if some may be left. With `reset` set to "keep",
+        they are kept.
         """
+        if self._settings.reset == "keep":
+            return True
         try:
             return self._deletion.delete()
         finally:

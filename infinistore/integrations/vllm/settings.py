@@ -53,6 +53,9 @@ class ConnectorSettings(RetentionSettings):
     """Where routers that come late ask which blocks there are, as "tcp://*:5559"."""
     events_dump_blocks: int = 250_000
     """How many blocks are remembered for that."""
+    reset: Literal["delete", "keep"] = "delete"
+    """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it also to
+    sleep and to pause; with weights that never change, "keep" is right."""
     verify: Literal["always", "never"] = "always"
     """Whether blocks carry checksums."""
 
@@ -116,5 +119,6 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "events_dump_endpoint": _TEXT,
     "events_dump_blocks": _COUNT,
     "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),
+    "reset": ('"delete" or "keep"', lambda value: value in ("delete", "keep")),
     "verify": ('"always" or "never"', lambda value: value in ("always", "never")),
 }

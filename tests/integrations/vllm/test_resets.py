@@ -135,3 +135,18 @@ def test_of_a_step_in_two_micro_batches_all_is_stored_when_all_is_computed(opene
     assert late.ask(*prompts) == [answer_to(prompt) for prompt in prompts]
     assert late.external()[1] == 2 * 5 * BLOCK
     late.settle()
+
+
+def test_a_reset_that_keeps_leaves_the_store_as_it_is_and_succeeds_without_it(
+    opened: Open, mortal_server: ServerProcess
+) -> None:
+    engine = opened(mortal_server, reset="keep")
+    engine.ask(PROMPT)
+    engine.settle()
+    with blocking.open_store(mortal_server.url) as store:
+        kept = store.keys("vllm/")
+        assert len(kept) == 2 * 5
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert store.keys("vllm/") == kept
+    mortal_server.kill()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)

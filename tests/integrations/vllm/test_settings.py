@@ -38,6 +38,7 @@ def test_a_url_is_enough() -> None:
         ({"url": "tcp://h:1", "ttl_s": -5}, "ttl_s must be a number of seconds above 0, or null, not -5"),
         ({"url": "tcp://h:1", "pin_s": None}, "pin_s must be a number of seconds above 0"),
         ({"url": "tcp://h:1", "verify": False}, 'verify must be "always" or "never"'),
+        ({"url": "tcp://h:1", "reset": True}, 'reset must be "delete" or "keep", not True'),
         ({"url": "tcp://h:1", "events_dump_blocks": 0}, "events_dump_blocks must be a whole number above 0"),
         ({"url": "tcp://h:1", "save_generated": "no"}, "save_generated must be true or false"),
         ({"url": "tcp://h:1", "namespace": "x\0y"}, "namespace must be a text"),
