@@ -16,7 +16,7 @@ import attrs
 from infinistore.errors import ConfigError
 from infinistore.settings import RefusedSetting, Setting, near, settings_of
 
-__all__ = ["load"]
+__all__ = ["load", "source_of"]
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 
@@ -33,7 +33,29 @@ def load(
     Raises ConfigError in one line that names the setting, where its value came from,
     and what would do.
     """
-    settings = settings_of(config_class)
+    return _structure(config_class, *_gather(settings_of(config_class), command_line, environment, file))
+
+
+def source_of(
+    config_class: type[attrs.AttrsInstance],
+    key: str,
+    command_line: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: str | Path | None,
+) -> str:
+    """Return where the value of a setting came from, and the value; nothing for a
+    default. The other arguments are those of `load`, which has accepted them.
+    """
+    return _gather(settings_of(config_class), command_line, environment, file)[1].get(key, "")
+
+
+def _gather(
+    settings: Sequence[Setting],
+    command_line: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: str | Path | None,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return what was written for each setting, and where."""
     raw: dict[str, object] = {}
     origins: dict[str, str] = {}
     if file is not None:
@@ -46,7 +68,7 @@ def load(
         given = command_line.get(setting.key)
         if given is not None:
             raw[setting.key], origins[setting.key] = given, _as_written(setting, given)
-    return _structure(config_class, raw, origins)
+    return raw, origins
 
 
 def _as_written(setting: Setting, given: object) -> str:

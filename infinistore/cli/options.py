@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import attrs
 import rich_click as click
+from click.core import ParameterSource
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
 from infinistore.cli.failures import session_of
@@ -120,7 +121,7 @@ class Target:
 
         given: dict[str, Any] = {}
         if self.token_file is not None:
-            given["token"] = read_token(self.token_file)
+            given["token"] = read_token(self.token_file, setting=_named_by("token_file", "--token-file"))
         if self.deadline_s is not None:
             given["deadline_s"] = self.deadline_s
         return given
@@ -161,6 +162,16 @@ class Target:
                 return
             else:
                 return
+
+
+def _named_by(parameter: str, flag: str) -> str:
+    """Return where the value of a flag of the running command came from: the flag, or
+    its variable.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None or context.get_parameter_source(parameter) is not ParameterSource.ENVIRONMENT:
+        return flag
+    return f"INFINISTORE_{parameter.upper()}"
 
 
 def client_options(function: Function) -> Function:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["calm_the_garbage_collector", "command"]
 
 _GARBAGE_OBJECTS = 10_000
+_FILES = ("tenants", "tls_cert", "tls_client_ca", "tls_key", "tls_peer_ca", "token_file", "peer_token_file")
+"""Settings whose files are read when the server starts."""
 SHARD_COMMAND = (sys.executable, "-P", "-m", "infinistore.cli.shard")
 """Starts a shard, with the descriptor of its link as one more argument."""
 
@@ -58,7 +60,27 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
         for warning in misspelt_variables():
             note(warning)
         set_up_logging(config.log_level)
-        _run(config, as_json=as_json)
+        try:
+            _run(config, as_json=as_json)
+        except* ConfigError as group:
+            raise ConfigError(_with_source(_first(group), settings, file)) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _with_source(problem: BaseException, settings: Mapping[str, object], file: str | None) -> str:
+    """Return the problem of a file that a setting names, with where it names it."""
+    from infinistore.config import ServerConfig
+    from infinistore.config_sources import source_of
+
+    name, colon, what = str(problem).partition(": ")
+    key = name.removeprefix("--").replace("-", "_")
+    if not colon or key not in _FILES:
+        return str(problem)
+    file = file or os.environ.get("INFINISTORE_CONFIG") or None
+    return f"{source_of(ServerConfig, key, settings, os.environ, file) or name}: {what}"
 
 
 def _run(config: "ServerConfig", *, as_json: bool) -> None:

@@ -360,8 +360,8 @@ def test_a_token_file_that_is_open_to_others_is_used_and_warned_of(
     path.chmod(mode)
     assert read_token(path) == "secret"
     warned = [record.__dict__ for record in caplog.records]
-    assert [(record["file"], record["remedy"]) for record in warned] == (
-        [(str(path), f"chmod o-rw {path}")] if open_to_others else []
+    assert [record["message"] for record in warned] == (
+        [f"the token file is open to other users: chmod o-rw {path}"] if open_to_others else []
     )
 
 
@@ -420,3 +420,26 @@ def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> Non
     (warning,) = misspelt_variables(environment)
     assert "INFINISTORE_PREALOC_SIZE" in warning
     assert "INFINISTORE_PREALLOC_SIZE" in warning
+
+
+@pytest.mark.parametrize("key", ["token_file", "tls_cert"])
+@pytest.mark.parametrize("place", ["flag", "variable", "file"])
+def test_a_file_that_cannot_be_read_is_named_with_the_source_of_its_name(
+    key: str, place: str, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    flag, variable = f"--{key.replace('_', '-')}", f"INFINISTORE_{key.upper()}"
+    config = tmp_path / "c.yaml"
+    config.write_text(f"{key}: /nonexistent\n")
+    given, source = {
+        "flag": ([flag, "/nonexistent"], f"{flag} /nonexistent: cannot read "),
+        "variable": ([], f"{variable}=/nonexistent: cannot read "),
+        "file": (["--config", str(config)], f"{config}: {key}: /nonexistent: cannot read "),
+    }[place]
+    env = {variable: "/nonexistent"} if place == "variable" else {}
+    if key == "token_file" and place != "file":  # a client's, too
+        asked = command("stat", *given, env=env)
+        assert asked.returncode == 2
+        assert asked.stderr.decode().startswith(f"infinistore: {source.split()[0].split('=')[0]}: cannot read ")
+    ended = command("serve", "--service-port", "0", "--manage-port", "off", *given, env=env)
+    assert ended.returncode == 2
+    assert ended.stderr.decode().startswith(f"infinistore: {source}")
