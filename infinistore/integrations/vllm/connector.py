@@ -123,9 +123,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
-            self._deletion = Deletion(
-                self._patient, f"{layout.names.prefix}/", lambda: self._at_schedule.is_past_reset
-            )
+            self._deletion = Deletion(self._patient, f"{layout.names.prefix}/", lambda: self._at_schedule.is_past_reset)
             writes = transfer.is_kv_producer and bool(layout.groups)
             announcement = Announcement(self._patient, layout.names, record, writes=writes)
             self._stack.callback(announcement.close)
