@@ -14,7 +14,7 @@ import rich_click as click
 from infinistore.cli import draining
 from infinistore.cli.asking import demand_yes
 from infinistore.cli.failures import NegativeAnswer
-from infinistore.cli.options import json_option, log_level_option, token_file_option
+from infinistore.cli.options import json_option, log_level_option, read_given_token, token_file_option
 from infinistore.cli.output import print_json, print_line, print_table
 from infinistore.errors import ConfigError, InfiniStoreException, StoreUnavailable
 from infinistore.sizes import describe_size
@@ -148,9 +148,7 @@ def _parse(url: str, store_command: str) -> "ClusterUrl":
 
 
 def _given(token_file: Path | None, deadline_s: float) -> dict[str, Any]:
-    from infinistore.token_file import read_token
-
-    return {"deadline_s": deadline_s} | ({} if token_file is None else {"token": read_token(token_file)})
+    return {"deadline_s": deadline_s} | ({} if token_file is None else {"token": read_given_token(token_file)})
 
 
 def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":

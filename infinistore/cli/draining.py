@@ -13,7 +13,7 @@ import attrs
 import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
-from infinistore.cli.options import json_option, log_level_option, token_file_option
+from infinistore.cli.options import json_option, log_level_option, read_given_token, token_file_option
 from infinistore.cli.output import note, print_json, print_line
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable
 from infinistore.sizes import describe_size
@@ -45,9 +45,7 @@ def asker_of(cluster: "ClusterUrl", given: Mapping[str, Any]) -> "AskInstance":
 
 
 def _given(token_file: Path | None) -> dict[str, Any]:
-    from infinistore.token_file import read_token
-
-    return {} if token_file is None else {"token": read_token(token_file)}
+    return {} if token_file is None else {"token": read_given_token(token_file)}
 
 
 def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import rich_click as click
 
-from infinistore.cli.options import Target, client_options, json_option
+from infinistore.cli.options import Target, client_options, json_option, read_given_token
 from infinistore.cli.output import console, note, print_json, print_line
 
 if TYPE_CHECKING:
@@ -197,7 +197,6 @@ def _source(target: Target, address: str | None) -> "Source":
     from urllib.parse import parse_qs, urlsplit
 
     from infinistore.monitor.sampling import Source
-    from infinistore.token_file import read_token
 
     url = address or target.url
     try:
@@ -206,7 +205,7 @@ def _source(target: Target, address: str | None) -> "Source":
         in_url = False
     return Source(
         url=url,
-        token=read_token(target.token_file) if target.token_file is not None else None,
+        token=read_given_token(target.token_file) if target.token_file is not None else None,
         deadline_s=target.deadline_s if target.deadline_s is not None else None if in_url else _DEADLINE_S,
         wait_s=target.wait_s,
         name=f"monitor {socket.gethostname()}:{os.getpid()}",

@@ -31,6 +31,7 @@ __all__ = [
     "client_options",
     "json_option",
     "log_level_option",
+    "read_given_token",
     "server_options",
     "token_file_option",
     "unix_url",
@@ -117,11 +118,9 @@ class Target:
 
     def _given(self) -> dict[str, Any]:
         """The options given by flags; others may be in the URL."""
-        from infinistore.token_file import read_token
-
         given: dict[str, Any] = {}
         if self.token_file is not None:
-            given["token"] = read_token(self.token_file, setting=_named_by("token_file", "--token-file"))
+            given["token"] = read_given_token(self.token_file)
         if self.deadline_s is not None:
             given["deadline_s"] = self.deadline_s
         return given
@@ -164,14 +163,15 @@ class Target:
                 return
 
 
-def _named_by(parameter: str, flag: str) -> str:
-    """Return where the value of a flag of the running command came from: the flag, or
-    its variable.
+def read_given_token(token_file: Path) -> str:
+    """Return the token in the file that the running command was given. An error names
+    the flag, or the variable, that named it.
     """
+    from infinistore.token_file import read_token
+
     context = click.get_current_context(silent=True)
-    if context is None or context.get_parameter_source(parameter) is not ParameterSource.ENVIRONMENT:
-        return flag
-    return f"INFINISTORE_{parameter.upper()}"
+    by_variable = context is not None and context.get_parameter_source("token_file") is ParameterSource.ENVIRONMENT
+    return read_token(token_file, setting="INFINISTORE_TOKEN_FILE" if by_variable else "--token-file")
 
 
 def client_options(function: Function) -> Function:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import rich_click as click
 
-from infinistore.cli.options import SIZE, json_option, token_file_option
+from infinistore.cli.options import SIZE, json_option, read_given_token, token_file_option
 from infinistore.cli.output import note, print_json, print_line, print_table
 from infinistore.errors import ConfigError
 from infinistore.sizes import describe_size, format_size
@@ -213,9 +213,8 @@ _LIVE: Final = {
 
 def _show_live(url: str, token_file: Path | None, ca: Path | None, as_json: bool) -> None:
     from infinistore.cli.managing import ask_server
-    from infinistore.token_file import read_token
 
-    found = ask_server(url, "/tenants", token="" if token_file is None else read_token(token_file), ca=ca)
+    found = ask_server(url, "/tenants", token="" if token_file is None else read_given_token(token_file), ca=ca)
     if as_json:
         print_json(found)
         return
