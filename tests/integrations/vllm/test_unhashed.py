@@ -135,8 +135,14 @@ def stored(engine: "MadeEngine", server: ServerProcess) -> Iterator[blocking.Blo
     names.
     """
     from infinistore.integrations.vllm.connector import extra_keys
+    from infinistore.integrations.vllm.layout import Layout
+    from infinistore.integrations.vllm.settings import ConnectorSettings
 
-    names = engine.worker._layout.names
+    config = engine.scheduler.vllm_config
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+    names = Layout.of(config, engine.scheduler.kv_cache_config, settings).names
     with blocking.open_store(server.url) as store:
         for identifier in ("renderer0-mm-1-image-0", HASH):
             chain = PrefixChain(BLOCK, extra=partial(extra_keys, request_with(identifier)))
@@ -150,7 +156,11 @@ def steps_of(engine: "MadeEngine", request: Any) -> tuple[int | None, list[Any]]
     loadable, _ = connector.get_num_new_matched_tokens(request, 0)
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],))
     connector.update_state_after_alloc(request, blocks, 0)
-    step = connector._scheduler.plan({request.request_id: len(TOKENS)}, (), lambda _: ([1, 2, 3, 4, 5],))
+    state = SimpleNamespace(resolve_block_ids=lambda _: ([1, 2, 3, 4, 5],), boundary_state_offloads={})
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens={request.request_id: len(TOKENS)}, preempted_req_ids=(), kv_connector_block_state=state
+    )
+    step = connector.build_connector_meta(scheduled).step
     assert connector.request_finished(request, [])[0] is False
     return loadable, step.saves
 
