@@ -19,7 +19,7 @@ __all__ = ["Deletion"]
 
 LOG = logging.getLogger("vllm.infinistore")
 
-_PAUSES_S: Final = (0.25, 2.0)
+PAUSES_S: Final = (0.25, 2.0)
 """A write waits for others for a twentieth of a second, and is done soon after."""
 
 
@@ -70,7 +70,7 @@ class Deletion:
             self._delete()
 
     def _run(self, stop: threading.Event) -> None:
-        for pause_s in _PAUSES_S:
+        for pause_s in PAUSES_S:
             if self._pause(stop, pause_s):
                 return
             if self._is_needless():

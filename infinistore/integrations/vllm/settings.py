@@ -54,8 +54,8 @@ class ConnectorSettings(RetentionSettings):
     events_dump_blocks: int = 250_000
     """How many blocks are remembered for that."""
     reset: Literal["delete", "keep"] = "delete"
-    """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it also to
-    sleep and to pause; with weights that never change, "keep" is right."""
+    """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it to
+    sleep and to pause, too; with weights that never change, "keep" is right."""
     verify: Literal["always", "never"] = "always"
     """Whether blocks carry checksums."""
 

@@ -95,15 +95,15 @@ class WorkerSide:
         self._layers: dict[str, LayerCache] = {}
         self._step = Step()
         self._saved: set[str] = set()
-        self._writer = LayerWriter(
+        self.writer = LayerWriter(
             store,
             max_pending_bytes=settings.max_pending_bytes,
             when_full=settings.when_full or ("block" if delivers else "drop"),
             deadline_s=settings.deadline_s,
             ttl_s=settings.ttl_s,
         )
-        self._writer.__enter__()
-        self._written = self._writer.statistics()
+        self.writer.__enter__()
+        self._written = self.writer.statistics()
         self.late_writes = LateWrites(store, record, lambda block_hash, label: names.key(block_hash, shard, label))
         """What is written before a reset of the cache, and may be stored after it."""
         self._saving: dict[str, _Saving] = {}
@@ -226,7 +226,7 @@ class WorkerSide:
 
     def observe_writes(self) -> None:
         """Count what has been written since the last call."""
-        before, self._written = self._written, self._writer.statistics()
+        before, self._written = self._written, self.writer.statistics()
         self._observed.count(
             written_bytes=self._written.stored_bytes - before.stored_bytes,
             dropped_bytes=self._written.dropped_bytes - before.dropped_bytes,
@@ -238,11 +238,11 @@ class WorkerSide:
         self._holds.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         try:
-            self._writer.flush(self._deadline_s)
-            self._writer.close()
+            self.writer.flush(self._deadline_s)
+            self.writer.close()
         except InfiniStoreException as error:
             self._record.failed("save", error)
-            self._writer.__exit__(type(error), error, None)
+            self.writer.__exit__(type(error), error, None)
         self.late_writes.close()
 
     def _write(self, layer: LayerCache, blocks: Blocks) -> Ticket | None:
@@ -255,7 +255,7 @@ class WorkerSide:
         ]
         for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
             try:
-                ticket = self._writer.write(memory, places, layer.block_bytes)
+                ticket = self.writer.write(memory, places, layer.block_bytes)
             except (InfiniStoreException, ValueError) as error:
                 self._record.failed("save", error)
             else:

@@ -41,17 +41,17 @@ _NUMBERS = itertools.count(1)
 _MOST_STEPS = 5000
 
 
-def _numbers(tokens: Sequence[int]) -> list[int]:
+def numbers(tokens: Sequence[int]) -> list[int]:
     """Return what the cache holds of each token."""
-    numbers = itertools.accumulate(tokens, lambda known, token: zlib.crc32(token.to_bytes(4), known), initial=0)
-    return [number % 65521 for number in numbers][1:]
+    sums = itertools.accumulate(tokens, lambda known, token: zlib.crc32(token.to_bytes(4), known), initial=0)
+    return [one % 65521 for one in sums][1:]
 
 
 def answer_to(prompt: Sequence[int], count: int = 4) -> list[int]:
     """Return the tokens of an answer."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(_numbers(tokens)[-1])
+        tokens.append(numbers(tokens)[-1])
     return tokens[len(prompt) :]
 
 
@@ -142,7 +142,7 @@ class MadeEngine:
         assert planned.kv_connector_metadata is not None
         self.worker.handle_preemptions(planned.kv_connector_metadata)
         self.worker.bind_connector_metadata(planned.kv_connector_metadata)
-        sampled = {name: self._compute(name, count) for name, count in planned.num_scheduled_tokens.items()}
+        sampled = {name: self.compute(name, count) for name, count in planned.num_scheduled_tokens.items()}
         for name in _LAYERS:
             self.worker.save_kv_layer(name, self.caches[name], None)
         self.worker.start_load_kv(None)
@@ -216,11 +216,11 @@ class MadeEngine:
         self.worker.shutdown()
         self.scheduler.shutdown()
 
-    def _compute(self, name: str, count: int) -> list[int]:
+    def compute(self, name: str, count: int) -> list[int]:
         request = self.requests[name]
         end = request.num_computed_tokens
         tokens = list(request.all_token_ids)
-        expected = torch.tensor(_numbers(tokens[:end]), dtype=torch.float32)
+        expected = torch.tensor(numbers(tokens[:end]), dtype=torch.float32)
         ids = torch.tensor(self.block_ids(request))[torch.arange(end) // BLOCK]
         offsets = torch.arange(end) % BLOCK
         for number, cache in enumerate(self.caches.values()):

@@ -15,7 +15,7 @@ from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.late_writes import LateWrites
 from infinistore.integrations.vllm.step import Blocks, Save, Step
 from infinistore.integrations.vllm.worker import WorkerSide
-from infinistore.tensors import LayerWriter
+from infinistore.tensors.blocking_transfers import put_blocks
 
 from .halves import make_cache, make_names, make_record, make_worker, save
 
@@ -49,13 +49,12 @@ def worker(store: blocking.BlockingStore) -> Iterator[WorkerSide]:
 def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Blocks are written only while it is set."""
     may = threading.Event()
-    put = LayerWriter._put
 
-    def put_when_it_may(self: LayerWriter, tickets: Any) -> None:
+    def put_when_it_may(*arguments: Any) -> None:
         may.wait()
-        put(self, tickets)
+        put_blocks(*arguments)
 
-    monkeypatch.setattr(LayerWriter, "_put", put_when_it_may)
+    monkeypatch.setattr("infinistore.tensors.layer_writer.put_blocks", put_when_it_may)
     yield may
     may.set()
 
@@ -88,19 +87,19 @@ def test_what_was_just_stored_may_have_been_so_after_the_reset_and_is_deleted(
     store: blocking.BlockingStore, worker: WorkerSide
 ) -> None:
     save(worker, OLD)
-    worker._writer.flush()
+    worker.writer.flush()
     save(worker, Step())
     assert until_past(worker, 1) == 1
     assert store.keys() == []
 
     save(worker, NEW)
-    worker._writer.flush()
+    worker.writer.flush()
     assert sorted(store.keys()) == sorted(make_names().all_keys(["cc"]))
 
 
 def test_what_was_stored_many_steps_ago_is_not_deleted_again(store: blocking.BlockingStore, worker: WorkerSide) -> None:
     save(worker, OLD)
-    worker._writer.flush()
+    worker.writer.flush()
     for _ in range(40):
         save(worker, Step())
     assert until_past(worker, 1) == 1
@@ -128,7 +127,8 @@ def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_res
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    late = LateWrites(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}", clock=lambda: now)
+    record = make_record()
+    late = LateWrites(store, record, lambda block_hash, label: f"{block_hash}/{label}", clock=lambda: now)
     store.put_many({"aa/0": b"bytes", "bb/0": b"bytes"})
     ticket: Any = SimpleNamespace(done=True, dropped=False)
     dropped: Any = SimpleNamespace(done=True, dropped=True)
@@ -142,7 +142,8 @@ def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_res
     with monkeypatch.context() as away:
         away.setattr(store, "delete", fail)
         assert late.take_past() == 0
-        late._thread.submit(int).result()
+        while not record.counts["failed"]:
+            pass
         assert late.take_past() == 0
     assert late.take_past() == 0  # not yet again
     now = 1.0

@@ -48,6 +48,12 @@ def store(server: ServerProcess) -> Iterator[blocking.BlockingStore]:
         yield store
 
 
+def until_stored(store: blocking.BlockingStore, count: int) -> None:
+    """Wait until so many blocks have been stored in all."""
+    while store.stats().store.puts < count:
+        time.sleep(0.01)
+
+
 def test_a_request_that_is_given_up_after_a_reset_leaves_nothing_behind(opened: Open) -> None:
     engine = opened()
     request = engine.submit(PROMPT, count=20)
@@ -65,18 +71,17 @@ def test_after_a_reset_no_request_reads_what_was_computed_before(
     """Of a request that goes on, of others, and of other engines, with new weights."""
     from . import made_engine
 
-    monkeypatch.setattr("infinistore.integrations.vllm.deletion._PAUSES_S", ())
-    engine = opened()
+    monkeypatch.setattr("infinistore.integrations.vllm.deletion.PAUSES_S", ())
+    engine, before = opened(), store.stats().store.puts
     request = engine.submit(PROMPT, count=30)
     engine.step()
     (first,) = request.output_token_ids
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert engine.worker._worker is not None
-    engine.worker._worker._writer.flush()
+    until_stored(store, before + 2 * 5)
     assert len(store.keys("vllm/")) == 2 * 5  # the writes that were under way
 
-    numbers = made_engine._numbers
-    monkeypatch.setattr(made_engine, "_numbers", lambda tokens: [number ^ 1 for number in numbers(tokens)])
+    numbers = made_engine.numbers
+    monkeypatch.setattr(made_engine, "numbers", lambda tokens: [number ^ 1 for number in numbers(tokens)])
     same = engine.submit(PROMPT)
     assert engine.finish(request, same) == [
         [first, *made_engine.answer_to([*PROMPT, first], 29)],
@@ -96,12 +101,11 @@ def test_after_a_reset_no_request_reads_what_was_computed_before(
 def test_writes_that_were_under_way_are_gone_soon_after_a_reset_though_no_step_follows(
     opened: Open, store: blocking.BlockingStore, ends: bool
 ) -> None:
-    engine = opened()
+    engine, before = opened(), store.stats().store.puts
     engine.submit(PROMPT, count=30)
     engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert engine.worker._worker is not None
-    engine.worker._worker._writer.flush()
+    until_stored(store, before + 2 * 5)
     if ends:
         engine.close()
         assert not store.keys("vllm/")
@@ -114,20 +118,19 @@ def test_of_a_step_in_two_micro_batches_all_is_stored_when_all_is_computed(opene
     from .made_engine import answer_to
 
     engine = opened()
-    engine.worker._vllm_config.parallel_config.enable_dbo = True
+    engine.scheduler.vllm_config.parallel_config.enable_dbo = True
     prompts = [PROMPT, PROMPT[::-1]]
     requests = [engine.submit(prompt) for prompt in prompts]
-    compute = engine._compute
+    compute = engine.compute
 
     def compute_and_save(name: str, count: int) -> list[int]:
         sampled = compute(name, count)
         for layer, cache in engine.caches.items():
             engine.worker.save_kv_layer(layer, cache, None)
-            assert engine.worker._worker is not None
-            engine.worker._worker._writer.flush()
+            time.sleep(0.1)  # what was to be written is
         return sampled
 
-    engine._compute = compute_and_save  # type: ignore[method-assign]
+    engine.compute = compute_and_save  # type: ignore[method-assign]
     engine.finish(*requests)
     engine.settle()
 
