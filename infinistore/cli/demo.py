@@ -145,6 +145,8 @@ def command(
     try:
         prepared = prepare_text(settings)
     except DemoError as error:
+        if as_json:
+            print_json({"ok": False, "error": str(error)})
         raise click.UsageError(str(error)) from None
     try:
         result = _run(settings, prepared, _console(quiet=as_json))

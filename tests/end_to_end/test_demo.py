@@ -105,7 +105,7 @@ def test_a_wrong_block_in_the_store_fails_the_demo(
 def test_failure_as_json_is_one_object_with_the_reason(tmp_path: Path) -> None:
     done = run_demo("--json", "--input", str(tmp_path / "none.txt"))
 
-    assert done.returncode == 1
+    assert done.returncode == 2
     report = json.loads(done.stdout)
     assert report["ok"] is False
     assert "none.txt" in report["error"]
@@ -117,7 +117,7 @@ def test_a_text_shorter_than_a_chunk_is_refused_with_a_remedy(tmp_path: Path) ->
 
     done = run_demo("--input", str(short), "--pool-size", "64MiB")
 
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (2, "")
     assert "3 tokens" in done.stderr
     assert "--chunk-tokens" in done.stderr
 
@@ -135,7 +135,7 @@ def test_a_long_text_is_cut_to_what_the_pool_takes_and_says_so(tmp_path: Path) -
 
 
 def test_a_server_that_does_not_start_is_reported_in_its_own_words(text_file: Path) -> None:
-    done = run_demo("--input", str(text_file), "--pool-size", "1KiB")
+    done = run_demo(*SMALL, "--input", str(text_file), "--pool-size", "900TiB")
 
     assert done.returncode == 1
     assert re.fullmatch(r"infinistore: the demo failed: the server process ended with exit status 2: .+\n", done.stderr)
