@@ -184,12 +184,15 @@ def test_a_server_serves_also_if_it_cannot_say_so(
         env=environment | {"PYTHONUNBUFFERED": ""},
         stderr=subprocess.PIPE,
     )
-    while not place.exists():
-        assert process.poll() is None
-    with blocking.open_store(f"unix://{place}") as store:
-        store.put("k", b"x")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate()
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            while probe.connect_ex(str(place)):  # which is there before anybody listens
+                assert process.poll() is None
+        with blocking.open_store(f"unix://{place}") as store:
+            store.put("k", b"x")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
     assert (process.returncode, b"Traceback" in errors) == (0, False)
 
 
