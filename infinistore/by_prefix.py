@@ -16,17 +16,15 @@ def do_by_prefix(store: BlockingStore, prefix: str, call: Callable[[list[str]], 
     Raises what `BlockingStore.keys` and `call` do: `StoreUnavailable` only if the store
     is no cluster.
     """
+    if not store.is_cluster:
+        return sum(map(call, key_pages(store, prefix))), ""
     count, lost = 0, ""
     try:
         for page in key_pages(store, prefix, every_node=True):
             try:
                 count += call(page)
             except StoreUnavailable as error:
-                if not store.is_cluster:
-                    raise
                 lost = str(error)
     except StoreUnavailable as error:
-        if not store.is_cluster:
-            raise
         lost = str(error)
     return count, lost

@@ -21,7 +21,7 @@ from infinistore.cli.log_format import NoteFormatter
 from infinistore.cli.manifest import BadManifest
 from infinistore.settings import near
 
-__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "abandon_output", "run", "session_of"]
+__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "abandon_output", "innermost", "run", "session_of"]
 
 OK: Final = 0
 NEGATIVE: Final = 1
@@ -114,14 +114,14 @@ def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int
         code = invoke(arguments, session)
         sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
     except BaseException as error:  # noqa: BLE001 - this is the place that answers for every error
-        found = _innermost(error)
+        found = innermost(error)
         if closed and isinstance(found, OSError) and found.errno == errno.EBADF and found.filename is None:
             found = OSError(errno.EBADF, "standard output is closed")
         return _report(found, session)
     return code
 
 
-def _innermost(error: BaseException) -> BaseException:
+def innermost(error: BaseException) -> BaseException:
     """The relevant error of a group: an interrupt if it contains one, else the
     first.
     """

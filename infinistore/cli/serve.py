@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from infinistore.cli.failures import abandon_output, session_of
+from infinistore.cli.failures import abandon_output, innermost, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
@@ -63,11 +63,7 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
         try:
             _run(config, as_json=as_json)
         except* ConfigError as group:
-            raise ConfigError(_with_source(_first(group), settings, file)) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+            raise ConfigError(_with_source(innermost(group), settings, file)) from None
 
 
 def _with_source(problem: BaseException, settings: Mapping[str, object], file: str | None) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from infinistore.cli.failures import innermost
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -46,11 +48,5 @@ def stopped_by_sigterm() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not (told and _is_interrupt(error)):
+        if not (told and isinstance(innermost(error), KeyboardInterrupt)):
             raise
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(KeyboardInterrupt) is not None
-    return isinstance(error, KeyboardInterrupt)
