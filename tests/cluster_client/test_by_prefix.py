@@ -10,23 +10,9 @@ from infinistore import blocking
 from infinistore.blocking import key_pages
 from infinistore.by_prefix import do_by_prefix
 from infinistore.errors import StoreUnavailable
-from tests.cluster_client.clusters import Cluster, running_cluster
+from tests.cluster_client.clusters import Cluster
 
 NAMES = [f"one/{number}" for number in range(60)]
-
-
-@pytest.fixture(scope="module")
-def three_servers() -> Iterator[Cluster]:
-    with running_cluster(3) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(three_servers: Cluster) -> Iterator[Cluster]:
-    """Three servers, empty and awake."""
-    three_servers.clear()
-    yield three_servers
-    three_servers.clear()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """All blocks of an engine are deleted; where some may be left, that is said."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -8,29 +7,15 @@ import pytest
 
 from infinistore import blocking
 from infinistore.integrations.internal.resets import BlocksLeft, delete_all
-from tests.cluster_client.clusters import Cluster, running_cluster
+from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, wait_until_in_memory
 
 OWN = [f"vllm/one/{number}" for number in range(60)]
 OTHERS = ["vllm/one", "vllm/two/1"]
 
 
-@pytest.fixture(scope="module")
-def three_servers() -> Iterator[Cluster]:
-    with running_cluster(3) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(three_servers: Cluster) -> Iterator[Cluster]:
-    """Three servers, empty and awake."""
-    three_servers.clear()
-    yield three_servers
-    three_servers.clear()
-
-
-def open_cluster(cluster: Cluster, *options: str) -> AbstractContextManager[blocking.BlockingStore]:
-    return blocking.open_store(cluster.url(*options), deadline_s=600.0, lookup_deadline_s=0.4)
+def open_cluster(servers: Cluster, *options: str) -> AbstractContextManager[blocking.BlockingStore]:
+    return blocking.open_store(servers.url(*options), deadline_s=600.0, lookup_deadline_s=0.4)
 
 
 def test_what_has_the_prefix_is_deleted_and_nothing_else() -> None:
@@ -69,11 +54,11 @@ def test_a_store_that_does_not_answer_has_to_be_reset_again() -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("lost", ["stopped", "silent"])
 def test_a_node_that_may_have_some_still_is_named_and_the_others_have_none(
-    three: Cluster, lost: str, copies: int
+    cluster: Cluster, lost: str, copies: int
 ) -> None:
-    with open_cluster(three, f"copies={copies}") as store:
+    with open_cluster(cluster, f"copies={copies}") as store:
         store.put_many(dict.fromkeys([*OWN, *OTHERS], b"block"))
-        member = three.members[1]
+        member = cluster.members[1]
         if lost == "stopped":
             member.stop()
         else:
@@ -84,10 +69,10 @@ def test_a_node_that_may_have_some_still_is_named_and_the_others_have_none(
             assert set(store.keys()) <= {"vllm/one"}  # of all prefixes
 
 
-def test_a_reset_is_complete_when_the_node_is_back(three: Cluster) -> None:
-    with open_cluster(three) as store:
+def test_a_reset_is_complete_when_the_node_is_back(cluster: Cluster) -> None:
+    with open_cluster(cluster) as store:
         store.put_many(dict.fromkeys(OWN, b"block"))
-        member = three.members[1]
+        member = cluster.members[1]
         had = member.keys()
         member.silence()
         with pytest.raises(BlocksLeft):

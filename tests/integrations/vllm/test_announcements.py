@@ -3,7 +3,7 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ from infinistore.integrations.vllm.announcements import Announcement
 from .halves import make_names, make_record
 
 SAME_SIZE = "(start both with the same --tensor-parallel-size)"
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
 
 
 @pytest.fixture(autouse=True)

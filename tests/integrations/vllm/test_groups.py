@@ -3,7 +3,7 @@ it is stored, found and read, and what becomes of a prompt of which parts are mi
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -34,12 +34,6 @@ KINDS = [WINDOW, COARSE, CHUNK, STATE, OFFERED]
 LAYERS = {label: label for label in "0123"}
 BLOCKS = 64
 PROMPT = list(range(100, 139))  # nine full blocks and three tokens
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
 
 
 def names_of() -> BlockNames:

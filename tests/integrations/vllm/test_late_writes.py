@@ -1,7 +1,6 @@
 """What a worker writes while the cache is reset, with a store but without vLLM."""
 
 import logging
-import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,21 +20,6 @@ from .halves import make_cache, make_names, make_record, make_worker, save
 
 OLD = Step(saves=[Save("w", Blocks(["aa", "bb"], [3, 0]))])
 NEW = Step(saves=[Save("n", Blocks(["cc"], [1]))], resets=1)
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
-
-
-@pytest.fixture
-def gone() -> Iterator[blocking.BlockingStore]:
-    """A store that is not there."""
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        with blocking.open_store(f"infinistore://127.0.0.1:{deaf.getsockname()[1]}", lazy=True) as store:
-            yield store
 
 
 @pytest.fixture

@@ -39,19 +39,6 @@ Open = Callable[..., "MadeEngine"]
 
 
 @pytest.fixture
-def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens engines; all end with the test."""
-    from .made_engine import open_engine
-
-    with ExitStack() as stack:
-
-        def open_one(store: ServerProcess = server, **options: Any) -> "MadeEngine":
-            return stack.enter_context(open_engine(store.url, tmp_path, monkeypatch, **options))
-
-        yield open_one
-
-
-@pytest.fixture
 def store(server: ServerProcess) -> Iterator[blocking.BlockingStore]:
     with blocking.open_store(server.url) as store:
         yield store

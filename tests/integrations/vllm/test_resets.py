@@ -5,9 +5,7 @@ a process of its own: `made_engine.py`.
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,19 +25,6 @@ pytestmark = [
 BLOCK = 16
 PROMPT = list(range(100, 100 + 5 * BLOCK + 1))
 Open = Callable[..., "MadeEngine"]
-
-
-@pytest.fixture
-def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens engines; all end with the test."""
-    from .made_engine import open_engine
-
-    with ExitStack() as stack:
-
-        def open_one(store: ServerProcess = server, **options: Any) -> "MadeEngine":
-            return stack.enter_context(open_engine(store.url, tmp_path, monkeypatch, **options))
-
-        yield open_one
 
 
 @pytest.fixture

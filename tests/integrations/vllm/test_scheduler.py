@@ -26,12 +26,6 @@ from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_scheduler
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
 
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
-
-
 def run(scheduler: SchedulerSide, request: MadeRequest, count: int) -> Step:
     """One step that computes `count` tokens of a request in the blocks 10, 11,
     12, ...

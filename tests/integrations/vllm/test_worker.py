@@ -3,9 +3,8 @@ back, or is told as failed.
 """
 
 import logging
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,21 +28,6 @@ FROM = [3, 0, 5, 1]
 TO = [2, 7, 4, 6]
 SAVE = Step(saves=[Save("w", Blocks(HASHES, FROM))])
 LOAD = Step(loads=[Load("r", [Blocks(HASHES, TO)])])
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
-
-
-@pytest.fixture
-def gone() -> Iterator[blocking.BlockingStore]:
-    """A store that is not there."""
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        with blocking.open_store(f"infinistore://127.0.0.1:{deaf.getsockname()[1]}", lazy=True) as store:
-            yield store
 
 
 def wait_for(worker: WorkerSide, *, sent: str = "", read: str = "") -> set[int]:
