@@ -15,7 +15,7 @@ from infinistore.cli.failures import abandon_output, innermost, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
-from infinistore.cli.stopping import stopped_by_sigterm
+from infinistore.cli.stopping import ending_at_sigterm, stop_at_signal
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.sizes import describe_size
 
@@ -52,7 +52,7 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
     takes precedence over the environment, and the environment over the file. --no-
     before its name turns off a flag without a value.
     """
-    with stopped_by_sigterm():
+    with ending_at_sigterm():
         from infinistore.config import load_server_config, misspelt_variables
 
         config = load_server_config(settings, file=file)
@@ -98,9 +98,9 @@ def _run(config: "ServerConfig", *, as_json: bool) -> None:
     try:
         trio.run(_serve, config, as_json, manager, interrupts)
     except* OutOfMemory as group:
-        raise ConfigError(f"--prealloc-size: {group.exceptions[0]}") from group
+        raise ConfigError(f"--prealloc-size: {innermost(group)}") from group
     if interrupts:
-        raise KeyboardInterrupt  # the server drained; the shell is told that it was Ctrl-C
+        raise KeyboardInterrupt  # the server has ended as at SIGTERM; the shell is told that it was Ctrl-C
 
 
 async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager", interrupts: list[int]) -> None:
@@ -124,11 +124,14 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
             _announce(config, addresses, as_json=as_json)
             manager.ready()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(manager.beat)
-        nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
-        await run(handle_signals=True, service_manager=manager, task_status=Serving())
-        nursery.cancel_scope.cancel()  # the beats
+    async with trio.open_nursery() as watching:
+        async with trio.open_nursery() as nursery:
+            await watching.start(stop_at_signal, nursery.cancel_scope, interrupts)
+            nursery.start_soon(manager.beat)
+            nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
+            await run(handle_signals=True, service_manager=manager, task_status=Serving())
+            nursery.cancel_scope.cancel()  # the beats
+        watching.cancel_scope.cancel()
 
 
 def calm_the_garbage_collector() -> None:

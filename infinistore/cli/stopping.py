@@ -5,48 +5,56 @@ Once it serves, it takes the signals itself, and drains.
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from infinistore.cli.failures import innermost
-
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["stopped_by_sigterm"]
+    import trio
+
+__all__ = ["ending_at_sigterm", "stop_at_signal"]
 
 _END_S: Final = 3.0
 """What a start has to end in good order. A thread that takes a large pool does not
 listen; then the process ends without.
 """
+_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """End what runs inside at SIGTERM as Ctrl-C does, but without an error.
-
-    Main thread only. What takes the signal itself, as a server that serves, is left
-    alone.
+def ending_at_sigterm() -> Iterator[None]:
+    """While nothing runs in Trio, and nothing is held, end this process at SIGTERM
+    without an error. Main thread only.
     """
-    told: list[int] = []
 
-    def stop(number: int, frame: "FrameType | None") -> None:
-        if not told:
-            last = threading.Timer(_END_S, os._exit, [0])
-            last.daemon = True
-            last.start()
-        told.append(number)
-        interrupt = signal.getsignal(signal.SIGINT)
-        if callable(interrupt):
-            interrupt(signal.SIGINT, frame)  # of Trio, while it runs: it knows where it may raise
+    def end(number: int, frame: "FrameType | None") -> None:
+        os._exit(0)
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; a server that serves takes it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except BaseException as error:
-        if not (told and isinstance(innermost(error), KeyboardInterrupt)):
-            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def stop_at_signal(
+    starting: "trio.CancelScope", interrupts: list[int], *, task_status: "trio.TaskStatus[None]"
+) -> None:
+    """Cancel a start at SIGTERM or SIGINT, which is added to `interrupts`. Another
+    signal, or a start that does not end in time, ends the process as it is.
+
+    What takes the signals later, as a server that serves, has them.
+    """
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        number = await anext(signals)
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        starting.cancel()
+        with trio.move_on_after(_END_S):
+            await anext(signals)
+        os._exit(_INTERRUPTED if interrupts else 0)

@@ -129,15 +129,17 @@ async def test_a_shard_that_ends_is_started_again_at_its_port(
 
 def test_the_shards_end_with_a_supervisor_that_is_killed(two_shards: RunningShards) -> None:
     """The last of the module: nothing is left of its server."""
-    ends = [os.pidfd_open(shard["pid"]) for shard in two_shards.shards()]
+    shards = two_shards.shards()
+    ends = [os.pidfd_open(shard["pid"]) for shard in shards]
     two_shards.process.kill()
     _, log = two_shards.process.communicate()
     for end in ends:
         with closing(os.fdopen(end)):
             assert select.select([end], [], [], 60)[0]
     events = [json.loads(line) for line in log.splitlines()]
-    ended = [one for one in events if one["event"] == "a shard ended"]
-    assert [(one["shard"], one["status"]) for one in ended] == [(1, -9), (1, 0)]
+    ended = [(one["shard"], one["status"]) for one in events if one["event"] == "a shard ended"]
+    assert len(ended) == sum(shard["restarts"] for shard in shards)
+    assert {*ended} <= {(1, -9), (1, 0)}  # by whichever tests before it ran here, too
     assert "Traceback" not in log
 
 

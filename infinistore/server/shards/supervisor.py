@@ -282,8 +282,12 @@ class _Supervisor:
         if shard.addresses is not None:  # where clients know it
             start = attrs.evolve(start, config=attrs.evolve(start.config, service_port=shard.addresses.port))
         link, other = Link.pair()
-        with other:
-            process = await _start(self._command, other)
+        try:
+            with other:
+                process = await _start(self._command, other)
+        except BaseException:  # cancelled, or the machine has no room for a process
+            link.close()
+            raise
         shard.started(process.pid)
         self._links[shard.index] = link
         refused: list[Refused] = []
@@ -297,6 +301,8 @@ class _Supervisor:
                 nursery.cancel_scope.cancel()
         finally:
             link.close()
+            if not self._all_serve.is_set():  # it may still import its modules, and hears nothing
+                process.terminate()
             with trio.CancelScope(shield=True):
                 status = await _end(process)
         return refused[0].error(f"shard {shard.index}: {refused[0].problem}") if refused else None, status
