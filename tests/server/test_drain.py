@@ -13,11 +13,11 @@ import trio.lowlevel
 import trio.testing
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import Get, GetReply, Keys, Lease, Put, PutReply, Release, Reserve, Statistics
 from infinistore.server import serve
 from infinistore.transports.base import drive
-from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
 from tests.server.running import KIB, MIB, Peer, make_config, running_server, simulated_server
 
 SLOW = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
@@ -71,7 +71,31 @@ async def test_a_get_under_way_is_finished() -> None:
         peer.close()
 
 
-async def test_who_has_sent_more_gets_whole_answers_and_then_the_end() -> None:
+async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock: trio.testing.MockClock) -> None:
+    request = Get(Keys(["large"]), pack_u64([64 * KIB]), checksums=False)
+    value = bytes(range(256)) * 256
+    async with running_server(make_config()) as server:
+        peer = await server.peer()
+        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
+        for _ in range(20):
+            await peer.send_head(request)
+        statistics = server.server.context.recorder.statistics
+        while not any(one.kind == "get" and one.count == 20 for one in statistics()):
+            await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()  # most answers are in the server's kernel buffer: nobody reads
+        (session,) = server.server.sessions
+        assert isinstance(peer.stream, SocketStream)
+        peer.stream.socket.send(encode_head(request, request_id=1))
+        session.finish()  # before its task sees that
+        answers = bytearray()
+        buffer = memoryview(bytearray(MIB))
+        while count := await peer.stream.receive_into([buffer]):
+            answers += buffer[:count]
+        peer.close()
+    assert answers.count(value) == 20
+
+
+async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock: trio.testing.MockClock) -> None:
     request = Get(Keys(["large"]), pack_u64([64 * KIB]), checksums=False)
     value = bytes(range(256)) * 256
     async with running_server(make_config()) as server:

@@ -4,7 +4,10 @@ Session, holdings and movers share it. It enforces the client's deadlines and th
 server's limits. They decide how to answer a request.
 """
 
+import fcntl
 import math
+import socket
+import termios
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from operator import gt
@@ -38,6 +41,7 @@ __all__ = [
     "SessionLimits",
     "Traffic",
     "linger",
+    "part",
     "send_fatal_error",
     "too_small",
 ]
@@ -48,6 +52,10 @@ JOINED_BYTES = 16 * 1024
 sending two buffers costs more system calls.
 """
 INTERNAL_ERROR = "internal error of the server; its log has more"
+_UNDER_WAY = (termios.TIOCOUTQ, termios.FIONREAD)
+"""Ask for the bytes of a socket that its peer has not received, and for those from it
+that were not read.
+"""
 LINGER_S = 1.0
 _LINGER_BYTES = 16 * 1024
 _NOT_TAKEN = "the client did not take its reply in time"
@@ -242,6 +250,15 @@ async def send_fatal_error(connection: ServerConnection, stream: Stream, error: 
     """
     with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):  # it may have gone
         await drive(connection.reply_fatal(error), stream)
+        await linger(stream)
+
+
+async def part(stream: Stream, sock: socket.socket | None, *, read_ahead: bool) -> None:
+    """Linger if closing at once would drop answers: those that the client has not
+    received, where it has sent more that was not read. `read_ahead`: some was.
+    """
+    counts = () if sock is None else (fcntl.ioctl(sock, which, bytes(4)) for which in _UNDER_WAY)
+    if read_ahead or any(map(any, counts)):
         await linger(stream)
 
 

@@ -47,7 +47,7 @@ from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
-from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, linger, send_fatal_error
+from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, part, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.connection.removed import RemovalWaits
 from infinistore.server.movers.at_once import AnswersAtOnce
@@ -278,8 +278,8 @@ class Session:
                 await self._converse()
             ended = self._receiving.ended
             self._receiving.free()
-            if self._finishing and not self._replaced and self._connection.room is None:
-                await linger(self._stream)  # closing with unread requests would drop the answers to those before
+            if self._finishing and not self._replaced:
+                await part(self._stream, self.socket, read_ahead=self._connection.room is None)
             if self._revoked:
                 raise AuthenticationFailed(_REVOKED)
             if ended:
