@@ -27,8 +27,15 @@ _EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
 
 def cluster() -> Any:
     """Where to register: the URL of a cluster."""
+
+    def check(value: str) -> None:
+        from infinistore.cluster.locate import parse_cluster_url  # late: most servers are in none
+
+        parse_cluster_url(value)
+
     help_text = "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER"
-    return declare("cluster", text("URL"), None, help_text, group=_CLUSTER, default_text="no cluster")
+    kind = Kind("URL", text().parse, check)
+    return declare("cluster", kind, None, help_text, group=_CLUSTER, default_text="no cluster")
 
 
 def node_id() -> Any:

@@ -16,7 +16,8 @@ from .imports import PACKAGE, import_graph, product_files
 GROUND: dict[str, set[str]] = {
     "addresses": {"settings"},
     "buggify": set(),
-    "cluster_settings": {"addresses", "settings", "sizes"},
+    # cluster: its URL, before anything is begun.
+    "cluster_settings": {"addresses", "settings", "sizes", "cluster"},
     "config": {
         "addresses",
         "cluster_settings",

@@ -189,18 +189,6 @@ async def test_a_server_without_a_cluster_says_so_and_loads_none_of_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"cluster": "infinistore+etcd://h"}, "--cluster: 'infinistore[+]etcd://h' names no cluster"),
-        ({"cluster": "infinistore+static://a?copies=0"}, "--cluster: the option copies=0"),
-    ],
-)
-async def test_a_url_that_names_no_cluster_is_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        await run_server(make_config(**settings), on_listening=lambda server: None)
-
-
-@pytest.mark.parametrize(
     ("given", "problem"),
     [
         (
@@ -208,6 +196,8 @@ async def test_a_url_that_names_no_cluster_is_refused(settings: dict[str, Any], 
             "--host 0.0.0.0 is no address that others can connect to; add --advertise HOST:PORT",
         ),
         ({"cluster": "infinistore+etcd://a/c", "advertise": "a:b"}, "--advertise a:b: .*must be HOST:PORT"),
+        ({"cluster": "infinistore+etcd://h"}, "--cluster infinistore[+]etcd://h: .* names no cluster; write"),
+        ({"cluster": "infinistore+static://a?copies=0"}, "the option copies=0"),
         ({"node_weight": "10001"}, "must be a whole number between 0 and 10000"),
     ],
 )

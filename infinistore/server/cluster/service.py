@@ -22,7 +22,7 @@ from infinistore.cluster.documents import ClusterConfig
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
-from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
+from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.view import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
@@ -89,14 +89,14 @@ class ClusterService:
         *,
         has_old_blocks: bool = False,
     ) -> None:
-        """Raises ConfigError if the URL, or a file that it names, cannot be used."""
+        """Raises ConfigError if a file that it needs cannot be used."""
         self._server = server
         machine = environment.cluster or ClusterEnvironment()
         self._client = environment.client or ClientEnvironment()
         self._node = _node_of(config, server, machine.host_name())
         self._drainer = Drainer(partial(self._push, config, token), self._tell_drain)
         self._waits = bool(config.disks) or (has_old_blocks and not config.take_over)
-        self._url = _parse(config.cluster or "")
+        self._url = parse_cluster_url(config.cluster or "")
         self._membership: StaticMembership | RunningMembership
         self._registrar: _Registrar | None = None
         self._listed_as_draining = False
@@ -289,13 +289,6 @@ class ClusterService:
 
 def _nothing() -> None:
     """There is nothing to end."""
-
-
-def _parse(url: str) -> ClusterUrl:
-    try:
-        return parse_cluster_url(url)
-    except ConfigError as error:
-        raise ConfigError(f"--cluster: {error}") from None
 
 
 def _node_of(config: ServerConfig, server: Server, host_name: str) -> Node:
