@@ -257,8 +257,8 @@ async def part(stream: Stream, sock: socket.socket | None, *, read_ahead: bool) 
     """Linger if closing at once would drop answers: those that the client has not
     received, where it has sent more that was not read. `read_ahead`: some was.
     """
-    counts = () if sock is None else (fcntl.ioctl(sock, which, bytes(4)) for which in _UNDER_WAY)
-    if read_ahead or any(map(any, counts)):
+    descriptor = -1 if sock is None else sock.fileno()
+    if read_ahead or (descriptor >= 0 and any(any(fcntl.ioctl(descriptor, one, bytes(4))) for one in _UNDER_WAY)):
         await linger(stream)
 
 
