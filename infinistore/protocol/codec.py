@@ -42,6 +42,7 @@ _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
+_HTTP = b"HTTP"
 _TLS = (b"\x15\x03", b"\x16\x03")  # how an alert and a handshake begin
 _MAX_DEADLINE_US = 2**63
 SHORT_BODY_BYTES = 1024
@@ -132,6 +133,8 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
             raise ProtocolError(
                 "the peer speaks TLS, and this end does not; use infinistores:// with a server that has --tls-cert"
             )
+        if magic == _HTTP:
+            raise ProtocolError("the peer speaks HTTP: this is the port of a management API; use the service port")
         raise ProtocolError(f"not an InfiniStore frame: it begins with {bytes(data[:8])!r}; is this the right port?")
     if version != MAJOR:
         raise VersionMismatch(

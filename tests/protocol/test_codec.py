@@ -140,6 +140,7 @@ def test_the_error_for_another_version_names_both_even_if_nothing_else_is_known(
     ("data", "problem"),
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n", "is this the right port"),
+        (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n", "the port of a management API; use the service port"),
         (b"\x16\x03\x01\x02\x00\x01" + bytes(26), "the peer speaks TLS, and this end does not; use infinistores://"),
         (b"\x15\x03\x03\x00\x02" + bytes(27), "the peer speaks TLS"),
     ],

@@ -17,6 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.errors import StoreUnavailable
+from infinistore.protocol.codec import MAGIC, encode_head
+from infinistore.protocol.messages import Hello
 from infinistore.server.management.http import Application, ConnectionSlots, HttpLimits, serve_connection, serve_http
 from infinistore.transports.sockets.trio_streams import connect_tcp, listen_tcp
 from tests.server.http_client import Answer, ask, ask_over, read_answer
@@ -121,12 +123,12 @@ async def test_a_client_that_asks_to_close_is_closed() -> None:
 
 async def test_a_client_that_waits_to_be_told_to_go_on_is_told() -> None:
     async with connected() as stream:
-        await send(stream, b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        await send(stream, b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n")
         buffer = bytearray(100)
         count = await stream.receive_into([memoryview(buffer)])
         assert buffer[:count].startswith(b"HTTP/1.1 100 ")
-        await send(stream, b"hi")
-        assert (await answer_of(stream)).json["body"] == "hi"
+        await send(stream, MAGIC)
+        assert (await answer_of(stream)).json["body"] == MAGIC.decode()
 
 
 async def test_a_request_as_for_a_proxy_has_its_path() -> None:
@@ -168,8 +170,9 @@ async def test_a_huge_head_is_refused_and_ends_the_connection() -> None:
         b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: -1\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: " + b"9" * 900 + b"\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        encode_head(Hello(name="store"), request_id=1),
     ],
-    ids=["bytes", "no host", "two hosts", "negative", "endless", "HTTP/2"],
+    ids=["bytes", "no host", "two hosts", "negative", "endless", "HTTP/2", "a store"],
 )
 async def test_what_is_no_request_is_refused_and_ends_the_connection(request_bytes: bytes) -> None:
     async with connected() as stream:

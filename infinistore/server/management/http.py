@@ -31,6 +31,7 @@ import h11
 import trio
 
 from infinistore.errors import StoreUnavailable, TlsFailed
+from infinistore.protocol.codec import MAGIC
 from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.security.peers import ORIGIN, PRIVATE, is_private, origin_of
 from infinistore.sizes import in_units
@@ -253,6 +254,8 @@ class _Connection:
                 await self._send_bytes(self._h11.send(go_on))
             count = await self._stream.receive_into([self._buffer])
             self._h11.receive_data(bytes(self._buffer[:count]))
+            if self._h11.their_state is h11.IDLE and self._h11.trailing_data[0].startswith(MAGIC):  # an unended line
+                raise _RefusedRequest(400, "this port speaks HTTP; stores connect to the service port")
 
     async def _read_body(self, request: h11.Request) -> bytes:
         most = self._limits.body_bytes
