@@ -118,9 +118,9 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
         """
 
         def started(self, addresses: Any) -> None:
+            _note_interrupts(interrupts)  # first: from now on, the server takes the signals
             taking.cancel()
             calm_the_garbage_collector()
-            _note_interrupts(interrupts)
             _announce(config, addresses, as_json=as_json)
             manager.ready()
 

@@ -175,6 +175,11 @@ class Silence:
         self._beats = 0
         self._begun.set()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process has given a sign of life."""
+        return self._begun.is_set()
+
     async def wait(self) -> None:
         """Wait until it lasts too long. It begins with the first sign of life: what a
         process does before, nobody knows."""

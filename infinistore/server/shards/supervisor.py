@@ -301,7 +301,7 @@ class _Supervisor:
                 nursery.cancel_scope.cancel()
         finally:
             link.close()
-            if not self._all_serve.is_set():  # it may still import its modules, and hears nothing
+            if not silence.has_begun:  # it may still import its modules, and does not see the end of its link
                 process.terminate()
             with trio.CancelScope(shield=True):
                 status = await _end(process)

@@ -87,7 +87,7 @@ class MadeEngine:
             kv_connector_module_path="infinistore.integrations.vllm",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"url": url, "model": "made", **extra},
+            kv_connector_extra_config={"url": url, "model": "made", "lookup_deadline_s": 60.0, **extra},
         )
         config = VllmConfig(
             scheduler_config=batch,
