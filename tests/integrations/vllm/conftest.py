@@ -1,6 +1,7 @@
 """Stores and engines that several of these tests use."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,3 +45,19 @@ def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return stack.enter_context(open_engine(store.url, tmp_path, monkeypatch, **options))
 
         yield open_one
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Blocks are written only while it is set."""
+    from infinistore.tensors.blocking_transfers import put_blocks  # late: it needs PyTorch
+
+    may = threading.Event()
+
+    def put_when_it_may(*arguments: Any) -> None:
+        may.wait()
+        put_blocks(*arguments)
+
+    monkeypatch.setattr("infinistore.tensors.layer_writer.put_blocks", put_when_it_may)
+    yield may
+    may.set()

@@ -14,7 +14,6 @@ from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.late_writes import LateWrites
 from infinistore.integrations.vllm.step import Blocks, Save, Step
 from infinistore.integrations.vllm.worker import WorkerSide
-from infinistore.tensors.blocking_transfers import put_blocks
 
 from .halves import make_cache, make_names, make_record, make_worker, save
 
@@ -27,20 +26,6 @@ def worker(store: blocking.BlockingStore) -> Iterator[WorkerSide]:
     worker = make_worker(store, make_cache(1))
     yield worker
     worker.close()
-
-
-@pytest.fixture
-def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Blocks are written only while it is set."""
-    may = threading.Event()
-
-    def put_when_it_may(*arguments: Any) -> None:
-        may.wait()
-        put_blocks(*arguments)
-
-    monkeypatch.setattr("infinistore.tensors.layer_writer.put_blocks", put_when_it_may)
-    yield may
-    may.set()
 
 
 def until_past(worker: WorkerSide, resets: int) -> int:

@@ -3,6 +3,7 @@ a process of its own: `made_engine.py`.
 """
 
 import importlib.util
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ def test_a_request_that_is_given_up_after_a_reset_leaves_nothing_behind(opened: 
 
 
 def test_after_a_reset_no_request_reads_what_was_computed_before(
-    opened: Open, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+    opened: Open, store: blocking.BlockingStore, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that goes on, of others, and of other engines, with new weights."""
     from . import made_engine
@@ -62,6 +63,7 @@ def test_after_a_reset_no_request_reads_what_was_computed_before(
     engine.step()
     (first,) = request.output_token_ids
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    may_write.set()
     until_stored(store, before + 2 * 5)
     assert len(store.keys("vllm/")) == 2 * 5  # the writes that were under way
 
