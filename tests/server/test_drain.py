@@ -18,7 +18,7 @@ from infinistore.protocol.messages import Get, GetReply, Keys, Lease, Put, PutRe
 from infinistore.server import serve
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
-from tests.server.running import KIB, MIB, Peer, make_config, running_server, simulated_server
+from tests.server.running import KIB, MIB, Peer, RunningServer, make_config, running_server, simulated_server
 
 SLOW = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
 
@@ -71,50 +71,56 @@ async def test_a_get_under_way_is_finished() -> None:
         peer.close()
 
 
+LARGE = bytes(range(256)) * 256
+GET_LARGE = Get(Keys(["large"]), pack_u64([len(LARGE)]), checksums=False)
+
+
+async def pipelining(server: RunningServer, count: int) -> Peer:
+    """A client that has asked for a large block so many times, and reads nothing."""
+    peer = await server.peer()
+    await peer.ask(Put(Keys(["large"]), pack_u64([len(LARGE)]), checksums=False), LARGE)
+    for _ in range(count):
+        await peer.send_head(GET_LARGE)
+    return peer
+
+
+async def rest(peer: Peer) -> bytes:
+    """What comes until the end; raises where it is torn off."""
+    answers = bytearray()
+    buffer = memoryview(bytearray(MIB))
+    while count := await peer.stream.receive_into([buffer]):
+        answers += buffer[:count]
+    return bytes(answers)
+
+
 async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock: trio.testing.MockClock) -> None:
-    request = Get(Keys(["large"]), pack_u64([64 * KIB]), checksums=False)
-    value = bytes(range(256)) * 256
     async with running_server(make_config()) as server:
-        peer = await server.peer()
-        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
-        for _ in range(20):
-            await peer.send_head(request)
+        peer = await pipelining(server, 20)
         statistics = server.server.context.recorder.statistics
         while not any(one.kind == "get" and one.count == 20 for one in statistics()):
             await trio.lowlevel.checkpoint()
         await trio.testing.wait_all_tasks_blocked()  # most answers are in the server's kernel buffer: nobody reads
         (session,) = server.server.sessions
         assert isinstance(peer.stream, SocketStream)
-        peer.stream.socket.send(encode_head(request, request_id=1))
+        peer.stream.socket.send(encode_head(GET_LARGE, request_id=1))
         session.finish()  # before its task sees that
-        answers = bytearray()
-        buffer = memoryview(bytearray(MIB))
-        while count := await peer.stream.receive_into([buffer]):
-            answers += buffer[:count]
+        answers = await rest(peer)
         peer.close()
-    assert answers.count(value) == 20
+    assert answers.count(LARGE) == 20
 
 
 async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock: trio.testing.MockClock) -> None:
-    request = Get(Keys(["large"]), pack_u64([64 * KIB]), checksums=False)
-    value = bytes(range(256)) * 256
     async with running_server(make_config()) as server:
-        peer = await server.peer()
-        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
-        for _ in range(500):
-            await peer.send_head(request)
+        peer = await pipelining(server, 500)
         statistics = server.server.context.recorder.statistics
         with trio.fail_after(20):
             while not any(one.kind == "get" and one.count >= 3 for one in statistics()):  # none is read yet
                 await trio.lowlevel.checkpoint()
             server.server.drain()
             await trio.lowlevel.checkpoint()
-            answers = bytearray()
-            buffer = memoryview(bytearray(MIB))
-            while count := await peer.stream.receive_into([buffer]):  # raises where it is torn off
-                answers += buffer[:count]
-        assert 3 <= answers.count(value) < 500
-        assert answers.endswith(value)
+            answers = await rest(peer)
+        assert 3 <= answers.count(LARGE) < 500
+        assert answers.endswith(LARGE)
         with trio.fail_after(20):
             peer.close()
             await server.finished.wait()
