@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from infinistore.cli.failures import INTERRUPTED
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -20,7 +22,6 @@ _END_S: Final = 3.0
 """What a start has to end in good order. A thread that takes a large pool does not
 listen; then the process ends without.
 """
-_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 @contextmanager
@@ -57,4 +58,4 @@ async def stop_at_signal(
         starting.cancel()
         with trio.move_on_after(_END_S):
             await anext(signals)
-        os._exit(_INTERRUPTED if interrupts else 0)
+        os._exit(INTERRUPTED if interrupts else 0)
