@@ -29,6 +29,7 @@ from infinistore.core import arena
 from infinistore.errors import InfiniStoreException
 from infinistore.machine_memory import MemoryLimit
 from infinistore.server import serve
+from tests import warm
 from tests.bad_days.memory import kept_by
 
 __all__ = ["BudgetedServers", "Refused", "Running", "budgeted_servers"]
@@ -102,7 +103,7 @@ def budgeted_servers(unix_socket: Path, pool_bytes: int) -> Iterator[BudgetedSer
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
     environment["PYTHONPATH"] = str(root)
     command = [sys.executable, "-W", "error", "-m", "tests.bad_days.budgeted_servers"]
-    with subprocess.Popen(
+    with warm.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root
     ) as program:
         servers = BudgetedServers(program, unix_socket, pool_bytes)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import warm
 from tests.ports import own_ports
 
 __all__ = ["ServerProcess", "running_server_process"]
@@ -34,7 +35,7 @@ class ServerProcess:
         command += ["--minimal-allocate-size", "4", "--log-level", "error"]
         unix = [] if "--unix-socket" in self._flags else ["--unix-socket", "off"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
-        self.process = subprocess.Popen([*command, *unix, *self._flags], stdout=subprocess.PIPE, env=environment)
+        self.process = warm.Popen([*command, *unix, *self._flags], stdout=subprocess.PIPE, env=environment)
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         found = re.search(r"(?:tcp|infinistores)://127\.0\.0\.1:(\d+)", line)

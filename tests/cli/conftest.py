@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests import warm
 from tests.cluster_io.etcd import etcd
 
 __all__ = ["etcd"]
@@ -40,7 +41,7 @@ def running_server(environment: Mapping[str, str], *flags: str) -> Iterator[Runn
     listens.
     """
     arguments = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *flags]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with warm.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline().decode()
@@ -81,7 +82,7 @@ def command(environment: dict[str, str], tmp_path: Path) -> Run:
     def run(*arguments: str, url: str | None = None, **more: Any) -> "subprocess.CompletedProcess[bytes]":
         more.setdefault("stdin", subprocess.DEVNULL if "input" not in more else None)
         variables = environment | ({} if url is None else {"INFINISTORE_URL": url}) | more.pop("env", {})
-        return subprocess.run(
+        return warm.run(
             [*INFINISTORE, *arguments], env=variables, cwd=tmp_path, capture_output=True, check=False, **more
         )
 

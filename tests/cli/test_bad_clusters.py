@@ -1,7 +1,6 @@
 """Clusters that cannot be used: one clear line, by the library and the command line."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from infinistore import blocking
 from infinistore.cli.failures import run
 from infinistore.errors import InfiniStoreException
+from tests import warm
 from tests.cluster_client.clusters import Cluster, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd
 
@@ -103,7 +103,7 @@ def test_an_etcd_that_wants_a_password(told: Tell, tmp_path: Path) -> None:
         etcd.control("auth", "enable")
         told(etcd.url, "etcd wants a user and a password: set etcd_user and etcd_password_file")
         server = [sys.executable, "-W", "error", "-m", "infinistore", "--cluster", etcd.url, "--service-port", "0"]
-        done = subprocess.run(
+        done = warm.run(
             [*server, "--manage-port", "off", "--prealloc-size", "64MiB"],
             capture_output=True,
             text=True,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
+from tests import warm
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -28,7 +29,7 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 def test_ctrl_c_ends_every_command_with_130_and_without_a_word(arguments: str, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         variables = environment | {"INFINISTORE_URL": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*INFINISTORE, *arguments.split()],
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -44,7 +45,7 @@ def test_ctrl_c_ends_every_command_with_130_and_without_a_word(arguments: str, e
 
 
 def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: Any, environment: dict[str, str]) -> None:
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*INFINISTORE, "bench", "--seconds", "600", "--sizes", "4KiB", "--clients", "2", "--url", server.url],
         env=environment,
         stdout=subprocess.PIPE,
@@ -88,7 +89,7 @@ def _start(
     if ignoring is not None:  # as a shell does to what a script starts in the background
         shell = f"trap '' {ignoring.name.removeprefix('SIG')}; exec \"$@\""
         arguments = ["sh", "-c", shell, "sh", *arguments]
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return warm.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("shards", ["1", "3"])
@@ -122,7 +123,7 @@ def test_a_server_obeys_sigterm_also_if_it_was_started_to_ignore_ctrl_c(environm
 def test_output_that_is_closed_half_way_ends_quietly(unbuffered: str, server: Any, environment: dict[str, str]) -> None:
     with blocking.open_store(server.url) as store:
         store.put("long", bytes(4 << 20))  # more than a pipe holds
-    with subprocess.Popen(
+    with warm.Popen(
         [*INFINISTORE, "get", "long", "--url", server.url],
         env=environment | {"PYTHONUNBUFFERED": unbuffered},
         stdout=subprocess.PIPE,
@@ -148,7 +149,7 @@ def test_output_that_nobody_reads_ends_quietly(arguments: str, server: Any, envi
         store.put("some-key", b"x")
     read_end, write_end = os.pipe()
     os.close(read_end)
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*INFINISTORE, *arguments.split()],
         env=environment | {"INFINISTORE_URL": server.url},
         stdout=write_end,
@@ -170,7 +171,7 @@ def test_output_that_cannot_be_written_is_an_error(
 ) -> None:
     with blocking.open_store(server.url) as store:
         store.put("k", b"x")
-    ended = subprocess.run(
+    ended = warm.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *arguments.split()],
         env=environment | {"PYTHONUNBUFFERED": unbuffered, "INFINISTORE_URL": server.url},
         stderr=subprocess.PIPE,
@@ -185,7 +186,7 @@ def test_a_server_serves_also_if_it_cannot_say_so(
 ) -> None:
     place = tmp_path / "socket"
     flags = ["--prealloc-size", "1MiB", "--service-port", "0", "--manage-port", "off", "--unix-socket", str(place)]
-    process = subprocess.Popen(
+    process = warm.Popen(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *flags],
         env=environment | {"PYTHONUNBUFFERED": ""},
         stderr=subprocess.PIPE,
@@ -203,7 +204,7 @@ def test_a_server_serves_also_if_it_cannot_say_so(
 
 
 def test_put_with_a_closed_standard_input_is_a_usage_error(environment: dict[str, str]) -> None:
-    ended = subprocess.run(
+    ended = warm.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", *INFINISTORE, "put", "k"], env=environment, capture_output=True, check=False
     )
     assert ended.returncode == 2
@@ -213,7 +214,7 @@ def test_put_with_a_closed_standard_input_is_a_usage_error(environment: dict[str
 def test_no_is_an_answer(server: Any, environment: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, b"n\n")
-    ended = subprocess.run(
+    ended = warm.run(
         [*INFINISTORE, "purge", "--url", server.url], env=environment, stdin=theirs, capture_output=True, check=False
     )
     os.close(ours)
@@ -251,7 +252,7 @@ def test_colour_is_for_terminals_and_no_color_is_respected(environment: dict[str
     assert b"\x1b[" in shown
     _, shown, _ = _on_a_terminal(["--help"], colours | {"NO_COLOR": "1"})
     assert not any(f"\x1b[{code}".encode() in shown for code in range(30, 50))
-    piped = subprocess.run([*INFINISTORE, "--help"], env=colours, capture_output=True, check=True)
+    piped = warm.run([*INFINISTORE, "--help"], env=colours, capture_output=True, check=True)
     assert b"\x1b" not in piped.stdout
 
 
@@ -260,7 +261,7 @@ def _on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[i
     showed, and standard error.
     """
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*INFINISTORE, *arguments], env=environment, stdout=theirs, stderr=subprocess.PIPE)
+    process = warm.Popen([*INFINISTORE, *arguments], env=environment, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     shown = b""
     try:

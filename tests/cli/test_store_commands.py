@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
+from tests import warm
 from tests.ports import own_ports
 from tests.transports.certificates import issue
 
@@ -195,7 +196,7 @@ def test_the_server_says_where_it_listens(running_server: Any) -> None:
 
 def test_the_server_says_where_it_listens_in_json(environment: dict[str, str]) -> None:
     arguments = ("--service-port", "0", "--manage-port", "0", "--prealloc-size", "1MiB", "--json")
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-m", "infinistore", *arguments], stdout=subprocess.PIPE, env=environment
     ) as process:
         assert process.stdout is not None
@@ -233,7 +234,7 @@ def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: Any, environ
         # The first visit finds somebody who hangs up: it has started, and it has not
         # given up.
         arguments = [sys.executable, "-m", "infinistore", "stat", "--wait", "60", "--url", f"tcp://127.0.0.1:{port}"]
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        process = warm.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         listener.accept()[0].close()
     with running_server("--service-port", str(port), "--prealloc-size", "1MiB"):
         output, errors_text = process.communicate()
@@ -284,7 +285,7 @@ def test_the_first_session_of_the_help_works_when_pasted(
         "INFINISTORE_URL": f"infinistore://127.0.0.1:{port}",
     }
     script = "\n".join(["set -e", *session, "wait $!"])
-    ended = subprocess.run(
+    ended = warm.run(
         ["bash", "-c", script], env=environment | variables, capture_output=True, check=False, stdin=subprocess.DEVNULL
     )
     assert ended.returncode == 0, ended.stderr.decode()

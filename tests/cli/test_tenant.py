@@ -14,6 +14,7 @@ import pytest
 from infinistore.access.parsing import parse_tenants
 from infinistore.access.tokens import digest_of
 from infinistore.tenants_file import read_text, replace_text
+from tests import warm
 from tests.cli.conftest import INFINISTORE, running_server
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -153,7 +154,7 @@ def test_two_commands_at_once_lose_no_tenant(environment: dict[str, str], comman
     tenant(command, file, "add", "first")
     names = [f"t{number}" for number in range(4)]
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             [*INFINISTORE, "tenant", "add", name, "--tenants", str(file)],
             env=environment,
             stdout=subprocess.DEVNULL,

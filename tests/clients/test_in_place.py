@@ -4,7 +4,6 @@ the pool or of a copy.
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,6 +17,7 @@ from infinistore.client.memory.views import PrivateBlocks
 from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
 from infinistore.protocol.messages import MISSING
 from infinistore.statistics import StoreStatistics
+from tests import warm
 from tests.clients.conftest import Remotes
 from tests.clients.stores import Opened
 from tests.server.running import KIB, MIB
@@ -385,5 +385,5 @@ with blocking.open_store(pool_bytes=1 << 20) as store:
         array = numpy.frombuffer(views[0], numpy.uint8)
 print(array.tobytes().decode())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("abc\n", "")

@@ -3,7 +3,6 @@ to it, and never before.
 """
 
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.client.movers.new_blocks import NewBlocks
+from tests import warm
 from tests.clients.test_shared_memory import server_process
 
 KIB = 1024
@@ -92,7 +92,7 @@ new = NewBlocks()
 held = list(new.of([65536] * 4))
 assert not {id(block) for block in new.of([65536] * 4)} & {id(block) for block in held}
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    warm.run([sys.executable, "-c", program], cold=True, check=True, timeout=60)
 
 
 def test_blocks_that_another_thread_holds_are_not_given_out() -> None:

@@ -5,7 +5,6 @@ import itertools
 import mmap
 import os
 import resource
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
+from tests import warm
 from tests.bad_days.refused_threads import refused_threads
 from tests.bad_days.servers import running_server_process
 from tests.clients.conftest import Remotes
@@ -218,7 +218,7 @@ print("good")
 
 
 def _run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-P", "-W", "error", "-c", script, *arguments],
         capture_output=True,
         text=True,
@@ -227,7 +227,7 @@ def _run(script: str, *arguments: str) -> str:
         env=os.environ,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])

@@ -32,6 +32,7 @@ from infinistore.protocol.effects import ReceiveDescriptors, Send
 from infinistore.protocol.messages import HelloReply
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.protocol.states import State
+from tests import warm
 from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import in_child
 from tests.clients.test_cancellation import cancel_at_each_await
@@ -456,7 +457,7 @@ def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
     where it has come.
     """
     program = f"import sys\nfrom infinistore import blocking\nwith blocking.open_store({url!r}) as store:\n{code}"
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return warm.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 HALT = """

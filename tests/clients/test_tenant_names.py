@@ -3,7 +3,6 @@ nobody else is let in, and what a client says of itself counts for nothing.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from infinistore.access.tokens import digest_of, make_token
 from infinistore.errors import AuthenticationFailed, PermissionDenied
+from tests import warm
 from tests.clients.dresses import opened, serving, url_of
 from tests.clients.stores import Loops
 from tests.transports.certificates import Files, authority, issue
@@ -167,7 +167,7 @@ def test_another_user_is_another_tenant_or_nobody(
     file = written(tmp_path, BY_USER)
     with serving(loops, None, tenants=file, unix_socket=str(open_folder / "s"), unix_socket_access="all") as server:
         command = [sys.executable, "-c", AS_ANOTHER_USER, str(uid), f"unix://{server.unix_path}"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = warm.run(command, capture_output=True, text=True, check=False)
     lines = ended.stdout.splitlines()
     assert len(lines) == 3, ended.stderr
     assert all(line.startswith(told) for line in lines)

@@ -22,6 +22,7 @@ from infinistore.cli.failures import run
 from infinistore.cluster.drains import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.sizes import MIB
+from tests import warm
 from tests.cluster_client.clusters import Cluster, Member, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd
 
@@ -305,7 +306,7 @@ def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_only_the_waiting(etcd: E
         etcd.control("put", LAYOUT.node(name), json.dumps({"address": f"{name}:1"}))
     terminal, end = os.openpty()
     shown = b""
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-m", "infinistore", "cluster", "drain", "a", etcd.url], stderr=end, stdout=subprocess.PIPE
     ) as process:
         try:

@@ -17,6 +17,7 @@ import uvloop
 import infinistore
 from infinistore import ClientConfig, InfinityConnection
 from infinistore.dropin.registered_server import RegisteredServer
+from tests import warm
 from tests.dropin.conftest import Connect
 
 Array: TypeAlias = "numpy.ndarray[Any, Any]"
@@ -199,7 +200,7 @@ def test_many_clients_in_processes(config: ClientConfig) -> None:
     """They do not close their connections either."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(config.service_port)]
 
-    processes = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
+    processes = [warm.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
     ends = [(process.communicate()[1], process.returncode) for process in processes]
 
     assert ends == [("", 0), ("", 0)]
@@ -232,7 +233,7 @@ assert not {"torch", "numpy"} & sys.modules.keys()
 def test_a_forked_child_reconnects_and_its_parent_goes_on(config: ClientConfig) -> None:
     command = [sys.executable, "-W", "error", "-c", FORK, str(config.service_port)]
 
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command, cold=True, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
 

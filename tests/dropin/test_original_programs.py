@@ -15,6 +15,7 @@ import pytest
 
 import infinistore
 from infinistore import Desc, InfinityConnection
+from tests import warm
 from tests.dropin.conftest import Connect
 from tests.dropin.test_connection import Array, pointer, random_keys, register
 from tests.ports import own_ports
@@ -131,7 +132,7 @@ def test_a_server_started_as_the_originals_readme_says_passes_its_own_test() -> 
     command = [sys.executable, "-P", "-m", "infinistore", "--manage-port", str(management)]
     # What the README leaves to the defaults would take the machine's ports and memory.
     command += ["--service-port", str(service), "--prealloc-size", "16MiB", "--unix-socket", "off"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None
             assert re.search(rf"http://127\.0\.0\.1:{management}", server.stdout.readline())

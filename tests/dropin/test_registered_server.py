@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import gc
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import uvloop
 import infinistore
 from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
 from infinistore.dropin.registered_server import RegisteredServer
+from tests import warm
 from tests.server.running import KIB, MIB, make_config
 
 NEW_LOOPS: list[Callable[[], Any]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -138,7 +138,7 @@ def test_a_program_that_leaves_its_server_alone_ends_and_tidies_up(tmp_path: Pat
     path = tmp_path / "s"
     program = PROGRAM.format(path=str(path))
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     assert not path.exists()
@@ -147,7 +147,7 @@ def test_a_program_that_leaves_its_server_alone_ends_and_tidies_up(tmp_path: Pat
 def test_the_module_of_the_server_is_a_command() -> None:
     command = [sys.executable, "-m", "infinistore.server", "--help"]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 0
     assert "--prealloc-size" in done.stdout

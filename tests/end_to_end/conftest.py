@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from infinistore import blocking
+from tests import warm
 
 SERVER = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
 
@@ -22,9 +23,7 @@ def command(*arguments: str) -> list[str]:
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start `infinistore ARGUMENTS`; at the end it is killed, should it still run."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command(*arguments), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with warm.Popen(command(*arguments), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:

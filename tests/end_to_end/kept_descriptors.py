@@ -14,6 +14,8 @@ from pathlib import Path
 
 import attrs
 
+from tests import warm
+
 _START = """
 import os, sys
 names, numbers = sys.argv[1].split(":") if sys.argv[1] else [], [int(one) for one in sys.argv[2].split(",") if one]
@@ -21,7 +23,8 @@ for number, descriptor in enumerate(numbers):
     os.dup2(descriptor, 3 + number, inheritable=True)
 os.closerange(3 + len(numbers), 1000)
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(numbers)), "LISTEN_FDNAMES": ":".join(names)}
-os.execv(sys.executable, [sys.executable, "-P", "-W", "error", "-m", "infinistore", "serve", *sys.argv[3:]])
+from infinistore.cli import main
+main(["serve", *sys.argv[3:]])
 """
 
 
@@ -71,7 +74,7 @@ class Manager:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
         command = [sys.executable, "-c", _START, ":".join(name for name, _ in given)]
         with (self.folder / "log").open("a") as log:
-            process = subprocess.Popen(
+            process = warm.Popen(
                 [*command, ",".join(str(descriptor) for _, descriptor in given), *flags],
                 env=inherited | {"NOTIFY_SOCKET": str(self.folder / "notify"), "FDSTORE": str(self.most)},
                 pass_fds=[descriptor for _, descriptor in given],

@@ -16,6 +16,7 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.core import StoreStatistics
 from infinistore.errors import StoreUnavailable
+from tests import warm
 from tests.end_to_end.conftest import SERVER, started
 
 MIB = 1024 * 1024
@@ -58,7 +59,7 @@ def client(script: str, url: str) -> Iterator["subprocess.Popen[str]"]:
     """Run a client in a process, wait until it says that it has begun; it is killed in
     the end.
     """
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-P", "-c", script, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:

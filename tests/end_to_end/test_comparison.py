@@ -1,12 +1,13 @@
 """The comparison with other stores measures what it says, and names what is missing."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 pytest.importorskip("numpy")
@@ -15,7 +16,7 @@ pytest.importorskip("numpy")
 def compare(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     command = [sys.executable, str(BENCH / "compare.py"), "--rounds", "1", "--seconds", "0.02"]
     command += ["--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = warm.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((out / "compare.json").read_text())
 

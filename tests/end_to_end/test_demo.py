@@ -18,6 +18,7 @@ import pytest
 from infinistore import blocking
 from infinistore.demo.layout import KVLayout, block_key, chunk_names
 from infinistore.demo.text import token_ids
+from tests import warm
 
 from .conftest import command, started
 
@@ -35,7 +36,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command("demo", *arguments), capture_output=True, text=True, check=False)
+    return warm.run(command("demo", *arguments), capture_output=True, text=True, check=False)
 
 
 def demo_as_json(*arguments: str) -> Any:
@@ -255,4 +256,4 @@ def test_neither_torch_nor_numpy_is_imported() -> None:
         "import infinistore.demo.run, infinistore.demo.prefill, infinistore.demo.decode, sys;"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+    assert warm.run([sys.executable, "-P", "-c", code], cold=True, check=False).returncode == 0

@@ -14,6 +14,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
+from tests import warm
 
 KIB = 1024
 ROUNDS = 4
@@ -28,7 +29,7 @@ def served(folder: Path, *settings: str) -> Iterator[tuple["subprocess.Popen[str
         *("--unix-socket", str(socket), "--prealloc-size", "4MiB", "--minimal-allocate-size", "4KiB"),
         *("--disk", f"{folder / 'disk'}:64MiB", "--disk-admission", "eager", "--log-level", "error", *settings),
     ]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = warm.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         assert server.stdout.readline().startswith("listening")
@@ -119,7 +120,7 @@ def test_a_disk_that_cannot_be_used_is_refused_before_anything_is_changed(
             *(sys.executable, "-m", "infinistore", "serve", "--service-port", "0", "--manage-port", "off"),
             *("--unix-socket", "off", "--prealloc-size", "4MiB", "--disk", disk.format(tmp_path)),
         ]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = warm.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert message in ended.stderr.splitlines()[-1]
     assert (tmp_path / "file").read_text() == "mine"

@@ -15,6 +15,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.errors import LimitExceeded
+from tests import warm
 from tests.end_to_end.conftest import SERVER, command
 
 
@@ -24,9 +25,7 @@ def serving(descriptors: int) -> "Iterator[tuple[subprocess.Popen[str], dict[str
     limited = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh"]
     arguments = command(*SERVER, "--prealloc-size", "1MiB", "--json")
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*limited, *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with warm.Popen([*limited, *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -28,6 +28,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.server.take_over.adopting import PoolLost
 from infinistore.server.take_over.exporting import OneStore
 from infinistore.server.take_over.taking import begin_taking
+from tests import warm
 from tests.ports import own_ports
 
 KEYS = 24
@@ -53,9 +54,7 @@ class Servers:
         command += ["--service-port", str(self.port), "--manage-port", "0", "--unix-socket", self.socket]
         command += ["--prealloc-size", f"{POOL_BYTES}B", "--minimal-allocate-size", "1", "--log-level", "warning"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
-        process = subprocess.Popen(
-            [*command, *self.flags, *flags], stdout=subprocess.PIPE, stderr=stderr, env=environment
-        )
+        process = warm.Popen([*command, *self.flags, *flags], stdout=subprocess.PIPE, stderr=stderr, env=environment)
         self.processes.append(process)
         return process
 

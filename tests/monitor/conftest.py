@@ -17,18 +17,20 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 from .emulator import Emulator
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 # The terminal becomes the one that controls the new session, as a terminal window makes
 # it.
 _LAUNCH = """
-import os, sys
-terminal = os.open(sys.argv[1], os.O_RDWR)
-for descriptor in (0, 1, 2):
-    os.dup2(terminal, descriptor)
-os.close(terminal)
-os.execv(sys.argv[2], sys.argv[2:])
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1]:
+    os.execv(sys.argv[1], sys.argv[1:])
+from infinistore.cli import main
+main(sys.argv[2:])
 """
 
 
@@ -46,7 +48,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def running_server(environment: Mapping[str, str], port: int = 0) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
     """Start a server; gives it and its port."""
     flags = ["--service-port", str(port), "--manage-port", "0", "--unix-socket", "off", "--prealloc-size", "16MiB"]
-    with subprocess.Popen(
+    with warm.Popen(
         [*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as process:
         try:
@@ -73,10 +75,15 @@ class Session:
         self._set_size(*size)
         self.before = termios.tcgetattr(self._theirs)
         self.screen = Emulator(*size)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, os.ttyname(self._theirs), *arguments],
+        if tuple(arguments[: len(INFINISTORE)]) == INFINISTORE:  # which is imported already
+            arguments = ["", *arguments[len(INFINISTORE) :]]
+        self.process = warm.Popen(
+            [sys.executable, "-W", "error", "-c", _LAUNCH, *arguments],
             env=environment,
             start_new_session=True,
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
         )
 
     def _set_size(self, width: int, height: int) -> None:
@@ -163,7 +170,7 @@ def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., "subproces
     """Run `infinistore ARGUMENTS` without a terminal, to its end."""
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
+        return warm.run(
             [*INFINISTORE, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True,
             stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip

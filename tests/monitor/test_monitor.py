@@ -18,6 +18,7 @@ from infinistore import StoreUnavailable, blocking
 from infinistore.monitor import app
 from infinistore.monitor.model import Model
 from infinistore.monitor.sampling import Pace, Source
+from tests import warm
 from tests.ports import own_ports
 
 from .conftest import INFINISTORE, Session, Start, running_server
@@ -208,7 +209,7 @@ async def test_one_screen_of_a_server_that_is_lost_half_way_is_an_error(monkeypa
 
 
 def test_json_goes_on_until_nobody_reads_it(environment: dict[str, str], url: str) -> None:
-    with subprocess.Popen(
+    with warm.Popen(
         [*INFINISTORE, "monitor", url, "--json", "--interval", "0.1"],
         env=environment,
         stdout=subprocess.PIPE,

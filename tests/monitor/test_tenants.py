@@ -23,6 +23,7 @@ from infinistore.monitor.tenants import TenantsModel, tenant_lines
 from infinistore.monitor.view import screen
 from infinistore.sizes import MIB
 from infinistore.tenant_limits import TenantStatistics
+from tests import warm
 
 from .conftest import INFINISTORE
 from .made import NOON, loaded_stats, watched
@@ -170,7 +171,7 @@ def served(tmp_path: Path, tokens: Mapping[str, str], environment: dict[str, str
         (tmp_path / name).chmod(0o600)
     flags = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
     flags += ["--prealloc-size", "16MiB", "--tenants", str(file)]
-    with subprocess.Popen(
+    with warm.Popen(
         [*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
     ) as process:
         try:

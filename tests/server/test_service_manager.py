@@ -20,6 +20,7 @@ from infinistore import blocking, service_manager
 from infinistore.errors import ConfigError
 from infinistore.server import serve
 from infinistore.service_manager import ServiceManager
+from tests import warm
 from tests.server.running import make_config
 from tests.transports.certificates import issue
 
@@ -41,7 +42,8 @@ given = [int(one) for one in sys.argv[1].split(",")]
 for number, descriptor in enumerate(given):
     os.dup2(descriptor, 3 + number, inheritable=True)
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": "a:b"}
-os.execv(sys.executable, [sys.executable, "-W", "error", "-m", "infinistore", "serve", *sys.argv[2:]])
+from infinistore.cli import main
+main(["serve", *sys.argv[2:]])
 """
 
 
@@ -84,7 +86,7 @@ def test_a_server_says_when_it_serves_and_when_it_drains_and_beats_meanwhile(
 ) -> None:
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, WATCHDOG_USEC="200000")
     command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", shards]
-    with subprocess.Popen(command, env=told, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=told, stdout=subprocess.PIPE, text=True) as process:
         before = notifications.until("READY=1")
         assert all(lines[0] == "WATCHDOG=1" and lines[1].startswith("EXTEND_TIMEOUT_USEC=") for lines in before)
         assert before
@@ -101,7 +103,7 @@ def test_a_loop_that_hangs_beats_no_more_and_the_log_says_where_it_hung(
 ) -> None:
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, WATCHDOG_USEC="100000")
     command = [sys.executable, "-c", HANGS_ON_SIGUSR1, *FLAGS]
-    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         notifications.until("READY=1")
         notifications.next()
         process.send_signal(signal.SIGUSR1)
@@ -119,7 +121,7 @@ def test_a_server_says_when_it_reads_its_certificate_again(notifications: Notifi
     flags = ["--tls-cert", str(files.cert), "--tls-key", str(files.key)]
     command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, *flags]
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
-    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL) as process:
+    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL) as process:
         notifications.until("READY=1")
         process.send_signal(signal.SIGHUP)
         reloading, monotonic = notifications.next()
@@ -135,7 +137,7 @@ def test_a_server_that_has_nothing_to_read_again_says_so_and_serves_on(
 ) -> None:
     command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", shards]
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
-    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         notifications.until("READY=1")
         for _ in range(2):
             process.send_signal(signal.SIGHUP)
@@ -218,7 +220,7 @@ def test_variables_that_no_service_manager_sets_are_refused(variables: dict[str,
 def start_activated(tmp_path: Path, numbers: list[int], *flags: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", AS_A_CHILD_OF_SYSTEMD, ",".join(map(str, numbers)), *FLAGS, *flags]
     told, pipe = environment(tmp_path), subprocess.PIPE
-    return subprocess.Popen(command, env=told, pass_fds=numbers, stdout=pipe, stderr=pipe, text=True)
+    return warm.Popen(command, env=told, pass_fds=numbers, stdout=pipe, stderr=pipe, text=True)
 
 
 def listener(tmp_path: Path, kind: str) -> socket.socket:
@@ -305,7 +307,7 @@ async def test_two_unix_sockets_are_refused(tmp_path: Path) -> None:
 def test_a_server_with_shards_keeps_no_cache_and_says_so(notifications: Notifications, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", "2"]
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, FDSTORE="10")
-    with subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         notifications.until("READY=1")
         process.terminate()
         _, log = process.communicate()
@@ -325,7 +327,7 @@ def test_what_is_kept_is_told_from_sockets_by_its_name() -> None:
         numbers = [sock.fileno(), os.memfd_create("state")]
         start = AS_A_CHILD_OF_SYSTEMD.replace('"a:b"', '"infinistore.socket:infinistore-state"')
         start = start.replace('"-m", "infinistore", "serve", *sys.argv[2:]', f'"-c", {script!r}')
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-c", start, ",".join(map(str, numbers))],
             pass_fds=numbers,
             check=True,

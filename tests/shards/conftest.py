@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests import warm
 from tests.cluster_io.etcd import etcd
 
 __all__ = ["etcd"]
@@ -70,7 +71,7 @@ def running_shards(environment: Mapping[str, str], *flags: str, cores: Sequence[
     pipe = subprocess.PIPE
     if cores:
         arguments = ["taskset", "--cpu-list", ",".join(map(str, cores)), *arguments]
-    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, env=environment, text=True) as process:
+    with warm.Popen(arguments, stdout=pipe, stderr=pipe, env=environment, text=True) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

@@ -16,6 +16,7 @@ from infinistore.protocol.messages import HelloReply, Keys, Put
 from infinistore.protocol.shards import shards_from_texts
 from infinistore.server.management.api import OPERATIONS
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from tests import warm
 from tests.ports import own_ports
 from tests.server.running import Peer
 
@@ -161,7 +162,7 @@ def test_ctrl_c_drains_all_shards_even_if_they_share_a_core(environment: dict[st
 
 def run(environment: dict[str, str], *flags: str) -> "subprocess.CompletedProcess[str]":
     arguments = [*INFINISTORE, "--shards", "2", "--manage-port", "0", "--unix-socket", "off", *POOL, *flags]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return warm.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_port_that_is_taken_is_one_line_and_nothing_starts(environment: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ what a tenant may take.
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +16,7 @@ from infinistore.access.tokens import digest_of, make_token
 from infinistore.blocking import BlockingStore
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
+from tests import warm
 
 from .conftest import INFINISTORE, POOL, RunningShards, running_shards
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused_once_in_the_sizes_of_the_whole(
     file = tmp_path / "tenants.yaml"
     file.write_text(text)
     command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "--tenants", str(file)], env=environment, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode != 0
@@ -158,9 +158,9 @@ def test_each_shard_has_its_part_of_a_tenants_disk(environment: dict[str, str], 
     ]
     file.write_text(text_of("", ann="    disk_max_bytes: 100MiB\n"))
     command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL, *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert "give it a disk_max_bytes of 128 MiB or more, or none" in done.stderr
     file.write_text(text_of("", ann="    disk_max_bytes: 128MiB\n"))
     alone = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *POOL, *flags]
-    done = subprocess.run(alone, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = warm.run(alone, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert "is not empty (shard-0-of-2, shard-1-of-2) and not a disk of tenants" in done.stderr
