@@ -28,7 +28,7 @@ SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-slow dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-nightly dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -38,11 +38,11 @@ demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## se
 	$(BIN)/infinistore demo $(DEMO_ARGS)
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
-test: $(TEST_STAMP) ## set up, then run the tests, apart from the slow ones, on all cores; PYTEST_ARGS adds arguments
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: $(TEST_STAMP) ## set up, then run the tests, apart from the long ones, on all cores; PYTEST_ARGS adds arguments
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not nightly' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-slow: $(TEST_STAMP) ## set up, then run the tests that take more than a few seconds each
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m slow $(PYTEST_ARGS)
+test-nightly: $(TEST_STAMP) ## set up, then run the long tests that make test leaves out
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m nightly -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 stress: $(TEST_STAMP) ## clients by shared memory that are stopped and killed, for MINUTES (3); DISK=1 gives their server a disk, SEED goes the same way again
 	$(BIN)/python -m tests.stress --seconds $$(( $(MINUTES) * 60 )) $(if $(DISK),--disk) $(if $(SEED),--seed $(SEED))

@@ -62,7 +62,7 @@ def bad_days(lengths: dict[Direction, int]) -> Iterator[Fault]:
                 yield Fault(Action.CORRUPT, Direction.REPLY, length - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direct: BlockingStore) -> None:
     prepare(GET, direct)

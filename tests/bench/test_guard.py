@@ -20,7 +20,7 @@ def guard(numbers: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)  # valgrind on a busy machine
 @needs_valgrind
 def test_an_operation_that_takes_15_percent_more_fails_and_is_named_and_others_are_not(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_pool_over_a_disk_of_32_times_its_size(kind: str, loops: Loops, tmp_pa
     check_a_small_pool_over_a_large_disk(kind, loops, tmp_path / "disk", POOL_BYTES, BLOCK_BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pool_of_64_mib_over_a_disk_of_2_gib(loops: Loops, tmp_path: Path) -> None:
     check_a_small_pool_over_a_large_disk("shm-threads", loops, tmp_path / "disk", 64 * MIB, MIB)
 
@@ -263,7 +263,7 @@ def check_a_small_pool_over_a_large_disk(
             assert read(opened.store, list(blocks)) == list(blocks.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_of_2_gib_that_was_filled_has_the_newest_blocks(loops: Loops, tmp_path: Path) -> None:
     """More than the disk takes, through a pool of 64 MiB, and then all that is left."""
     stretch = random.Random(1).randbytes(MIB - 8)

@@ -195,7 +195,7 @@ echo "tini ended with $?"
 
 
 @builds_images
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_image_runs_the_self_test_as_a_user_of_its_own(buildah: list[str], image: str) -> None:
     container = run(*buildah, "from", "--pull-never", image).strip()
@@ -224,7 +224,7 @@ def test_the_image_runs_the_self_test_as_a_user_of_its_own(buildah: list[str], i
 
 
 @builds_images
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_server_in_the_image_needs_no_root_file_system_that_it_can_write(buildah: list[str], image: str) -> None:
     container = run(*buildah, "from", "--pull-never", image).strip()

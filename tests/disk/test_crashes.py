@@ -15,7 +15,7 @@ from tests.disk.conftest import FOREVER, UNIT_BYTES, Machine, content
 from tests.disk.model import Mark, Model
 
 KEYS = [f"block {number}" for number in range(8)]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 SETTINGS = TierSettings(admission="eager", group_s=0.001, group_bytes=4 * UNIT_BYTES, wait_s=FOREVER)
 
 

@@ -23,7 +23,7 @@ from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.disk.conftest import FOREVER, UNIT_BYTES, Machine
 from tests.disk.model import Mark, Model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 KEYS = [f"prefix/{number}" for number in range(10)] + ["ключ", "k" * 300]
 LENGTHS = [1, 500, UNIT_BYTES, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES]
 

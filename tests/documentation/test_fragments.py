@@ -152,7 +152,7 @@ def test_the_programs_for_rdma_without_a_device(what: str, server: ServerProcess
     assert bytes(cache[4096:]) == kept or what == "start:end"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_contract_tests_an_allocator_of_another_package(tmp_path: Path) -> None:
     example = (PROJECT / "examples" / "first_fit_allocator.py").read_text()
     (tmp_path / "some_package.py").write_text(example.replace("FirstFitAllocator", "BuddyAllocator"))

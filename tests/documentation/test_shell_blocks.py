@@ -160,7 +160,7 @@ def script(page: str, port: int, manage_port: int, etcd_port: int, folder: Path)
     return "\n".join([*parts, "echo Every command has run."]), [*expected, "Every command has run."]
 
 
-SLOWLY = [pytest.mark.slow, pytest.mark.timeout(300)]
+SLOWLY = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=SLOWLY if page in SLOW else []) for page in PAGES])

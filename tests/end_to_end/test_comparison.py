@@ -21,7 +21,7 @@ def compare(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads((out / "compare.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stores_are_measured_with_their_limits_in_one_run(tmp_path: Path) -> None:
     names = ["TCP", "shared memory", "lease", "embedded", "raw sockets"]
     shown = ["--shapes", "64 x 4 KiB", "--clients", "1", "2", "--operations", "put", "get"]

@@ -51,7 +51,7 @@ def test_a_lost_node_takes_only_its_part_and_a_new_one_gets_copies(
     assert list(tmp_path.iterdir()) == [text_file]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 def test_with_etcd_the_lease_of_a_killed_node_runs_out(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def test_a_signal_ends_all_nodes_and_removes_the_folder(
     assert list(tmp_path.iterdir()) == [text_file]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_etcd")
 def test_a_node_that_ends_by_itself_is_named(text_file: Path) -> None:
     with started("demo", *NODES, "--input", str(text_file), "--prefill-tokens-per-s", "1") as demo:

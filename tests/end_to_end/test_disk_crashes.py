@@ -49,7 +49,7 @@ def until_recovered(store: BlockingStore) -> None:
             return
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_flushed_survives_a_server_that_is_killed_again_and_again(tmp_path: Path) -> None:
     chance = random.Random(3)
     durable: dict[str, bytes] = {}

@@ -51,7 +51,7 @@ def there(flags: list[str]) -> int:
         return there_of(store, KEYS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("activated", [False, True])
 def test_a_service_is_restarted_twice_under_load(manager: Manager, flags: list[str], activated: bool) -> None:
     with ExitStack() as stack:

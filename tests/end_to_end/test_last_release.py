@@ -15,7 +15,7 @@ from tests import warm
 from tests.protocol.golden import record
 from tests.protocol.golden.record import unpack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 THIS_RELEASE = Path(__file__).parents[2]
 IMPORT = """
 import sys

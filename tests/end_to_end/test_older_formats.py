@@ -21,7 +21,7 @@ from tests.protocol.golden.record import unpack
 
 __all__ = ["flags", "manager", "servers"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 Older = Callable[[], AbstractContextManager[None]]
 
 

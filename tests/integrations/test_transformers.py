@@ -85,7 +85,7 @@ def test_every_layer_comes_back_bit_by_bit(
         assert torch.equal(ours[:, :, :96], theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_process_goes_on_with_the_same_tokens_and_computes_only_the_rest(model: PreTrainedModel) -> None:
     cold_logits, cold = complete(model, DynamicCache(config=model.config), TOKENS)
     with running_server_process() as server:

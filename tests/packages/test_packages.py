@@ -17,7 +17,7 @@ TOOLS = Path(sys.executable).parent
 VERSIONS = ["3.11", "3.12", "3.13"]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not (TOOLS / "pipx").exists(), reason="`make test-packages` runs this"),
 ]

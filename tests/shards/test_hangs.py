@@ -35,7 +35,7 @@ def events_of(server: RunningShards, name: str) -> list[dict[str, object]]:
     return [one for one in found if one["event"] == name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shard_that_hangs_is_started_again_and_the_other_one_is_undisturbed(server: RunningShards) -> None:
     before = server.shards()
     with blocking.open_store(f"infinistore://127.0.0.1:{server.port}", deadline_s=60) as store:
@@ -56,7 +56,7 @@ def test_a_shard_that_hangs_is_started_again_and_the_other_one_is_undisturbed(se
     assert (said["shard"], said["pid"], said["silent_s"]) == (1, before[1]["pid"], BOUND_S)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shard_that_stood_still_for_less_than_the_bound_is_left_alone(server: RunningShards) -> None:
     before = server.shards()
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_shard_that_stood_still_for_less_than_the_bound_is_left_alone(server: 
     assert events_of(server, "a shard hangs, and is killed") == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shard_that_was_stopped_together_with_its_supervisor_is_left_alone(server: RunningShards) -> None:
     before = server.shards()
     everybody = [server.process.pid, *(shard["pid"] for shard in before)]

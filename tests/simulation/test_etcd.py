@@ -268,13 +268,13 @@ def test_a_client_that_believes_an_empty_etcd_is_found(monkeypatch: pytest.Monke
     assert any("which is up and answers" in problem for problem in run_with("emptied").violations)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lease_that_runs_out_while_nothing_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "SHORTEST_PAUSE_S", 12.0)
     assert any("nothing was wrong with it" in problem for problem in run_with("compacted").violations)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_watch_that_is_believed_although_it_was_canceled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from infinistore.cluster.etcd import follower
 

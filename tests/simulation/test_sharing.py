@@ -20,7 +20,7 @@ def test_nothing_is_wrong() -> None:
         assert simulate(scenario).violations == [], scenario.seed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("bug", "first_seed"),  # of many that find it; any other will do after some more
     [

@@ -98,7 +98,7 @@ def test_other_seeds_give_other_runs() -> None:
     assert len(set(hashes((0, 8, 16)))) == 3
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAILED_ONCE)])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in FAILED_ONCE)])
 def test_nothing_is_wrong(seed: int) -> None:
     assert simulate(Scenario.from_seed(seed).shortened(25)).violations == []
 
@@ -122,7 +122,7 @@ def test_nothing_is_wrong_with_tenants_in_a_cluster(seed: int) -> None:
     assert outcome.faults["TENANTS_CHANGED"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_most_calls_succeed_although_every_kind_of_fault_happens() -> None:
     """Otherwise runs would check little."""
     chances = {kind.name.lower(): 0.004 for kind in FaultKind} | {"corrupt_payload": 0.05}  # few messages have one
@@ -140,7 +140,7 @@ def test_most_calls_succeed_although_every_kind_of_fault_happens() -> None:
     assert returned > calls / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lost_delete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     delete, numbers = StoreCore.delete, count()
 

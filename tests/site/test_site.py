@@ -28,7 +28,7 @@ WORDS = {
 
 pytest.importorskip("mkdocs", reason="`make test-docs` runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="`make test-docs` runs this")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 

@@ -28,7 +28,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("disk", [[], ["--disk"]], ids=["memory", "disk"])
 def test_clients_that_are_stopped_and_killed_read_what_was_written_and_nothing_older(disk: list[str]) -> None:
     code, output = run("--seconds", "4", "--clients", "4", "--seed", "1", *disk)
@@ -37,7 +37,7 @@ def test_clients_that_are_stopped_and_killed_read_what_was_written_and_nothing_o
     assert output.startswith(f"seed 1; again: python -m tests.stress {again}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not tables_are_safe_here(), reason="nobody believes what it knows without the tables")
 @pytest.mark.parametrize(
     ("plant", "found"), [("wrong-bytes", r"byte \d+ of \d+ begins"), ("stale-reads", "is stale|after v|the value of")]

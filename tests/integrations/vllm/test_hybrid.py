@@ -47,7 +47,7 @@ def make(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("gemma3", WINDOWS), pytest.param("gpt-oss", WINDOWS, marks=pytest.mark.slow), ("qwen3-next", STATES)],
+    [("gemma3", WINDOWS), pytest.param("gpt-oss", WINDOWS, marks=pytest.mark.nightly), ("qwen3-next", STATES)],
 )
 def test_a_model_with_layers_of_several_kinds_answers_the_same_cold_and_warm(
     folder: Path, server: ServerProcess, kind: str, settings: dict[str, Any]

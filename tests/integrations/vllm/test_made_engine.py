@@ -418,7 +418,7 @@ def test_a_reset_fails_as_long_as_blocks_may_be_on_disk_alone(opened: Open, tmp_
         assert engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))])
 def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int) -> None:
     """Prompts with beginnings in common, two engines, little room, blocks that are lost
     or damaged, requests that are given up.

@@ -113,7 +113,7 @@ def test_the_store_has_what_vllms_own_offloading_has_evicted(
         assert store.stats().store.hits >= before + KEYS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
