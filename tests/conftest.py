@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from tests.levels import Levels
+
 settings.register_profile(
     "repeatable", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None
 )
@@ -36,6 +38,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each test its level."""
+    config.pluginmanager.register(Levels(Path(__file__).parent), "levels")
 
 
 def pytest_collection_finish() -> None:

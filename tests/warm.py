@@ -166,6 +166,7 @@ class Popen(subprocess.Popen[Any]):
         }
         theirs = [given.p2cread, given.c2pwrite, given.errwrite]
         standard = [own if end == -1 else end for own, end in enumerate(theirs)]
+        sys.audit("tests.warm", given.args)
         self.pid = parent.fork(job, [*standard, *given.pass_fds])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

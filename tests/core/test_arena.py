@@ -116,6 +116,7 @@ def test_what_is_mapped_takes_no_more_addresses_than_its_pages(length: int) -> N
     arena.close()
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_see_the_mapping() -> None:
     arena = create_arena(0, 1 << 20)
     child = os.fork()

@@ -213,6 +213,7 @@ def test_an_empty_root_and_tight_limits_are_looked_at_without_an_error(tmp_path:
     assert all(finding.remedy for finding in found.values() if finding.level is not Level.GOOD)
 
 
+@pytest.mark.process
 def test_this_machine_is_looked_at_without_changing_it(tmp_path: Path) -> None:
     found = diagnose(this_host(tmp_path / "run"), this_software())
     assert found["shared memory"].level is Level.GOOD
