@@ -16,6 +16,7 @@ endif
 BIN := $(VENV)/bin
 # `none` leaves out PyTorch, of which PyPI has for most Pythons only the build with gigabytes of CUDA. What needs it skips.
 TEST_TORCH ?=
+LEVELS ?=
 TEST_STAMP := $(VENV)/.installed-test$(if $(filter none,$(TEST_TORCH)),-without-torch)
 PYTEST_ARGS ?=
 # One more than there are cores, because many tests wait; and no more than eight.
@@ -38,8 +39,10 @@ demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## se
 	$(BIN)/infinistore demo $(DEMO_ARGS)
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
-test: $(TEST_STAMP) ## set up, then run the tests, apart from the long ones, on all cores; PYTEST_ARGS adds arguments
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not nightly' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+# What is about real time runs alone, after the others, and only with all of them.
+test: $(TEST_STAMP) ## set up, then run the tests, apart from the long ones, on all cores; PYTEST_ARGS adds arguments, LEVELS="unit or process" chooses
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m '$(if $(LEVELS),($(LEVELS)) and )not nightly' -n $(WORKERS) --dist worksteal $(or $(PYTEST_ARGS),--ignore tests/real_time)
+	$(if $(PYTEST_ARGS),,TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not nightly' tests/real_time)
 
 test-nightly: $(TEST_STAMP) ## set up, then run the long tests that make test leaves out
 	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m nightly -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -67,31 +70,66 @@ fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anyth
 mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, and say which changes no test notices
 	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
 
-# Hours. Each part runs whatever became of the one before it.
-nightly: $(TEST_STAMP) ## the long runs: simulate, stress, stress with a disk and soak-cluster for an hour each, bugs that simulate has to find, fuzz for two, what operations cost as the work grows, all the tests with many examples, mutants
+# Hours. Each part is a target, nightly-PART, and runs whatever became of the one before it.
+NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma fuzz costs bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
+PARTS ?= $(NIGHTLY)
+
+nightly: $(TEST_STAMP) ## the long runs, for hours; PARTS="simulate fuzz" chooses, and make help-nightly lists them
 	@failed=; \
-	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000) || failed="$$failed simulate"; \
-	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000) || failed="$$failed simulate-mutants"; \
-	$(BIN)/python -m tests.churn --minutes 30 --first-seed $$(date +%Y%m%d000000) || failed="$$failed churn"; \
-	$(MAKE) stress MINUTES=60 || failed="$$failed stress"; \
-	$(MAKE) stress MINUTES=60 DISK=1 || failed="$$failed stress-disk"; \
-	$(MAKE) soak-cluster MINUTES=60 || failed="$$failed soak-cluster"; \
-	$(MAKE) fuzz FUZZ_SECONDS=1200 || failed="$$failed fuzz"; \
-	for program in scale server_cost; do $(BIN)/python bench/$$program.py --quick --check || failed="$$failed $$program"; done; \
-	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py" || failed="$$failed bytecodes"; \
-	$(MAKE) test-deploy || failed="$$failed test-deploy"; \
-	$(MAKE) test-docs || failed="$$failed test-docs"; \
-	$(MAKE) test-packages || failed="$$failed test-packages"; \
-	$(MAKE) test-integrations || failed="$$failed test-integrations"; \
-	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead" || failed="$$failed serve-bench"; \
-	for python in python3.12 python3.13; do \
-	    if $$python -c "" 2>/dev/null; then $(MAKE) test PYTHON=$$python TEST_TORCH=none || failed="$$failed test:$$python"; fi; \
-	done; \
-	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 $(PYTEST_ARGS)" || failed="$$failed test"; \
-	for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
-	    $(MAKE) mutants FILE=$$file || failed="$$failed mutants:$$file"; \
+	for part in $(PARTS); do \
+	    echo "== nightly-$$part"; began=$$SECONDS; \
+	    $(MAKE) --no-print-directory nightly-$$part || failed="$$failed $$part"; \
+	    echo "-- nightly-$$part took $$((SECONDS - began)) s"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+.PHONY: help-nightly $(NIGHTLY:%=nightly-%)
+help-nightly: ## list the parts of make nightly
+	@sed -nE 's/^(nightly-[^:]+):.*#: (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 36
+
+nightly-simulate: #: an hour of seeds that never ran before
+	$(MAKE) simulate MINUTES=60 FIRST_SEED=$$(date +%Y%m%d000000)
+nightly-simulate-mutants: #: planted bugs that the simulation has to find
+	$(MAKE) simulate MUTANTS=1 FIRST_SEED=$$(date +%Y%m%d000)
+nightly-glue: #: planted bugs that the tests have to find
+	$(MAKE) mutants GLUE=1
+nightly-churn: $(TEST_STAMP) #: half an hour of clusters of up to a thousand servers
+	$(BIN)/python -m tests.churn --minutes 30 --first-seed $$(date +%Y%m%d000000)
+nightly-stress: #: an hour of clients that are stopped and killed
+	$(MAKE) stress MINUTES=60
+nightly-stress-disk: #: the same over a disk
+	$(MAKE) stress MINUTES=60 DISK=1
+nightly-soak-cluster: #: an hour of faults in a cluster on hosts of its own
+	$(MAKE) soak-cluster MINUTES=60
+nightly-cluster: #: all the tests of such a cluster
+	$(MAKE) test-cluster
+nightly-rdma: #: all the tests that need RDMA
+	$(MAKE) test-rdma
+nightly-fuzz: #: 20 minutes of each parser
+	$(MAKE) fuzz FUZZ_SECONDS=1200
+nightly-costs: $(TEST_STAMP) #: what operations cost as the work grows
+	$(BIN)/python bench/scale.py --quick --check
+	$(BIN)/python bench/server_cost.py --quick --check
+nightly-bytecodes: #: forks and interruptions at every bytecode
+	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py"
+nightly-deploy: #: units, chart and image
+	$(MAKE) test-deploy
+nightly-docs: #: the site in a browser
+	$(MAKE) test-docs
+nightly-packages: #: wheel and sdist, installed on each Python
+	$(MAKE) test-packages
+nightly-integrations: #: all the tests with the engines
+	$(MAKE) test-integrations
+nightly-serve-bench: #: vLLM over HTTP, with the figures that are wanted
+	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead"
+nightly-python3.12 nightly-python3.13: nightly-%: #: all the tests on another Python
+	if $* -c "" 2>/dev/null; then $(MAKE) test PYTHON=$* TEST_TORCH=none; fi
+nightly-thorough: #: all the tests, the long ones too, with many examples
+	HYPOTHESIS_PROFILE=thorough $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 $(PYTEST_ARGS)"
+nightly-mutants: #: changes to the listed files that a test has to notice
+	@failed=; for file in $$(sed -n 's/^"\(.*\)" =.*/\1/p' tests/mutants/files.toml); do \
+	    $(MAKE) mutants FILE=$$file || failed="$$failed $$file"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 # Skips without root, and in `make test`: it takes minutes. For root, what it needs and is missing fails.
 test-cluster: $(TEST_STAMP) ## set up, then run tests/cluster_network: a cluster on hosts of its own, which are killed, stopped and cut off
