@@ -67,8 +67,8 @@ fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anyth
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 # At the lowest priority: it takes minutes of two cores.
-mutants: .venvs/mutants/.installed ## change FILE in small ways, one at a time, and say which changes no test notices
-	@nice -n 19 .venvs/mutants/bin/python -m tests.mutants $(FILE)
+mutants: $(if $(GLUE),$(TEST_STAMP),.venvs/mutants/.installed) ## change FILE in small ways, one at a time, and say which changes no test notices; GLUE=1 puts bugs of the past back instead
+	@nice -n 19 $(if $(GLUE),$(BIN),.venvs/mutants/bin)/python -m tests.mutants $(if $(GLUE),--glue,$(FILE))
 
 # Hours. Each part is a target, nightly-PART, and runs whatever became of the one before it.
 NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma fuzz costs bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants

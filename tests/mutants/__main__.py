@@ -2,11 +2,12 @@
 (mutation testing, with mutmut).
 
     python -m tests.mutants FILE [--children 2]
+    python -m tests.mutants --glue [--only NAME] [--jobs 2]
 
 A mutant that no test notices has survived. It is listed in tests/mutants/survivors,
 with the reason why it may, or the program ends with an error and prints the entry,
 without a reason. The mutants are in build/mutants, in a folder for each file, where
-mutmut runs.
+mutmut runs. With --glue, the mutants are the bugs of the past that `glue.toml` lists.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from . import glue
 from .files import EQUIVALENT, Mutant, known_survivors, list_of_survivors, mutants_in, mutated_files
 
 PROJECT = Path(__file__).parents[2]
@@ -61,22 +64,45 @@ def run_mutmut(folder: Path, children: int) -> None:
 
 def main() -> None:
     files = mutated_files()
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Mutate one file.")
-    parser.add_argument(
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Mutate one file, or put bugs back.")
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
         "file",
+        nargs="?",
         type=lambda name: name if name in files else f"infinistore/{name}",
         choices=files,
         metavar="FILE",
         help="one that tests/mutants/files.toml names, with or without infinistore/",
     )
+    chosen.add_argument("--glue", action="store_true", help="put bugs of the past back, which glue.toml lists")
+    parser.add_argument("--only", default="", metavar="NAME", help="with --glue: the bugs with this in their names")
+    parser.add_argument("--jobs", type=int, default=2, help="with --glue: how many bugs are looked for at a time")
     parser.add_argument("--children", type=int, default=2, help="how many mutants are tested at a time")
     given = parser.parse_args()
-    file: str = given.file
+    if given.glue:
+        put_back(given.only, given.jobs)
+    else:
+        mutate(given.file, files[given.file], given.children)
 
+
+def put_back(only: str, jobs: int) -> None:
+    """Look for each bug of the past; end with an error if one is not found."""
+    verdicts = glue.hunt_all([bug for bug in glue.known_bugs() if only in bug.name], jobs, partial(print, flush=True))
+    lost = [verdict for verdict in verdicts if not verdict.by]
+    print(f"{len(verdicts) - len(lost)} of {len(verdicts)} found, in {sum(one.seconds for one in verdicts):.0f} s")
+    for verdict in lost:
+        print(f"{verdict.bug.name} ({verdict.bug.file}): {verdict.problem or verdict.bug.wrong}")
+    if lost:
+        sys.exit(1)
+
+
+def mutate(file: str, tests: list[str], children: int) -> None:
+    """Change a file in small ways; end with an error if a mutant survives that is not
+    listed."""
     folder = PROJECT / "build" / "mutants" / list_of_survivors(file).stem
-    prepare(folder, file, files[file])
+    prepare(folder, file, tests)
     start = time.monotonic()
-    run_mutmut(folder, given.children)
+    run_mutmut(folder, children)
     minutes = (time.monotonic() - start) / 60
 
     mutated = folder / "mutants" / file
