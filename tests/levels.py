@@ -6,6 +6,8 @@
 - `process`: programs, signals, forks. Finds what only a kernel can show.
 - `nightly`: any of these, for long, or many of a kind. Finds what is rare.
 
+TEST_ORDER=7 runs modules, and the tests of each, in another order.
+
 A folder has a level; a test that starts or forks a process is marked `process`. A test
 that does more than its level allows fails with the remedy. Only what the test's own
 thread does counts: what other tests have left running in threads is not its doing.
@@ -15,6 +17,8 @@ Pythons. At the end, a line says how many processes were started, and how many f
 from a warm parent, which is a tenth of the cost.
 """
 
+import os
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -78,6 +82,11 @@ class Levels:
             if not any(item.get_closest_marker(level) for level in ("unit", "world", "process")):
                 inner = item.path.relative_to(self._folder).parts
                 item.add_marker(FOLDERS.get(inner[0], "unit") if len(inner) > 1 else "unit")
+        if order := os.environ.get("TEST_ORDER"):
+            chance = random.Random(order)
+            modules = sorted({item.path for item in items})
+            place = {path: chance.random() for path in modules}
+            items.sort(key=lambda item: (place[item.path], chance.random()))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
