@@ -25,7 +25,7 @@ import attrs
 if TYPE_CHECKING:
     from tests.simulation.scenario import Scenario
 
-__all__ = ["Hunt", "Plant", "hunt"]
+__all__ = ["Hunt", "Plant", "hunt", "look_for"]
 
 TOP = Path(__file__).parents[2]
 
@@ -115,7 +115,8 @@ def _has_what_is_broken(plant: Plant, scenario: "Scenario") -> bool:
     return plant.needs != "tenants" or bool(scenario.tenants.tenants)
 
 
-def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:
+def look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:
+    """As `hunt`, in this process and with all the processor time that it has used."""
     sys.meta_path.insert(0, _Finder(plant))
     # Only now: these import the product.
     from tests.simulation.scenario import Scenario
@@ -138,7 +139,7 @@ def _look_for(plant: Plant, seconds: float, first_seed: int) -> Hunt:
 def main() -> None:
     """Hunt for what the standard input describes."""
     plant, seconds, first_seed = json.loads(sys.stdin.read())
-    sys.stdout.write(json.dumps(attrs.asdict(_look_for(Plant(**plant), seconds, first_seed))))
+    sys.stdout.write(json.dumps(attrs.asdict(look_for(Plant(**plant), seconds, first_seed))))
 
 
 if __name__ == "__main__":

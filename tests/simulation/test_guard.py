@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import trio
@@ -19,7 +19,7 @@ import trio
 from tests.simulation.guard import guarded
 from tests.simulation.kinds import KINDS
 from tests.simulation.scenario import Scenario
-from tests.simulation.simulate import simulate
+from tests.simulation.simulate import Outcome, simulate
 from tests.simulation.world import Plug, World
 
 CLOCKS = {
@@ -67,10 +67,18 @@ def test_what_says_nothing_of_the_process_is_as_it_is_elsewhere() -> None:
         assert uuid.uuid5(uuid.NAMESPACE_DNS, "a").version == 5
 
 
-def used_of_the_process(seed: int, *plugs: Plug) -> set[str]:
-    """Run a seed, and return what it has used by names that were bound before the run,
-    such as the default of an argument. These cannot be refused.
+class Watched(NamedTuple):
+    """A run."""
+
+    outcome: Outcome
+    used: set[str]
+    """What it has used of the process by names that were bound before it, such as the
+    default of an argument. These cannot be refused.
     """
+
+
+def watch(scenario: Scenario, *plugs: Plug) -> Watched:
+    """Run a scenario."""
     used: set[str] = set()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -80,18 +88,12 @@ def used_of_the_process(seed: int, *plugs: Plug) -> set[str]:
         if argument in OF_THE_PROCESS or (seeds and frame.f_locals["a"] is None):
             used.add(f"{argument.__name__} in {frame.f_code.co_name}")
 
-    scenario = Scenario.from_seed(seed).shortened(15)
     sys.setprofile(note)
     try:
-        simulate(scenario, plugs)
+        outcome = simulate(scenario, plugs)
     finally:
         sys.setprofile(None)
-    return used
-
-
-@pytest.mark.parametrize("seed", KINDS)
-def test_no_clock_chance_or_thread_of_the_process_is_used_by_whatever_name(seed: int) -> None:
-    assert used_of_the_process(seed) == set()
+    return Watched(outcome, used)
 
 
 def test_what_is_used_by_a_name_that_was_bound_before_the_run_is_seen() -> None:
@@ -103,5 +105,5 @@ def test_what_is_used_by_a_name_that_was_bound_before_the_run_is_seen() -> None:
             cls = type(self)
             cls.monotonic(), cls.now(), cls.sample(range(9), 3), cls.Random()
 
-    used = used_of_the_process(KINDS[0], Unguarded())
+    used = watch(Scenario.from_seed(KINDS[0]).shortened(15), Unguarded()).used
     assert used == {"monotonic in start", "now in start", "getrandbits in _randbelow_with_getrandbits", "seed in seed"}

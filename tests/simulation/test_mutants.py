@@ -1,11 +1,13 @@
 """Bugs in the product are found, and which bugs count as such."""
 
 import ast
+import math
+import sys
 
 import pytest
 
 from tests.simulation.drawn import TOP, changed_lines, does_the_same, is_run
-from tests.simulation.hunt import Plant, hunt
+from tests.simulation.hunt import Plant, hunt, look_for
 from tests.simulation.mutants import planted
 from tests.simulation.planted import PLANTED, Planted
 from tests.simulation.shared_memory_mutants import MUTANTS
@@ -13,14 +15,16 @@ from tests.simulation.shared_memory_mutants import MUTANTS
 INDEX = TOP / "infinistore" / "core" / "index.py"
 
 
-@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
-def test_a_planted_bug_fits_the_product_and_is_a_program(bug: Planted) -> None:
-    for source in bug.sources().values():
-        ast.parse(source)
-
-
-def test_there_are_more_than_a_dozen_bugs_of_different_names() -> None:
-    assert len({bug.name for bug in PLANTED}) == len(PLANTED) > 12
+def test_each_planted_bug_fits_the_product_and_is_a_program() -> None:
+    misfits = {}
+    for bug in PLANTED:
+        try:
+            for source in bug.sources().values():
+                ast.parse(source)
+        except (ValueError, SyntaxError) as error:
+            misfits[bug.name] = error
+    assert misfits == {}
+    assert len(PLANTED) > 40
 
 
 def test_a_bug_whose_place_is_gone_says_so() -> None:
@@ -28,6 +32,7 @@ def test_a_bug_whose_place_is_gone_says_so() -> None:
         Planted("a bug", "infinistore.core.index", "not there", "").source()
 
 
+@pytest.mark.process
 def test_a_planted_bug_is_found_in_a_process_of_its_own() -> None:
     bug = next(bug for bug in PLANTED if bug.name == "commit before payload")
     found = hunt(Plant(bug.sources()), 30.0)
@@ -35,8 +40,9 @@ def test_a_planted_bug_is_found_in_a_process_of_its_own() -> None:
     assert found.calls
 
 
-def test_a_bug_of_shared_memory_is_found_in_a_process_of_its_own() -> None:
-    found = hunt(Plant(shared_memory="replacement not announced"), 30.0, first_seed=4)
+def test_a_bug_of_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    found = look_for(Plant(shared_memory="replacement not announced"), math.inf, first_seed=4)
     assert found.found
     assert found.calls
 
@@ -45,8 +51,9 @@ def test_every_bug_has_a_name_of_its_own() -> None:
     assert len(planted()) == len(PLANTED) + len(MUTANTS)
 
 
-def test_a_hunt_without_time_finds_nothing() -> None:
-    came = hunt(Plant({"infinistore.core.index": INDEX.read_text()}), 0.0)
+def test_a_hunt_without_time_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    came = look_for(Plant({"infinistore.core.index": INDEX.read_text()}), 0.0, first_seed=1)
     assert (came.found, came.seeds, came.calls) == ("", 0, 0)
 
 

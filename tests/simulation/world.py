@@ -39,14 +39,13 @@ _COLLECT_EVERY_S = 5.0
 @contextmanager
 def _frozen() -> Iterator[None]:
     """Let collections look only at what the run makes, so that they take little."""
-    if gc.get_freeze_count():  # the process has done so for all its runs
-        yield
-        return
+    of_the_process = gc.get_freeze_count()  # if it has done so for all its runs, that stays so
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not of_the_process:
+            gc.unfreeze()
 
 
 class Plug:
