@@ -4,7 +4,7 @@ lived through by all of them.
 
 import asyncio
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, cast
 
@@ -14,10 +14,26 @@ import trio
 from infinistore import aio, blocking, open_store
 from infinistore.aio import AsyncStore
 
-__all__ = ["KINDS", "Awaitable", "run_at_once", "run_with_store"]
+__all__ = ["KINDS", "Awaitable", "each_in_turn", "run_at_once", "run_with_store"]
 
 _T = TypeVar("_T")
 KINDS = ("trio", "blocking", "asyncio", "uvloop")
+
+
+def each_in_turn(name: str, values: Sequence[Any], kinds: Sequence[str] = KINDS) -> pytest.MarkDecorator:
+    """Parametrize by the kind of client and by something else: each value with one
+    kind, and the kinds in turn.
+
+    What a call does is the same coroutine for every kind, and a driver carries out its
+    effects (`client/connection/effects.py`): which of them a call has is seen with any
+    kind, and how a driver carries them out with any call. All pairs are there at night.
+    """
+    pairs = [
+        pytest.param(kind, value, marks=() if at % len(kinds) == turn else pytest.mark.nightly)
+        for at, value in enumerate(values)
+        for turn, kind in enumerate(kinds)
+    ]
+    return pytest.mark.parametrize(("kind", name), pairs, ids=str)
 
 
 class Awaitable:

@@ -10,7 +10,7 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client.connection import circuit_breaker as health
 from tests.bad_days.faults import Proxy, running_proxy
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerProcess, ServerUrl, running_server_here, running_server_process
 
 
 @pytest.fixture(params=["trio", "blocking", "asyncio"])
@@ -29,22 +29,37 @@ def quick_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "LONGEST_PAUSE_S", 0.002)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """A server of this module, which nobody kills."""
+@pytest.fixture(scope="session")
+def server_here() -> Iterator[ServerUrl]:
+    """A server in a thread of this process, with which nothing is done."""
+    with running_server_here() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def server_process() -> Iterator[ServerProcess]:
+    """A server of all tests, which nobody kills."""
     with running_server_process() as started:
         yield started
 
 
 @pytest.fixture
-def proxy(server: ServerProcess) -> Iterator[Proxy]:
+def server(server_here: ServerUrl) -> ServerUrl:
+    """The server of a test. A module for which it matters that it is another process
+    takes `server_process`.
+    """
+    return server_here
+
+
+@pytest.fixture
+def proxy(server: ServerUrl) -> Iterator[Proxy]:
     """A proxy to that server."""
     with running_proxy(("127.0.0.1", server.port)) as started:
         yield started
 
 
 @pytest.fixture
-def direct(server: ServerProcess) -> Iterator[BlockingStore]:
+def direct(server: ServerUrl) -> Iterator[BlockingStore]:
     """A store that does not go through the proxy."""
     with blocking.open_store(server.url) as store:
         yield store

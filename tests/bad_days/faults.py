@@ -96,6 +96,7 @@ class Proxy:
         self._passed = {Direction.REQUEST: 0, Direction.REPLY: 0}
         self._kept: dict[Direction, bytearray] | None = None
         self._lock = threading.Lock()
+        self._closed = threading.Condition(self._lock)
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[socket.socket, tuple[_Pipe, _Pipe]] = {}
         self._listener: socket.socket | None = None
@@ -114,6 +115,13 @@ class Proxy:
         """How many connections are open."""
         with self._lock:
             return len(self._pipes) // 2
+
+    def wait_for_ends(self, left: int = 0) -> None:
+        """Wait until no more connections than these are open: the proxy hears in a
+        moment of what was closed.
+        """
+        with self._closed:
+            self._closed.wait_for(lambda: len(self._pipes) // 2 <= left)
 
     def arm(self, fault: Fault, *, keep: bool = False) -> None:
         """Count bytes from now on, and let this happen. `kept` returns what passes, if
@@ -370,6 +378,7 @@ class Proxy:
             end.close()
             with self._lock:  # only now: who sees no connection any more counts no descriptor of it either
                 del self._pipes[end]
+                self._closed.notify_all()
 
 
 @contextmanager

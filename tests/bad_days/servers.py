@@ -1,5 +1,5 @@
-"""A server in a process of its own that can be killed, stopped and started again where
-it was.
+"""Servers for bad days: one in a thread of this process; and one in a process of its
+own that can be killed, stopped and started again where it was.
 """
 
 import os
@@ -10,11 +10,45 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
 
 from tests import warm
+from tests.clients.event_loops import TrioThread
 from tests.ports import own_ports
+from tests.server.running import make_config, running_server
 
-__all__ = ["ServerProcess", "running_server_process"]
+__all__ = ["ServerProcess", "ServerUrl", "running_server_here", "running_server_process"]
+
+
+class ServerUrl(Protocol):
+    """Where a server is, wherever it runs."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def url(self) -> str: ...
+
+
+@attrs.frozen
+class ServerHere:
+    """A server in this process."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def running_server_here(**settings: Any) -> Iterator[ServerHere]:
+    """A server in a thread, until the block is left, set up as `ServerProcess` is."""
+    config = make_config(**{"prealloc_bytes": 16 << 20, "minimal_allocate_bytes": 4096, **settings})
+    with TrioThread() as loop, loop.entered(lambda: running_server(config)) as server:
+        yield ServerHere(server.server.addresses.port)
 
 
 class ServerProcess:

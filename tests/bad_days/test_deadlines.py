@@ -1,5 +1,8 @@
 """Everything that a call can wait for ends with its deadline, and the error says what
 it was.
+
+Here the peer never answers. What ends too late, ends never: then the time that a test
+may take is over. `tests/clients/test_bad_servers.py` measures in virtual time.
 """
 
 import asyncio
@@ -37,26 +40,17 @@ from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.full_backlog import full
-from tests.bad_days.operations import OLD, OPERATIONS, prepare, works_again
+from tests.bad_days.operations import OLD, OPERATIONS, outcome, prepare, works_again
 from tests.bad_days.refused_threads import refused_threads
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerUrl, running_server_here
 
-SHORT_S = 0.2
-GENEROUS_S = 2.0
+SHORT_S = 0.1
 LONG_BYTES = 8 << 20  # more than what sockets keep
 ANY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 async def nothing(store: AsyncStore) -> None:
     raise AssertionError("the store should not have opened")
-
-
-@contextmanager
-def within_deadline(deadline_s: float = SHORT_S) -> Iterator[None]:
-    """Fails if the block takes much longer than the deadline."""
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < deadline_s + GENEROUS_S
 
 
 def url_of(listener: socket.socket) -> str:
@@ -93,9 +87,7 @@ def disturbance(request: pytest.FixtureRequest) -> Iterator[None]:
             unraisable(what)
 
     def disturb() -> None:
-        for _ in range(150):  # so that a wait that begins anew each time ends some time
-            if over.wait(0.03):
-                return
+        while not over.wait(0.02):  # a wait that begins anew each time never ends
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     thread = threading.Thread(target=disturb)
@@ -116,7 +108,7 @@ UNDISTURBED_OR_NOT = pytest.mark.usefixtures("disturbance")
 @ANY_KIND
 @UNDISTURBED_OR_NOT
 def test_a_server_that_never_answers_the_hello(kind: str, silent: socket.socket) -> None:
-    with within_deadline(), pytest.raises(DeadlineExceeded, match=r"no connection to .* within 0\.2 s"):
+    with pytest.raises(DeadlineExceeded, match=r"no connection to .* within 0\.1 s"):
         run_with_store(kind, url_of(silent), nothing, deadline_s=SHORT_S)
 
 
@@ -126,7 +118,6 @@ def test_an_address_where_packets_disappear(kind: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         full(listener, listener.getsockname()),
-        within_deadline(),
         pytest.raises(DeadlineExceeded, match="no connection to"),
     ):
         run_with_store(kind, url_of(listener), nothing, deadline_s=SHORT_S)
@@ -138,7 +129,7 @@ def test_a_unix_socket_where_nobody_accepts(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
-        with full(listener, path), within_deadline(), pytest.raises((DeadlineExceeded, StoreUnavailable)):
+        with full(listener, path), pytest.raises((DeadlineExceeded, StoreUnavailable)):
             run_with_store(kind, f"unix://{path}", nothing, deadline_s=SHORT_S)
 
 
@@ -151,7 +142,7 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def slow(*arguments: Any, **named: Any) -> Any:
         flags = named.get("flags", arguments[5] if len(arguments) > 5 else 0)
         if not flags & socket.AI_NUMERICHOST:
-            over.wait(20)
+            over.wait()
         return look_up(*arguments, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
@@ -167,13 +158,13 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("slow_names")
 def test_a_name_that_nobody_resolves(kind: str) -> None:
     late = pytest.raises((DeadlineExceeded, StoreUnavailable), match=r"no connection to|no more threads")
-    with within_deadline(), late:
+    with late:
         run_with_store(kind, "tcp://localhost:1", nothing, deadline_s=SHORT_S)
 
 
 @ANY_KIND
 def test_a_second_address_is_tried_when_the_first_one_is_dead(
-    kind: str, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    kind: str, server: ServerUrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_up = socket.getaddrinfo
     with socket.create_server(("127.0.0.1", 0)) as listener, full(listener, listener.getsockname()):
@@ -203,9 +194,9 @@ def slots(store: Any) -> tuple[Any, Any]:
 
 @UNDISTURBED_OR_NOT
 def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_against_the_server(
-    server: ServerProcess,
+    server: ServerUrl,
 ) -> None:
-    refused = r"no connection of this store came free within 0\.2 s; make fewer calls at a time, or raise"
+    refused = r"no connection of this store came free within 0\.1 s; make fewer calls at a time, or raise"
 
     def check(error: pytest.ExceptionInfo[DeadlineExceeded], store: Any) -> None:
         assert "not known" not in str(error.value)  # nothing was sent
@@ -216,8 +207,8 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
             turns: Any = store.payload_turns  # type: ignore[attr-defined]
             turn = threading.Lock()
             with turn:
-                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 1))
-                with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 600))
+                with pytest.raises(DeadlineExceeded, match=refused) as error:
                     store.put("a", b"b")
             check(error, store)
             turns.end(turn)
@@ -226,7 +217,7 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
     async def with_trio() -> None:
         async with open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
             slots(store)[0].acquire_nowait()
-            with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+            with pytest.raises(DeadlineExceeded, match=refused) as error:
                 await store.put("a", b"b")
             check(error, store)
             slots(store)[0].release()
@@ -235,7 +226,7 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
     async def with_asyncio() -> None:
         async with aio.open_store(server.url, max_connections=1, deadline_s=SHORT_S) as store:
             async with slots(store)[0]:
-                with within_deadline(), pytest.raises(DeadlineExceeded, match=refused) as error:
+                with pytest.raises(DeadlineExceeded, match=refused) as error:
                     await store.put("a", b"b")
             check(error, store)
             await store.put("a", b"b")
@@ -254,11 +245,15 @@ def test_a_server_that_stops_in_the_middle_of_a_call(
     direct.put("long", bytes(LONG_BYTES))
 
     async def body(store: AsyncStore) -> None:
-        proxy.arm(Fault(Action.STALL, direction, 1000))
-        with within_deadline(), pytest.raises(DeadlineExceeded, match="no answer from"):
-            await (store.put("other", bytes(LONG_BYTES)) if direction is Direction.REQUEST else store.get("long"))
+        proxy.arm(Fault(Action.STALL, direction, 1000, forever=True))
+        error: Exception | None = None
+        while not proxy.struck.is_set():  # on a busy machine there may be no time to connect
+            put = direction is Direction.REQUEST
+            _, error = await outcome(store.put("other", bytes(LONG_BYTES)) if put else store.get("long"))
+            assert isinstance(error, DeadlineExceeded)
+        assert "no answer from" in str(error)
 
-    run_with_store(kind, proxy.url, body, deadline_s=SHORT_S)
+    run_with_store(kind, proxy.url, body, deadline_s=SHORT_S, lazy=True)
     proxy.release()
 
 
@@ -276,7 +271,7 @@ def test_a_server_that_stops_in_the_middle_of_a_call(
     ids=["a short receive", "a long receive", "a receive of several", "descriptors", "a send"],
 )
 def test_a_stream_with_a_peer_that_does_nothing(family: int, wait: Callable[[BlockingSocketStream], object]) -> None:
-    with connected(family) as (ours, _), within_deadline():
+    with connected(family) as (ours, _):
         stream = BlockingSocketStream(ours)
         stream.deadline = time.monotonic() + SHORT_S
         with pytest.raises(TimeoutError):
@@ -312,7 +307,7 @@ def test_a_cancelled_call_lets_the_next_in_line_go_and_one_cancelled_in_line_lea
                 first, second = trio.CancelScope(), trio.CancelScope()
                 proxy.arm(stall)
                 nursery.start_soon(call, first)
-                await trio.to_thread.run_sync(proxy.struck.wait, 20)
+                await trio.to_thread.run_sync(proxy.struck.wait)
                 nursery.start_soon(call, second)
                 await trio.testing.wait_all_tasks_blocked()
                 second.cancel()
@@ -325,7 +320,7 @@ def test_a_cancelled_call_lets_the_next_in_line_go_and_one_cancelled_in_line_lea
             for _ in range(3):
                 proxy.arm(stall)
                 first = asyncio.create_task(store.get("k0"))
-                await asyncio.to_thread(proxy.struck.wait, 20)
+                await asyncio.to_thread(proxy.struck.wait)
                 second, third = (asyncio.create_task(store.get("k0")) for _ in range(2))
                 for _ in range(5):
                     await asyncio.sleep(0)
@@ -352,7 +347,7 @@ def test_a_call_under_way_when_the_store_is_closed_is_finished_and_leaves_nothin
             proxy.arm(stall)
             thread = threading.Thread(target=lambda: results.append(store.get("k0")))
             thread.start()
-            assert proxy.struck.wait(20)
+            assert proxy.struck.wait()
         with pytest.raises(StoreUnavailable, match="this store is closed"):
             store.get("k0")
         proxy.release()
@@ -368,7 +363,7 @@ def test_a_call_under_way_when_the_store_is_closed_is_finished_and_leaves_nothin
                     results.append(await store.get("k0"))
 
                 nursery.start_soon(call)
-                await trio.to_thread.run_sync(proxy.struck.wait, 20)
+                await trio.to_thread.run_sync(proxy.struck.wait)
             with pytest.raises(StoreUnavailable, match="this store is closed"):
                 await store.get("k0")
             proxy.release()
@@ -378,7 +373,7 @@ def test_a_call_under_way_when_the_store_is_closed_is_finished_and_leaves_nothin
             await store.exists("k0")
             proxy.arm(stall)
             task = asyncio.create_task(store.get("k0"))
-            await asyncio.to_thread(proxy.struck.wait, 20)
+            await asyncio.to_thread(proxy.struck.wait)
         with pytest.raises(StoreUnavailable, match="this store is closed"):
             await store.get("k0")
         proxy.release()
@@ -388,8 +383,7 @@ def test_a_call_under_way_when_the_store_is_closed_is_finished_and_leaves_nothin
     trio.run(with_trio)
     asyncio.run(with_asyncio())
     assert results == [OLD["k0"]] * 3
-    while proxy.connections:  # the proxy hears of it in a moment
-        pass
+    proxy.wait_for_ends()
 
 
 def test_many_threads_that_close_a_store_while_they_use_it_leave_no_connection_open(
@@ -414,12 +408,11 @@ def test_many_threads_that_close_a_store_while_they_use_it_leave_no_connection_o
         for thread in threads:
             thread.join()
     assert errors == ["this store is closed; open another one"] * 80
-    while proxy.connections:
-        pass
+    proxy.wait_for_ends()
 
 
 @ANY_KIND
-def test_every_method_of_a_closed_store_says_so(kind: str, server: ServerProcess, direct: BlockingStore) -> None:
+def test_every_method_of_a_closed_store_says_so(kind: str, server: ServerUrl) -> None:
     async def body(store: AsyncStore) -> AsyncStore:
         return store
 
@@ -459,7 +452,7 @@ def calls(kind: str) -> list[Callable[[AsyncStore], Awaitable[object]]]:
 
 @ANY_KIND
 def test_a_server_that_is_full_says_so_at_once_and_is_not_asked_again(kind: str) -> None:
-    with running_server_process("--max-connections", "1") as server:
+    with running_server_here(max_connections=1) as server:
 
         async def body(store: AsyncStore) -> None:
             # The one connection there may be is this store's: another store is refused.
@@ -496,7 +489,7 @@ def test_a_wrong_token_is_refused_once_and_never_tried_again(
     token_file = tmp_path / "token"
     token_file.write_text("right")
     monkeypatch.delenv("INFINISTORE_TOKEN", raising=False)
-    with running_server_process("--token-file", str(token_file)) as server:
+    with running_server_here(token_file=token_file) as server:
         with pytest.raises(AuthenticationFailed):
             run_with_store(kind, server.url, nothing, token="wrong")
         with blocking.open_store(server.url, token="right") as direct:
@@ -539,9 +532,7 @@ def test_a_server_of_another_version_is_told_apart_and_not_tried_again(
 
 @ANY_KIND
 @pytest.mark.usefixtures("quick_breaker")
-def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later(
-    kind: str, server: ServerProcess
-) -> None:
+def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later(kind: str, server: ServerUrl) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def body(store: AsyncStore) -> None:
@@ -565,7 +556,7 @@ def test_the_deadline_in_a_header_is_never_zero_which_would_mean_for_ever() -> N
 
 
 @ANY_KIND
-def test_a_deadline_may_be_as_long_as_a_lifetime(kind: str, server: ServerProcess) -> None:
+def test_a_deadline_may_be_as_long_as_a_lifetime(kind: str, server: ServerUrl) -> None:
     async def body(store: AsyncStore) -> None:
         await store.put("k0", b"x")
         assert await store.get("k0") == b"x"
@@ -583,6 +574,6 @@ def test_a_deadline_that_no_clock_can_keep_is_refused(deadline_s: float) -> None
 
 
 @ANY_KIND
-def test_a_tiny_deadline_is_a_deadline(kind: str, server: ServerProcess) -> None:
-    with within_deadline(), pytest.raises(DeadlineExceeded):
+def test_a_tiny_deadline_is_a_deadline(kind: str, server: ServerUrl) -> None:
+    with pytest.raises(DeadlineExceeded):
         run_with_store(kind, server.url, nothing, deadline_s=1e-9)

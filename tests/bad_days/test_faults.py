@@ -12,16 +12,19 @@ from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ChecksumMismatch, DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.codec import HEADER_BYTES
-from tests.bad_days.clients import KINDS, run_with_store
+from tests.bad_days.clients import each_in_turn, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.operations import OLD, OPERATIONS, Operation, prepare, works_again
-from tests.bad_days.striking import HASTY_S, NOT_STORED, UNKNOWN, broken, measure, strike
+from tests.bad_days.striking import HASTY, NOT_STORED, UNKNOWN, broken, measure, strike
 
 pytestmark = pytest.mark.usefixtures("quick_breaker")
+LOOPS = ("trio", "blocking", "asyncio")
+"""uvloop runs the code of asyncio: it goes through what has to do with waiting, here
+and in the other modules.
+"""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS)
 def test_a_connection_that_breaks_is_made_up_for_or_told(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -44,8 +47,7 @@ def test_a_connection_that_breaks_is_made_up_for_or_told(
     run_with_store(kind, proxy.url, body)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS)
 def test_a_peer_that_falls_silent_costs_the_deadline_and_no_more(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -58,10 +60,10 @@ def test_a_peer_that_falls_silent_costs_the_deadline_and_no_more(
             if not operation.retried and UNKNOWN not in str(error):
                 assert NOT_STORED in str(error), fault
 
-    run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
+    run_with_store(kind, proxy.url, body, **HASTY)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS, LOOPS)
 def test_bytes_that_come_one_by_one_are_put_together(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -73,7 +75,7 @@ def test_bytes_that_come_one_by_one_are_put_together(
     run_with_store(kind, proxy.url, body)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS, LOOPS)
 def test_garbage_is_a_typed_error_never_a_value(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -86,10 +88,10 @@ def test_garbage_is_a_typed_error_never_a_value(
                 if operation.reads and direction is Direction.REPLY and error is None:
                     assert result == operation.expected, fault
 
-    run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
+    run_with_store(kind, proxy.url, body, **HASTY)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS, LOOPS)
 def test_a_reply_with_one_wrong_or_missing_byte_is_no_untyped_error_and_no_wrong_block(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -108,10 +110,10 @@ def test_a_reply_with_one_wrong_or_missing_byte_is_no_untyped_error_and_no_wrong
         result, error = await strike(store, operation, fault, proxy, direct)
         assert error is not None
 
-    run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
+    run_with_store(kind, proxy.url, body, **HASTY)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS, LOOPS)
 def test_a_request_with_one_wrong_byte_is_no_untyped_error_and_no_wrong_block(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -123,15 +125,13 @@ def test_a_request_with_one_wrong_byte_is_no_untyped_error_and_no_wrong_block(
             fault = Fault(Action.CORRUPT, Direction.REQUEST, place)
             await strike(store, operation, fault, proxy, direct)
 
-    run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
+    run_with_store(kind, proxy.url, body, **HASTY)
 
 
-# uvloop runs the code of asyncio: it goes through what has to do with waiting, here and
-# in the other modules.
 READS = [operation for operation in OPERATIONS if operation.reads]
 
 
-@pytest.mark.parametrize("operation", READS, ids=str)
+@each_in_turn("operation", READS, LOOPS)
 def test_a_payload_that_rots_on_its_way_is_a_checksum_mismatch_and_the_block_stays(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:

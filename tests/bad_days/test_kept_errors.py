@@ -15,14 +15,21 @@ import pytest
 from infinistore import blocking
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
-from tests.bad_days.clients import run_with_store
+from tests.bad_days.clients import each_in_turn, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.held import held_after, no_error_kept
 from tests.bad_days.operations import OPERATIONS, Operation, outcome, prepare, works_again
-from tests.bad_days.striking import HASTY_S, measure
+from tests.bad_days.servers import ServerProcess
+from tests.bad_days.striking import HASTY, measure
 
-pytestmark = pytest.mark.usefixtures("quick_breaker")
+pytestmark = [pytest.mark.usefixtures("quick_breaker"), pytest.mark.process]
 PLACES = ["tcp://127.0.0.1:{port}", "infinistore://localhost:{port}", "unix://{folder}/none", "tcp://no.such.invalid:1"]
+
+
+@pytest.fixture
+def server(server_process: ServerProcess) -> ServerProcess:
+    """One in another process: what a server keeps is its own business."""
+    return server_process
 
 
 @pytest.fixture
@@ -56,7 +63,7 @@ def test_a_thread_that_finds_no_store_keeps_nothing(place: str, tmp_path: Path, 
         assert held_after(*calls * 3) == 0
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@each_in_turn("operation", OPERATIONS, ("trio", "blocking", "asyncio"))
 def test_calls_in_the_middle_of_which_something_breaks(
     kind: str, operation: Operation, proxy: Proxy, direct: BlockingStore
 ) -> None:
@@ -70,4 +77,4 @@ def test_calls_in_the_middle_of_which_something_breaks(
                 await outcome(operation.call(store, argument))
                 proxy.disarm()
 
-    run_with_store(kind, proxy.url, body, deadline_s=HASTY_S)
+    run_with_store(kind, proxy.url, body, **HASTY)

@@ -19,15 +19,22 @@ from infinistore.errors import InfiniStoreException
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.operations import OLD, OPERATIONS, check_contents, outcome, prepare, works_again
+from tests.bad_days.servers import ServerProcess
 from tests.bad_days.striking import measure
 
-pytestmark = pytest.mark.usefixtures("quick_breaker")
+pytestmark = [pytest.mark.usefixtures("quick_breaker"), pytest.mark.process]
 DAYS = 1000
 FIRST_DAYS = 250
 """Until then caches fill and pools grow; what is left behind is counted over the days
 that follow.
 """
 GET, PUT = (next(operation for operation in OPERATIONS if operation.name == name) for name in ("get", "put"))
+
+
+@pytest.fixture
+def server(server_process: ServerProcess) -> ServerProcess:
+    """One in another process: only what clients have open is counted."""
+    return server_process
 
 
 class Count:
@@ -89,8 +96,7 @@ def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direc
             await live(store, fault, day)
         proxy.disarm()
         await works_again(store)
-        while proxy.connections > 2:  # the proxy hears in a moment of what was closed
-            pass
+        proxy.wait_for_ends(2)
         after = Count()
         assert tasks(kind) == tasks_before
         assert after.threads <= before.threads
@@ -98,12 +104,10 @@ def test_a_thousand_bad_days_leave_nothing_behind(kind: str, proxy: Proxy, direc
         assert after.blocks - before.blocks < 500  # less than one object a day
 
     run_with_store(kind, proxy.url, works_again)  # what a loop opens once for the whole process is no leak
-    while proxy.connections:
-        pass
+    proxy.wait_for_ends()
     at_first = Count()
     run_with_store(kind, proxy.url, body)
-    while proxy.connections:
-        pass
+    proxy.wait_for_ends()
     at_last = Count()
     assert at_last.threads <= at_first.threads
     assert at_last.descriptors <= at_first.descriptors
@@ -131,15 +135,14 @@ def test_calls_that_run_into_their_deadline_leave_nothing_behind(
         for _ in range(15):
             await late(store)
         await works_again(store)
-        while proxy.connections > 1:
-            pass
+        proxy.wait_for_ends(1)
         after = Count()
         assert tasks(kind) == tasks_before
         assert after.threads <= before.threads  # Trio's idle threads, of earlier tests, end when they like
         assert after.descriptors <= before.descriptors + 2
         assert after.blocks - before.blocks < 150
 
-    run_with_store(kind, proxy.url, body, deadline_s=0.03)
+    run_with_store(kind, proxy.url, body, deadline_s=0.03, lazy=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,8 +159,7 @@ def test_stores_that_cannot_be_opened_leave_nothing_behind(kind: str, proxy: Pro
     try_to_open(30)
     before = Count()
     try_to_open(60)
-    while proxy.connections:
-        pass
+    proxy.wait_for_ends()
     after = Count()
     assert after.descriptors <= before.descriptors and after.threads <= before.threads
     assert after.blocks - before.blocks < 300

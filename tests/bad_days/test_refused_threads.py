@@ -18,7 +18,7 @@ from infinistore.transports.sockets.names import found_addresses, look_up
 from tests.bad_days.clients import run_with_store
 from tests.bad_days.operations import works_again
 from tests.bad_days.refused_threads import refused_threads
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerUrl, running_server_here
 from tests.packaging.conftest import PROJECT
 from tests.server.running import MIB, make_config
 
@@ -30,7 +30,7 @@ LONG_BYTES = 5 << 20  # two of them are copied by several threads
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server by shared memory."""
     path = tmp_path_factory.mktemp("server") / "socket"
-    with running_server_process("--unix-socket", str(path)):
+    with running_server_here(unix_socket=str(path)):
         yield f"shm://{path}"
 
 
@@ -59,7 +59,7 @@ def test_a_look_up_that_runs_out_of_memory_is_answered(monkeypatch: pytest.Monke
 
 @REFUSALS
 @pytest.mark.usefixtures("quick_breaker")
-def test_a_name_that_there_is_no_thread_to_look_up(kind: str, server: ServerProcess, refusal: type[Exception]) -> None:
+def test_a_name_that_there_is_no_thread_to_look_up(kind: str, server: ServerUrl, refusal: type[Exception]) -> None:
     url = f"tcp://localhost:{server.port}"
 
     async def body(store: AsyncStore) -> None:
