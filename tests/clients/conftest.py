@@ -1,4 +1,8 @@
-"""Loops and stores for the tests of clients."""
+"""Loops and stores for the tests of clients.
+
+An example runs with the kinds that reach code of their own; the rest are nightly. The
+rule machines have them all.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -8,7 +12,7 @@ import pytest
 
 from tests.clients.dresses import DRESSES
 from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
-from tests.clients.stores import REMOTE, STORES, Loops, Opened
+from tests.clients.stores import REMOTE, STORES, Loops, Opened, differing
 from tests.server.running import KIB, MIB, make_config
 
 
@@ -19,9 +23,9 @@ def loops() -> Iterator[Loops]:
         yield running
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=differing(STORES))
 def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
-    """An open store of each kind, with 4 MiB of room."""
+    """An open store of each kind that differs, with 4 MiB of room."""
     with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as store:
         yield store
 
@@ -48,14 +52,14 @@ class Remotes:
         return self._stack.enter_context(REMOTE[self.kind](self._loops, config, options or {}, 2))
 
 
-@pytest.fixture(params=REMOTE)
+@pytest.fixture(params=differing(REMOTE))
 def remotes(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Remotes]:
     """Opens a server and a store of each remote kind."""
     with ExitStack() as stack:
         yield Remotes(request.param, loops, stack)
 
 
-@pytest.fixture(params=CLIENTS)
+@pytest.fixture(params=differing(CLIENTS))
 def kind(request: pytest.FixtureRequest) -> str:
     """Of what kind the clients of `shared` are."""
     name: str = request.param
@@ -78,3 +82,10 @@ def one_kind(loops: Loops) -> Iterator[Shared]:
     """
     with shared_serving(loops, "threads") as running:
         yield running
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that do not answer are tried again at once, and always."""
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)

@@ -77,6 +77,22 @@ class TrioThread:
             self.run_sync(leave.set)
             self.run(left.wait)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Keep the loop from going on, as a stopped process: what comes to it waits."""
+        here, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            here.set()
+            go_on.wait()
+
+        self._token.run_sync_soon(wait)
+        here.wait()
+        try:
+            yield
+        finally:
+            go_on.set()
+
 
 class AsyncioThread:
     """`with AsyncioThread() as loop`: asyncio, in a thread."""

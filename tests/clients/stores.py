@@ -7,13 +7,14 @@ does for all.
 """
 
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from unittest import mock
 
 import attrs
+import pytest
 import trio
 
 import infinistore
@@ -26,12 +27,22 @@ from infinistore.core import StoreCore
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server.session import handshake
-from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
+from tests.clients.event_loops import AsyncioThread, LoopThread, TrioThread, as_blocking
 from tests.server.running import RunningServer, running_server, simulated_server
 from tests.transports.fake_rdma import fabric_in_use
 from tests.transports.memory_network import MemoryStream, random_chunks
 
-__all__ = ["EMBEDDED", "REMOTE", "STORES", "Loops", "Opened", "servers_lack", "simulated_store", "when_idle"]
+__all__ = [
+    "EMBEDDED",
+    "REMOTE",
+    "STORES",
+    "Loops",
+    "Opened",
+    "differing",
+    "servers_lack",
+    "simulated_store",
+    "when_idle",
+]
 
 _EVERYTHING = 1 << 40
 
@@ -236,3 +247,30 @@ REMOTE: dict[str, Opener] = {
     "rdma-asyncio": _by_rdma(_remote_asyncio),
 }
 STORES: dict[str, Opener] = {**EMBEDDED, **REMOTE}
+
+_DIFFERING = ("embedded-threads", "threads", "shm-trio", "rdma-asyncio")
+"""Each way that blocks take, and each driver."""
+
+
+def differing(kinds: Iterable[str]) -> list[Any]:
+    """These kinds as parameters of examples. What a call does depends on the way that
+    its blocks take, and not on who drives it, so that one kind for each way does; the
+    rest are nightly.
+    """
+    return [kind if kind in _DIFFERING else pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
+
+
+class _Silent(BlockingStore):
+    def _call(self, request: Any) -> Any:
+        raise AssertionError("something was sent")
+
+
+class _SilentAsync(AsyncStore):
+    async def _call(self, request: Any) -> Any:
+        raise AssertionError("something was sent")
+
+
+SILENT = {"blocking": _Silent(), "async": as_blocking(_SilentAsync(), cast(LoopThread, trio))}
+"""Stores for what is refused before anything is sent: whatever they send is an
+error.
+"""

@@ -1,25 +1,17 @@
 """How many Python functions a blocking client calls for one operation: layers cost."""
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.clients.shared_serving import Shared
 
 OVER_THE_SOCKET = bytes(4096)
 IN_THE_POOL = bytes(64 * 1024 + 1)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder: Path = tmp_path_factory.mktemp("calls")
-    with running_server_process("--unix-socket", f"{folder}/socket") as server:
-        yield server
 
 
 def calls_of(operation: Callable[[], object]) -> int:
@@ -61,9 +53,9 @@ def calls_of(operation: Callable[[], object]) -> int:
     ids=["put by TCP", "get by TCP", "put by shared memory", "get of a known block"],
 )
 def test_an_operation_takes_few_calls(
-    server: ServerProcess, scheme: str, operation: Callable[[BlockingStore], object], most: int
+    one_kind: Shared, scheme: str, operation: Callable[[BlockingStore], object], most: int
 ) -> None:
-    with blocking.open_store(f"{scheme}://127.0.0.1:{server.port}") as store:
+    with blocking.open_store(one_kind.server.url.replace("tcp", scheme)) as store:
         store.put("a", OVER_THE_SOCKET)
         store.put("b", IN_THE_POOL)
         assert calls_of(lambda: operation(store)) - 1 <= most

@@ -480,6 +480,7 @@ def test_close_during_a_copy_lets_it_end(copier: CopyThreads, numpy: FakeNumpy) 
     assert not helper.is_alive()
 
 
+@pytest.mark.process
 def test_a_child_that_is_forked_during_a_copy_copies_alone_and_the_parent_goes_on(
     copier: CopyThreads, numpy: FakeNumpy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from infinistore.disk.jobs import ReadInto
 from infinistore.disk_io.store_disks import StoreDisks, open_disks
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError, DiskFailed, KeyNotFound
-from tests.clients.stores import EMBEDDED, STORES, Loops, Opened
+from tests.clients.stores import EMBEDDED, STORES, Loops, Opened, differing
 from tests.disk_io.faulty_runner import FaultyRunner, Hang
 from tests.server.running import KIB, MIB, make_config
 
@@ -60,7 +60,7 @@ def until_recovered(opened: Opened) -> None:
             return
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_what_memory_has_no_room_for_is_read_from_disk(kind: str, loops: Loops, tmp_path: Path) -> None:
     blocks = blocks_of(4 * POOL_BYTES)
     keys = list(blocks)
@@ -85,7 +85,7 @@ def test_what_memory_has_no_room_for_is_read_from_disk(kind: str, loops: Loops, 
             store.get_many_into([(keys[0], room[0]), ("missing", room[1])], all_or_nothing=True)
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_what_was_durable_is_there_when_the_store_is_opened_again(kind: str, loops: Loops, tmp_path: Path) -> None:
     blocks = blocks_of(2 * POOL_BYTES)
     config = with_disk(tmp_path / "disk")
@@ -103,7 +103,7 @@ def test_what_was_durable_is_there_when_the_store_is_opened_again(kind: str, loo
         assert not any(opened.store.exists_many(list(blocks)))
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_a_prefetch_brings_the_head_of_a_prefix_into_memory(kind: str, loops: Loops, tmp_path: Path) -> None:
     blocks = blocks_of(2 * POOL_BYTES)
     keys = list(blocks)
@@ -126,7 +126,7 @@ def test_a_prefetch_brings_the_head_of_a_prefix_into_memory(kind: str, loops: Lo
         assert not store.release_hold(ahead.hold)
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_an_equal_block_on_disk_is_not_written_twice(kind: str, loops: Loops, tmp_path: Path) -> None:
     blocks = blocks_of(2 * POOL_BYTES)
     with STORES[kind](loops, with_disk(tmp_path / "disk"), {}, 1) as opened:
@@ -139,7 +139,7 @@ def test_an_equal_block_on_disk_is_not_written_twice(kind: str, loops: Loops, tm
         assert disk.disks[0].device_written_bytes < 1.5 * sum(map(len, blocks.values()))
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_a_store_without_a_disk_has_nothing_durable_and_reads_nothing_ahead(kind: str, loops: Loops) -> None:
     with STORES[kind](loops, make_config(), {}, 1) as opened:
         store = opened.store
@@ -242,7 +242,7 @@ def test_what_waits_is_written_although_all_before_it_was_evicted(tmp_path: Path
         assert written > 0
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_a_pool_over_a_disk_of_32_times_its_size(kind: str, loops: Loops, tmp_path: Path) -> None:
     check_a_small_pool_over_a_large_disk(kind, loops, tmp_path / "disk", POOL_BYTES, BLOCK_BYTES)
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infinistore.blocking import BlockingStore
 from infinistore.client.memory.views import PrivateBlocks
 from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
 from infinistore.protocol.messages import MISSING
 from infinistore.statistics import StoreStatistics
-from tests import warm
 from tests.clients.conftest import Remotes
-from tests.clients.stores import Opened
+from tests.clients.stores import SILENT, Opened
 from tests.server.running import KIB, MIB
 
 BLOCKS = {"a": b"a" * 70_000, "b": bytes(range(256)) * 512, "short": b"short"}
@@ -362,28 +362,16 @@ def test_a_reservation_of_nothing_stores_nothing(opened: Opened) -> None:
         ({5: 1}, TypeError),
     ],
 )
+@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
 def test_sizes_that_make_no_sense_are_refused_before_anything_is_sent(
-    opened: Opened, sizes: Any, error: type[Exception]
+    store: BlockingStore, sizes: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        opened.store.reserve(sizes)
+        store.reserve(sizes)
 
 
 @pytest.mark.parametrize("keys", ["abc", [""], ["k" * 1025], [5]])
-def test_keys_that_make_no_sense_are_refused_before_anything_is_sent(opened: Opened, keys: Any) -> None:
+@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
+def test_keys_that_make_no_sense_are_refused_before_anything_is_sent(store: BlockingStore, keys: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        opened.store.lease(keys)
-
-
-def test_at_the_end_of_the_process_live_arrays_do_no_harm() -> None:
-    code = """
-import numpy
-from infinistore import blocking
-with blocking.open_store(pool_bytes=1 << 20) as store:
-    store.put("a", b"abc")
-    with store.lease(["a"]) as views:
-        array = numpy.frombuffer(views[0], numpy.uint8)
-print(array.tobytes().decode())
-"""
-    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("abc\n", "")
+        store.lease(keys)

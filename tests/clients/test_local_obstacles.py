@@ -3,10 +3,10 @@ error, or another way.
 """
 
 import os
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,10 @@ from infinistore import blocking
 from infinistore.errors import StoreUnavailable, VersionMismatch
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import ErrorReply
-from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import in_child
-from tests.clients.test_shared_memory import best, run_client, server_process
+from tests.clients.on_this_host import best, run_client, serving
+from tests.clients.shared_serving import Shared
+from tests.clients.stores import Loops
 
 NOBODY = 65534
 
@@ -29,13 +30,6 @@ def way(url: str) -> tuple[str, str]:
         assert store.get("way") == bytes(100_000)
         stats = store.stats()
         return stats.transport, stats.transport_reason
-
-
-@contextmanager
-def announcing_server(folder: Path) -> Iterator[ServerProcess]:
-    with server_process(folder) as server:
-        assert way(best(server))[0] == "shm"
-        yield server
 
 
 def as_somebody_else(check: Callable[[], None], path: Path) -> None:
@@ -53,21 +47,25 @@ def as_somebody_else(check: Callable[[], None], path: Path) -> None:
     in_child(other)
 
 
-def test_the_socket_of_another_user_is_refused_with_the_remedy_or_tcp_is_taken(tmp_path: Path) -> None:
-    with announcing_server(tmp_path) as server:
+@pytest.mark.process
+def test_the_socket_of_another_user_is_refused_with_the_remedy_or_tcp_is_taken(one_kind: Shared) -> None:
+    url = best(one_kind.server)
+    assert way(url)[0] == "shm"
 
-        def check() -> None:
-            with pytest.raises(StoreUnavailable, match=r"Permission denied; connect as the user .* or by TCP"):
-                way(f"shm://{tmp_path}/store.sock")
-            transport, reason = way(best(server))
-            assert (transport, "Permission denied" in reason) == ("tcp", True)
+    def check() -> None:
+        with pytest.raises(StoreUnavailable, match=r"Permission denied; connect as the user .* or by TCP"):
+            way(one_kind.url)
+        transport, reason = way(url)
+        assert (transport, "Permission denied" in reason) == ("tcp", True)
 
-        as_somebody_else(check, tmp_path / "store.sock")
+    as_somebody_else(check, one_kind.server.unix_path)
 
 
-def test_a_stale_socket_file_is_unavailable_or_tcp_is_taken(tmp_path: Path) -> None:
-    with announcing_server(tmp_path) as server:
-        path = tmp_path / "store.sock"
+@pytest.mark.usefixtures("no_pauses")
+def test_a_stale_socket_file_is_unavailable_or_tcp_is_taken(loops: Loops, tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    with loops.trio.entered(lambda: serving(tmp_path)) as server:
+        assert way(best(server))[0] == "shm"
         path.unlink()
         with socket.socket(socket.AF_UNIX) as left_behind:
             left_behind.bind(str(path))
@@ -75,7 +73,8 @@ def test_a_stale_socket_file_is_unavailable_or_tcp_is_taken(tmp_path: Path) -> N
             way(f"shm://{path}")
         transport, reason = way(best(server))
         assert (transport, "Connection refused" in reason) == ("tcp", True)
-        server.restart()  # it replaces what a dead server left behind
+    assert path.is_socket()
+    with loops.trio.entered(lambda: serving(tmp_path)) as server:  # it replaces what a dead server left behind
         assert way(best(server))[0] == way(f"shm://{path}")[0] == "shm"
 
 
@@ -101,41 +100,48 @@ def test_a_server_of_another_version_is_told_from_one_that_is_away(tmp_path: Pat
         thread.join()
 
 
-def test_a_process_without_address_space_for_the_pool_is_told_so_and_holds_nothing_back(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_process_without_address_space_or_descriptors_is_told_so_and_goes_on_later(one_kind: Shared) -> None:
     code = """
-    import resource
-    from infinistore import OutOfMemory
-    def told(call):
-        try:
-            call()
-        except OutOfMemory as error:
-            print(error)
+    import os, resource
+    from infinistore import OutOfMemory, StoreUnavailable
+    def put():
+        store.put("large", bytes(100_000))
     def lease():
         with store.lease(["key"]):
             pass
     def reserve():
         with store.reserve({"other": 100_000}) as views:
             views[0][:] = bytes(100_000)
+    def refused(error, *calls):
+        for call in calls:
+            try:
+                call()
+            except error as refusal:
+                print(refusal)
     store.put("key", b"short")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    refused(StoreUnavailable, put)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (8 << 20), resource.RLIM_INFINITY))
-    for call in (lease, reserve, lambda: store.put("large", bytes(100_000))):
-        told(call)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (2 << 20), resource.RLIM_INFINITY))
+    refused(OutOfMemory, lease, reserve, put)
     assert store.get("key") == b"short"
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    for call in (lease, reserve, lambda: store.put("large", bytes(100_000))):
+    for call in (lease, reserve, put):
         call()
-    print(sorted(store.keys()), flush=True)
+    assert store.get("large") == bytes(100_000)
+    print(store.stats().transport, sorted(store.keys()), flush=True)
 """
-    with server_process(tmp_path):
-        client = run_client(f"shm://{tmp_path}/store.sock", code)
-        output, _ = client.communicate()
-        assert client.returncode == 0
-        *errors, last = output.decode().splitlines()
-        assert len(errors) == 3
-        assert all("mapping 16 MiB" in error and "ulimit -v" in error for error in errors)
-        assert last == "['key', 'large', 'other']"
-        with blocking.open_store(f"shm://{tmp_path}/store.sock") as store:
-            while (found := store.stats().store).clients > 1:
-                os.sched_yield()
-            assert (found.reservations, found.leases, found.quarantined_bytes) == (0, 0, 0)
+    client = run_client(one_kind.url, code)
+    output, _ = client.communicate()
+    assert client.returncode == 0
+    first, *errors, last = output.decode().splitlines()
+    assert re.search(r"descriptors.*ulimit -n", first)
+    assert len(errors) == 3
+    assert all("mapping 4 MiB" in error and "ulimit -v" in error for error in errors)
+    assert last == "shm ['key', 'large', 'other']"
+    one_kind.until(clients=0, reservations=0, leases=0, quarantined_bytes=0)

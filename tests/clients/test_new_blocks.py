@@ -3,19 +3,21 @@ to it, and never before.
 """
 
 import queue
+import runpy
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
+from infinistore.client.movers import new_blocks
 from infinistore.client.movers.new_blocks import NewBlocks
-from tests import warm
-from tests.clients.test_shared_memory import server_process
+from tests.clients.shared_serving import Shared
 
 KIB = 1024
 SIZES = [64 * KIB, 100 * KIB]
@@ -76,23 +78,22 @@ def test_what_is_longer_than_what_is_kept_is_not_kept() -> None:
 
 
 def test_a_debugger_that_looked_on_while_the_module_was_imported_changes_nothing() -> None:
-    program = """
-import sys
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        # Elsewhere it is Python 3.12 that fails: a comprehension over globals() of a
+        # module.
+        if frame.f_code.co_filename == new_blocks.__file__:
+            frame.f_locals  # noqa: B018 - which makes it
+        return look
 
-def look(frame, event, argument):
-    # Elsewhere it is Python 3.12 that fails: a comprehension over globals() of a module.
-    if frame.f_code.co_filename.endswith("new_blocks.py"):
-        frame.f_locals
-    return look
-
-sys.settrace(look)
-from infinistore.client.movers.new_blocks import NewBlocks
-sys.settrace(None)
-new = NewBlocks()
-held = list(new.of([65536] * 4))
-assert not {id(block) for block in new.of([65536] * 4)} & {id(block) for block in held}
-"""
-    warm.run([sys.executable, "-c", program], cold=True, check=True, timeout=60)
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        module = runpy.run_path(new_blocks.__file__)
+    finally:
+        sys.settrace(before)
+    new = module["NewBlocks"]()
+    held = list(new.of([65536] * 4))
+    assert not {id(block) for block in new.of([65536] * 4)} & {id(block) for block in held}
 
 
 def test_blocks_that_another_thread_holds_are_not_given_out() -> None:
@@ -123,9 +124,9 @@ def test_blocks_that_another_thread_holds_are_not_given_out() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["unix", "shm"])
-def test_values_that_are_held_stay_what_they_were(scheme: str, tmp_path: Path) -> None:
+def test_values_that_are_held_stay_what_they_were(scheme: str, one_kind: Shared) -> None:
     count = 8
-    with server_process(tmp_path), blocking.open_store(f"{scheme}://{tmp_path}/store.sock") as store:
+    with blocking.open_store(f"{scheme}://{one_kind.server.unix_path}") as store:
         for number in range(6):
             store.put_many([(f"{number}/{key}", bytes([number]) * 64 * KIB) for key in range(count)])
         held = []

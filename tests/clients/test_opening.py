@@ -5,7 +5,6 @@ import itertools
 import mmap
 import os
 import resource
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,12 +17,10 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
-from tests import warm
 from tests.bad_days.refused_threads import refused_threads
-from tests.bad_days.servers import running_server_process
 from tests.clients.conftest import Remotes
 from tests.clients.event_loops import as_blocking
-from tests.clients.stores import STORES, Loops
+from tests.clients.stores import STORES, Loops, differing
 from tests.server.running import MIB, make_config, running_server
 
 
@@ -47,7 +44,7 @@ async def test_the_callers_own_exception_leaves_the_block_as_itself(remote: bool
         await server.quiet()
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_a_store_that_is_closed_is_unavailable(kind: str, loops: Loops) -> None:
     with STORES[kind](loops, make_config(), {}, 1) as opened:
         store = opened.store
@@ -175,65 +172,7 @@ def _open_another(opened: Any) -> None:
         pass
 
 
-# Forks. In a process of their own: pytest has threads, and a child of it should not run
-# its exit.
-
-_FORK = """
-import os, sys, trio, warnings
-from contextlib import ExitStack
-from infinistore import blocking
-from infinistore.errors import StoreUnavailable
-warnings.simplefilter("error")
-
-url = sys.argv[1] if sys.argv[1] != "embedded" else None
-stack = ExitStack()
-store = stack.enter_context(blocking.open_store(url, **({} if url else {"pool_bytes": 1 << 20})))
-store.put("a", b"of the parent")
-read, write = os.pipe()
-child = os.fork()
-if child == 0:
-    verdict = b"nothing was raised"
-    try:
-        store.get("a")
-    except StoreUnavailable as error:
-        verdict = b"unavailable" if "fork" in str(error) else str(error).encode()
-    try:
-        stack.close()
-        with blocking.open_store(url, **({} if url else {"pool_bytes": 1 << 20})) as own:
-            own.put("b", b"of the child")
-            assert own.get("b") == b"of the child"
-    except BaseException as error:
-        verdict = repr(error).encode()
-    os.write(write, verdict)
-    os._exit(0)
-os.close(write)
-verdict = os.read(read, 10000)
-os.waitpid(child, 0)
-assert verdict == b"unavailable", verdict
-assert store.get("a") == b"of the parent"
-store.put("c", b"still there")
-stack.close()
-print("good")
-"""
-
-
-def _run(script: str, *arguments: str) -> str:
-    done = warm.run(
-        [sys.executable, "-P", "-W", "error", "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout)
-
-
-@pytest.mark.parametrize("kind", ["embedded", "remote"])
-def test_a_forked_child_cannot_use_the_store_of_its_parent_but_may_open_one(kind: str, loops: Loops) -> None:
-    with loops.trio.entered(running_server) as server:
-        assert _run(_FORK, server.url if kind == "remote" else "embedded") == "good\n"
+# Lazily
 
 
 @contextmanager
@@ -249,16 +188,13 @@ LAZY_OPENERS: dict[str, Callable[[Loops, str], AbstractContextManager[blocking.B
 }
 
 
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("kind", LAZY_OPENERS)
-def test_a_lazy_store_opens_before_its_server_and_finds_it_later(
-    kind: str, loops: Loops, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
-    with running_server_process() as server:
-        server.kill()
-        with LAZY_OPENERS[kind](loops, server.url) as store:
-            with pytest.raises(StoreUnavailable):
-                store.exists("a")
-            server.start()
+def test_a_lazy_store_opens_before_its_server_and_finds_it_later(kind: str, loops: Loops, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with LAZY_OPENERS[kind](loops, f"unix://{path}") as store:
+        with pytest.raises(StoreUnavailable):
+            store.exists("a")
+        with loops.trio.entered(lambda: running_server(make_config(unix_socket=path))):
             store.put("a", b"abc")
             assert store.get("a") == b"abc"

@@ -138,6 +138,7 @@ def test_a_batch_of_more_blocks_than_a_client_can_pin_by_itself_is_asked_for(one
     one_kind.until(leases=0)
 
 
+@pytest.mark.process
 def test_the_end_of_a_forked_child_leaves_what_the_parent_reads_alone(one_kind: Shared) -> None:
     from tests.bad_days.test_fork import in_child
 

@@ -6,15 +6,12 @@ What another client has replaced, deleted or evicted is seen at once. Leases:
 `test_own_reads_at_once.py`.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import infinistore
-from infinistore import blocking
-from infinistore.blocking import BlockingStore
 from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import (
     BufferTooSmall,
@@ -27,7 +24,6 @@ from infinistore.server.environment import Environment
 from tests.clients.own_reading import LOOKUPS, READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
-from tests.clients.test_shared_memory import server_process
 from tests.server.running import KIB, make_config, running_server
 
 pytestmark = [needs_tables, pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")]
@@ -238,38 +234,10 @@ def test_bytes_read_without_asking_are_not_counted_for_the_request_that_follows(
 # A server that is gone
 
 
-def test_a_server_that_was_killed_is_unavailable_and_another_one_serves_its_own(tmp_path: Path) -> None:
-    url = f"shm://{tmp_path}/store.sock"
-    with server_process(tmp_path) as server, blocking.open_store(url, deadline_s=1) as store:
-        store.put_many(LONG)
-        knows(store, LONG)
-        arrays = arrays_of(store, "a")
-        server.kill()
-        for call in (*READS.values(), *LOOKUPS):
-            with pytest.raises(StoreUnavailable):
-                call(store)
-        server.start()
-        with blocking.open_store(url) as other:
-            assert values_of(other, ["a", "b"]) == [None, None]
-            until_it_answers(store)
-            assert values_of(store, ["a", "b"]) == [None, None]
-            assert not store.exists("a")
-            other.put_many(SHORT)
-            for _ in range(3):
-                assert READS["get_many"](store) == list(SHORT.values())
-        assert arrays[0].tobytes() == LONG["a"]
-
-
-def until_it_answers(store: BlockingStore) -> None:
-    while True:
-        with suppress(StoreUnavailable):
-            store.exists("anything")
-            return
-
-
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("with_arrays", [False, True])
 def test_a_server_that_has_drained_is_unavailable(shared: Shared, with_arrays: bool) -> None:
-    store = shared.open(deadline_s=0.3)
+    store = shared.open()
     store.put_many(LONG)
     knows(store, LONG)
     arrays = arrays_of(store, "a", "b") if with_arrays else []
@@ -283,7 +251,7 @@ def test_a_server_that_has_drained_is_unavailable(shared: Shared, with_arrays: b
 
 async def test_a_server_restarted_at_the_same_path_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
     config = make_config(unix_socket=str(tmp_path / "store.sock"))
-    async with infinistore.open_store(f"shm://{tmp_path}/store.sock", lazy=True, deadline_s=5) as store:
+    async with infinistore.open_store(f"shm://{tmp_path}/store.sock", lazy=True) as store:
         for number in range(3):
             async with running_server(config):
                 blocks = {key: value + bytes([number]) for key, value in LONG.items()}

@@ -12,10 +12,10 @@ import trio
 import infinistore
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
+from tests.clients.on_this_host import server_process
 from tests.clients.own_reading import arrays_of, knows, needs_tables
 from tests.clients.shared_serving import Shared
 from tests.clients.test_cancellation import cancel_at_each_await
-from tests.clients.test_shared_memory import server_process
 from tests.server.running import MIB, make_config, running_server
 
 pytestmark = [needs_tables, pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")]
@@ -101,6 +101,7 @@ class Struggle:
         return thread
 
 
+@pytest.mark.process
 def test_many_threads_read_replace_and_delete_at_once_and_see_no_wrong_byte(tmp_path: Path) -> None:
     url = f"shm://{tmp_path}/store.sock"
     options: dict[str, Any] = {"verify": "never", "inline_bytes": 0}

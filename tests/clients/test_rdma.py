@@ -469,6 +469,7 @@ async def test_other_drivers_use_it_too() -> None:
         assert fabric.moved_bytes == 4 * len(VALUE)
 
 
+@pytest.mark.process
 async def test_a_forked_child_leaves_the_parents_device_alone() -> None:
     async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
         await store.put("a", VALUE)

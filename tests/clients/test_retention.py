@@ -13,7 +13,7 @@ from infinistore.errors import KeyNotFound, LimitExceeded, VersionMismatch
 from infinistore.protocol.versions import Capability
 from tests.clients.own_reading import needs_tables
 from tests.clients.shared_serving import LONG, Shared
-from tests.clients.stores import REMOTE, STORES, Loops, Opened, servers_lack
+from tests.clients.stores import REMOTE, SILENT, STORES, Loops, Opened, differing, servers_lack
 from tests.clients.test_disks import read, until_recovered, with_disk
 from tests.server.running import KIB, MIB, make_config
 
@@ -71,14 +71,11 @@ def test_a_key_is_a_miss_for_everybody_when_its_time_is_over(opened: Opened, how
 
 @pytest.mark.parametrize("ttl_s", [0, -1, -0.5, float("nan"), float("inf"), 1e10, "5", True])
 @pytest.mark.parametrize("how", PUTS)
-def test_a_time_that_is_none_is_refused_before_anything_is_sent(how: str, ttl_s: Any) -> None:
-    class Silent(BlockingStore):
-        def _call(self, request: Any) -> Any:
-            raise AssertionError("something was sent")
-
+@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
+def test_a_time_that_is_none_is_refused_before_anything_is_sent(store: BlockingStore, how: str, ttl_s: Any) -> None:
     kind = TypeError if isinstance(ttl_s, str | bool) else ValueError
     with pytest.raises(kind, match=r"ttl_s is .*seconds"):
-        PUTS[how](Silent(), {"k": b"v"}, ttl_s)
+        PUTS[how](store, {"k": b"v"}, ttl_s)
 
 
 @needs_tables
@@ -128,14 +125,11 @@ def test_a_pin_with_a_time_ends_by_itself(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), 1e10, "5", True])
-def test_a_pin_for_a_time_that_is_none_is_refused_before_anything_is_sent(ttl_s: Any) -> None:
-    class Silent(BlockingStore):
-        def _call(self, request: Any) -> Any:
-            raise AssertionError("something was sent")
-
+@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
+def test_a_pin_for_a_time_that_is_none_is_refused_before_anything_is_sent(store: BlockingStore, ttl_s: Any) -> None:
     kind = TypeError if isinstance(ttl_s, str | bool) else ValueError
     with pytest.raises(kind, match=r"ttl_s is .*seconds"):
-        Silent().pin(["k"], ttl_s=ttl_s)
+        store.pin(["k"], ttl_s=ttl_s)
 
 
 def test_pins_over_the_bound_name_the_setting(opened: Opened) -> None:
@@ -148,7 +142,7 @@ def test_pins_over_the_bound_name_the_setting(opened: Opened) -> None:
     assert store.stats().store.protected_bytes == MIB
 
 
-@pytest.mark.parametrize("kind", REMOTE)
+@pytest.mark.parametrize("kind", differing(REMOTE))
 def test_the_bound_is_a_setting_of_the_server(kind: str, loops: Loops) -> None:
     config = make_config(prealloc_bytes=4 * MIB, max_protected_ratio=0.0)
     with REMOTE[kind](loops, config, {}, 1) as opened:
@@ -164,7 +158,7 @@ def test_more_keys_than_a_request_takes_are_pinned_in_parts(opened: Opened) -> N
     assert opened.store.unpin(keys) == 10
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_what_ends_is_in_memory_only(kind: str, loops: Loops, tmp_path: Path) -> None:
     """Not even an earlier block of its key comes back."""
     config = with_disk(tmp_path / "disk")
@@ -184,7 +178,7 @@ def test_what_ends_is_in_memory_only(kind: str, loops: Loops, tmp_path: Path) ->
         assert read(opened.store, keys) == [None] * 4 + [b"3" * 1000]
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", differing(STORES))
 def test_an_evicted_block_that_ends_is_not_on_disk(kind: str, loops: Loops, tmp_path: Path) -> None:
     with STORES[kind](loops, with_disk(tmp_path / "disk"), {}, 1) as opened:
         store = opened.store

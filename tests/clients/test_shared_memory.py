@@ -3,13 +3,7 @@ and what they survive.
 """
 
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,42 +26,14 @@ from infinistore.protocol.effects import ReceiveDescriptors, Send
 from infinistore.protocol.messages import HelloReply
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.protocol.states import State
-from tests import warm
-from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import in_child
+from tests.clients.on_this_host import best, open_files, server_process, serving
+from tests.clients.shared_serving import Shared
 from tests.clients.test_cancellation import cancel_at_each_await
-from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
+from tests.ports import own_ports
+from tests.server.running import KIB, MIB, POOL_BYTES, running_server
 
 VALUE = bytes(range(256)) * 1024  # more than goes inline
-SHARED = ("shm-threads", "shm-trio", "shm-asyncio")
-
-
-@asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncGenerator[RunningServer, None]:
-    async with running_server(make_config(unix_socket=str(folder / "store.sock"), **settings)) as server:
-        yield server
-
-
-@contextmanager
-def server_process(folder: Path, *flags: str) -> Iterator[ServerProcess]:
-    """A server that can be killed and comes back at the same port, with a Unix
-    socket.
-    """
-    server = ServerProcess("--unix-socket", str(folder / "store.sock"), *flags)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-
-
-def best(server: RunningServer | ServerProcess) -> str:
-    """The URL that leaves the way open."""
-    return server.url.replace("tcp://", "infinistore://")
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 async def way(url: str, **options: Any) -> tuple[str, str]:
@@ -208,17 +174,18 @@ async def test_a_server_with_no_room_for_a_second_connection_is_used_by_tcp(tmp_
         await server.quiet()
 
 
-def test_a_server_that_was_restarted_is_found_again_with_new_arenas(tmp_path: Path) -> None:
-    with server_process(tmp_path) as server, blocking.open_store(best(server), deadline_s=20) as store:
-        store.put("key", VALUE)
-        before = open_files()
-        for _ in range(3):
-            server.restart()
-            assert store.get_many(["key"]) == [None]
-            store.put("key", VALUE)
-            assert store.get("key") == VALUE
-            assert store.stats().transport == "shm"
-        assert open_files() == before
+async def test_a_server_that_was_restarted_is_found_again_with_new_arenas(tmp_path: Path) -> None:
+    (port,) = own_ports(1)
+    before = 0
+    async with infinistore.open_store(f"infinistore://127.0.0.1:{port}", lazy=True) as store:
+        for number in range(4):
+            async with serving(tmp_path, service_port=port):
+                assert await store.get_many(["key"]) == [None]
+                await store.put("key", VALUE)
+                assert await store.get("key") == VALUE
+                assert (await store.stats()).transport == "shm"
+                assert open_files() == before or not number
+                before = open_files()
 
 
 # Puts and gets
@@ -425,9 +392,6 @@ def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths
     arena.close()
 
 
-# Processes
-
-
 def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     """The call is dropped after descriptors have come, and before the whole
     reply has.
@@ -452,92 +416,10 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     arena.close()
 
 
-def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
-    """A client in a process of its own; `code` has `store`, and says on standard output
-    where it has come.
-    """
-    program = f"import sys\nfrom infinistore import blocking\nwith blocking.open_store({url!r}) as store:\n{code}"
-    return warm.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+# Threads and forks
 
 
-HALT = """
-    from infinistore.client.memory import copy_threads
-    store.put("mine", bytes(300_000))
-    async def halt(*_, **__):
-        print("halted", flush=True)
-        sys.stdin.read()
-    copy_threads.copy_blocks = halt
-"""
-
-
-@pytest.mark.parametrize("call", ['store.put("new", bytes(1 << 20))', 'store.get("mine")'], ids=["put", "get"])
-async def test_a_client_that_is_killed_during_its_copy_gives_its_room_back(tmp_path: Path, call: str) -> None:
-    async with serving(tmp_path) as server:
-        client = run_client(best(server), f"{HALT}\n    {call}\n")
-        assert client.stdout is not None
-        line = await trio.to_thread.run_sync(client.stdout.readline)
-        assert line == b"halted\n"
-        statistics = server.core.statistics()
-        assert statistics.reservations + statistics.leases == 1
-        client.send_signal(signal.SIGKILL)
-        await trio.to_thread.run_sync(client.communicate)
-        await server.quiet()
-        assert server.core.statistics().quarantined_bytes == 0
-        assert server.core.keys() == ["mine"]
-
-
-def test_a_process_without_free_descriptors_gets_a_typed_error_and_goes_on_later(tmp_path: Path) -> None:
-    code = """
-    import os, resource
-    from infinistore import StoreUnavailable
-    store.exists("key")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        store.put("key", bytes(1 << 20))
-    except StoreUnavailable as error:
-        print(error)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    store.put("key", bytes(1 << 20))
-    assert store.get("key") == bytes(1 << 20)
-    print(store.stats().transport)
-"""
-    with server_process(tmp_path) as server:
-        client = run_client(f"shm://{tmp_path}/store.sock", code)
-        output, _ = client.communicate()
-        assert client.returncode == 0
-        assert re.search(rb"descriptors.*ulimit -n", output)
-        assert output.endswith(b"shm\n")
-        assert server.process is not None
-
-
-def test_mapped_views_stay_readable_when_the_server_is_gone(tmp_path: Path) -> None:
-    code = """
-    store.put("key", bytes(range(256)) * 4096)
-    assert len(store.get("key")) == 1 << 20
-    pool = store.calls.mapped_pool
-    (read,), (write,) = (pool.views([0], [16 << 20], writable=w) for w in (False, True))
-    print("mapped", flush=True)
-    sys.stdin.readline()
-    write[:3] = b"abc"
-    assert bytes(read[:3]) == b"abc" and len(bytes(read)) == 16 << 20
-    write[-1] = 1
-    try:
-        store.get("key")
-    except Exception as error:
-        print(type(error).__name__, flush=True)
-"""
-    with server_process(tmp_path) as server:
-        client = run_client(best(server) + "?deadline_s=0.2", code)
-        assert client.stdout is not None
-        assert client.stdout.readline() == b"mapped\n"
-        server.kill()
-        output, _ = client.communicate(b"\n")
-        assert (client.returncode, output.strip()) in ((0, b"StoreUnavailable"), (0, b"DeadlineExceeded"))
-
-
+@pytest.mark.process
 def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     others = set(os.listdir("/proc/self/fd"))
     with server_process(tmp_path) as server, blocking.open_store(best(server)) as store:
@@ -560,8 +442,8 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path
         store.put("key", VALUE)
 
 
-def test_many_threads_share_one_mapping(tmp_path: Path) -> None:
-    with server_process(tmp_path) as server, blocking.open_store(best(server), max_connections=4) as store:
+def test_many_threads_share_one_mapping(one_kind: Shared) -> None:
+    with blocking.open_store(one_kind.url, max_connections=4) as store:
         failures: list[BaseException] = []
 
         def work(name: str) -> None:

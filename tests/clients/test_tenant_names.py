@@ -125,10 +125,15 @@ import asyncio, os, sys, trio
 import infinistore
 from infinistore import aio, blocking
 
-uid, url = int(sys.argv[1]), sys.argv[2]
+url, *uids = sys.argv[1:]
 with blocking.open_store("tcp://127.0.0.1:1", lazy=True):
     pass  # what is imported late must be imported by who may read it
 os.setgroups([])
+uid = int(uids[0])
+if os.fork() == 0:
+    uid = int(uids[1])
+else:
+    os.wait()
 os.setgid(uid)
 os.setuid(uid)
 
@@ -152,22 +157,18 @@ for call in (lambda: trio.run(trio_client), lambda: asyncio.run(asyncio_client()
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif("os.getuid() != 0", reason="only root can become another user")
-@pytest.mark.parametrize(
-    ("uid", "told"),
-    [
-        (USER, "PermissionDenied: Purge needs the role admin, and tenant alice has read, write;"),
-        (NOBODY, f"AuthenticationFailed: this server has tenants, and user {NOBODY} of its machine is none;"),
-    ],
-)
-def test_another_user_is_another_tenant_or_nobody(
-    loops: Loops, uid: int, told: str, tmp_path: Path, open_folder: Path
-) -> None:
+def test_another_user_is_another_tenant_or_nobody(loops: Loops, tmp_path: Path, open_folder: Path) -> None:
     """In all three dresses, of which each calls itself alice."""
+    told = [
+        f"AuthenticationFailed: this server has tenants, and user {NOBODY} of its machine is none;",
+        "PermissionDenied: Purge needs the role admin, and tenant alice has read, write;",
+    ]
     file = written(tmp_path, BY_USER)
     with serving(loops, None, tenants=file, unix_socket=str(open_folder / "s"), unix_socket_access="all") as server:
-        command = [sys.executable, "-c", AS_ANOTHER_USER, str(uid), f"unix://{server.unix_path}"]
+        command = [sys.executable, "-c", AS_ANOTHER_USER, f"unix://{server.unix_path}", str(USER), str(NOBODY)]
         ended = warm.run(command, capture_output=True, text=True, check=False)
     lines = ended.stdout.splitlines()
-    assert len(lines) == 3, ended.stderr
-    assert all(line.startswith(told) for line in lines)
+    assert len(lines) == 6, ended.stderr
+    assert all(line.startswith(told[index // 3]) for index, line in enumerate(lines))

@@ -275,6 +275,7 @@ def test_an_authority_is_no_key(tmp_path: Path) -> None:
         assert problem in str(refused.value)
 
 
+@pytest.mark.process
 def test_who_asks_for_no_tls_does_not_load_it() -> None:
     program = """
 import sys
