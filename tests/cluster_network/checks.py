@@ -45,7 +45,7 @@ def check(
     byte, no older value, and the nodes that nothing happened to have all they should.
     `of` are the clients that nothing happened to.
     """
-    reports = cluster.ask("report")
+    reports = cluster.reports()
     check_values(reports)
     for name in of:
         report = reports[name]

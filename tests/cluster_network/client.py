@@ -9,7 +9,8 @@ is older than the last that was stored before the get, or that was read before i
 A line of standard input is a command, in JSON, and is answered by one line: `["start"]`
 begins, `["begin", VICTIM]` puts all keys again and forgets what was seen so far,
 `["view", IDS, SECONDS]` and `["hits", NODE, SECONDS]` wait for a view, and until a node
-has what it should have, and `["report"]` says what was seen.
+has what it should have, and `["report"]` and `["begun"]` say what was
+seen, and which version of each own key was begun to be put.
 """
 
 import json
@@ -146,8 +147,10 @@ class Client:
 
     def report(self) -> dict[str, Any]:
         with self._news:
-            known = {"begun": self._begun, "highest": self._highest, "unordered": sorted(self._unordered)}
-            return {**attrs.asdict(self._seen), **known}
+            return {**attrs.asdict(self._seen), "highest": self._highest, "unordered": sorted(self._unordered)}
+
+    def begun(self) -> dict[str, int]:
+        return self._begun
 
     @staticmethod
     def _ids(view: View) -> list[str]:
@@ -246,6 +249,7 @@ def main() -> None:
             "view": client.view,
             "hits": client.hit,
             "report": client.report,
+            "begun": client.begun,
         }
         for line in sys.stdin:
             command, *arguments = json.loads(line)

@@ -171,6 +171,15 @@ class Cluster:
             pipe.flush()
         return {name: self._answer(name) for name in of}
 
+    def reports(self) -> dict[str, Any]:
+        """What clients have seen. What they have begun to put is asked for when all
+        have said what they have read: nothing can be read that is not begun by then.
+        """
+        reports = self.ask("report")
+        for name, begun in self.ask("begun").items():
+            reports[name]["begun"] = begun
+        return reports
+
     def _answer(self, name: str) -> Any:
         pipe = self.clients[name].stdout
         assert pipe is not None

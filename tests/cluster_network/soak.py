@@ -185,9 +185,9 @@ def soak(seconds: float, seed: str, folder: Path) -> int:
         began = time.monotonic()
         run.run(seconds)
         took_s = time.monotonic() - began
-        reports = cluster.ask("report")
+        reports = cluster.reports()
         steady = bool(cluster.viewed(NODES, _STEADY_S)) and all(cluster.found(node, _STEADY_S) for node in NODES)
-        last = cluster.ask("report")
+        last = cluster.reports()
     print(f"seed {seed}, {took_s:.0f} s, faults: {json.dumps(dict(run.faults.most_common()))}")
     for name, report in reports.items():
         asked, hits = sum(report["asked"].values()), sum(report["hits"].values())
