@@ -23,7 +23,7 @@ def test_a_store_that_only_etcd_cannot_see_stays_for_its_clients_still_can(clust
         assert views_of(report) == {NODES}
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.nightly)])
 def test_no_node_leaves_because_the_leader_of_etcd_does(cluster: Cluster, how: str) -> None:
     leader = cluster.leader()
     cluster.ask("begin", "")
@@ -39,6 +39,7 @@ def test_no_node_leaves_because_the_leader_of_etcd_does(cluster: Cluster, how: s
         assert views_of(report) == {NODES}
 
 
+@pytest.mark.nightly
 def test_a_client_that_missed_what_is_compacted_reads_all_of_it_again(cluster: Cluster) -> None:
     """It keeps its view, and works with it, until then."""
     cluster.ask("begin", "b")

@@ -32,6 +32,7 @@ def test_a_store_that_everybody_has_lost_leaves_and_returns(cluster: Cluster) ->
     check(cluster, "c")
 
 
+@pytest.mark.nightly
 def test_a_slow_link_is_slow_and_nothing_else(cluster: Cluster) -> None:
     cluster.ask("begin", "")
     with cluster.network.slow("b", "10mbit"):
@@ -41,6 +42,7 @@ def test_a_slow_link_is_slow_and_nothing_else(cluster: Cluster) -> None:
         assert views_of(report) == {NODES}
 
 
+@pytest.mark.nightly
 def test_lost_packets_are_sent_again(cluster: Cluster) -> None:
     """One of a hundred. What a lookup learns too late counts as missing."""
     cluster.ask("begin", "")
@@ -53,6 +55,7 @@ def test_lost_packets_are_sent_again(cluster: Cluster) -> None:
         assert views_of(report) == {NODES}
 
 
+@pytest.mark.nightly
 def test_a_clock_that_is_set_changes_nothing(cluster: Cluster, clock: WallClock) -> None:
     """A store's, by an hour forward, which is more than any lease, and back again."""
     if not clock.exists:

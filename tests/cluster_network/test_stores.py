@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from tests.cluster_network.checks import LOOKUP_S, SCHEDULING_S, TTL_S, check, views_of
 from tests.cluster_network.cluster import NODES, Cluster, kill, without
 
@@ -21,6 +23,7 @@ def test_a_store_is_killed_and_comes_back(cluster: Cluster) -> None:
     check(cluster, "b")
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_stopped_holds_nobody_up(cluster: Cluster) -> None:
     cluster.ask("begin", "c")
     with cluster.stopped(cluster.stores["c"]):
@@ -31,6 +34,7 @@ def test_a_store_that_is_stopped_holds_nobody_up(cluster: Cluster) -> None:
     check(cluster, "c")
 
 
+@pytest.mark.nightly
 def test_a_second_server_with_the_id_of_another_ends_and_changes_nothing(cluster: Cluster) -> None:
     """It waits until the lease of the first would have run out."""
     cluster.ask("begin", "")

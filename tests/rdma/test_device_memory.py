@@ -63,6 +63,7 @@ def test_what_is_no_dmabuf_is_refused_in_one_line(hosts: tuple[Host, Host]) -> N
         os.close(fd)
 
 
+@pytest.mark.nightly
 async def test_blocks_go_from_and_to_peer_memory(hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda()
     monkeypatch.setattr(cuda_driver, "load_cuda", lambda: cuda)

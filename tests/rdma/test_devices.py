@@ -76,6 +76,7 @@ def another_address() -> Iterator[str]:
     subprocess.run(["ip", "addr", "del", "10.78.0.1/24", "dev", "veth0"], check=False, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.nightly
 @only_in_guest
 def test_an_address_that_comes_can_be_asked_for_and_one_that_went_cannot(another_address: str) -> None:
     near = ip_address(another_address)

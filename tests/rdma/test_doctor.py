@@ -25,6 +25,7 @@ def test_the_devices_and_the_choice_are_shown(hosts: tuple[Host, Host], capsys: 
     assert found["choice"]["text"].startswith(f"{hosts[1].device} port 1, GID ")
 
 
+@pytest.mark.nightly
 async def test_the_way_to_a_server_by_rdma_is_measured(
     hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]
 ) -> None:

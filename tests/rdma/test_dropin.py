@@ -48,6 +48,7 @@ def test_registered_memory_is_written_and_read_by_rdma(connection: InfinityConne
     assert source == target
 
 
+@pytest.mark.nightly
 def test_a_read_is_all_or_nothing_and_may_have_room_to_spare(connection: InfinityConnection) -> None:
     memory = bytearray(b"v" * SIZE)
     connection.register_mr(pointer(memory), SIZE)

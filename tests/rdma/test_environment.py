@@ -30,6 +30,7 @@ def test_there_are_two_devices_with_active_ports(hosts: tuple[Host, Host]) -> No
     assert [state(host) for host in hosts] == ["ACTIVE", "ACTIVE"]
 
 
+@pytest.mark.nightly
 def test_a_ping_pong_goes_from_one_to_the_other_over_the_cable(hosts: tuple[Host, Host]) -> None:
     before = received_packets("veth1")
     # The second tries again until the first listens, which does not say when: its
@@ -48,6 +49,7 @@ def test_a_ping_pong_goes_from_one_to_the_other_over_the_cable(hosts: tuple[Host
     assert received_packets("veth1") - before >= 50
 
 
+@pytest.mark.nightly
 def test_a_cable_that_is_pulled_takes_both_ports_down_until_it_is_put_back(cable: Cable) -> None:
     cable.pull()
     assert [state(host) for host in cable.hosts] == ["DOWN", "DOWN"]

@@ -32,7 +32,7 @@ def noise(count: int) -> bytes:
     return random.Random(count).randbytes(count)
 
 
-@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("registered", [True, pytest.param(False, marks=pytest.mark.nightly)])
 async def test_blocks_of_every_size_come_back_as_they_were(hosts: tuple[Host, Host], registered: bool) -> None:
     async with opened(hosts) as (_, store):
         source, target = bytearray(noise(8 * MIB)), bytearray(8 * MIB)
@@ -49,6 +49,7 @@ async def test_blocks_of_every_size_come_back_as_they_were(hosts: tuple[Host, Ho
         assert (await store.stats()).transport == "rdma"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("registered", [True, False])
 async def test_thousands_of_blocks_go_in_one_call(hosts: tuple[Host, Host], registered: bool) -> None:
     """Far more work requests than the queue holds: none of the blocks touches the next,
@@ -69,6 +70,7 @@ async def test_thousands_of_blocks_go_in_one_call(hosts: tuple[Host, Host], regi
     assert count > 10 * CHAIN
 
 
+@pytest.mark.nightly
 async def test_an_arena_is_registered_once_and_nothing_by_a_put_or_get(hosts: tuple[Host, Host]) -> None:
     registered: list[int] = []
     register = VerbsDevice.register
@@ -93,6 +95,7 @@ async def test_an_arena_is_registered_once_and_nothing_by_a_put_or_get(hosts: tu
                 assert registered.count(arena_bytes) == 1
 
 
+@pytest.mark.nightly
 async def test_two_clients_at_once_do_not_meet(hosts: tuple[Host, Host]) -> None:
     async with serving(hosts[0]) as server:
 
@@ -114,6 +117,7 @@ async def test_two_clients_at_once_do_not_meet(hosts: tuple[Host, Host]) -> None
         await server.quiet()
 
 
+@pytest.mark.nightly
 def test_the_store_does_what_the_model_does(hosts: tuple[Host, Host]) -> None:
     @contextmanager
     def over_rdma(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
