@@ -5,13 +5,15 @@ Both run `infinistore.server` as it is. A `RunningServer` lets a test look at th
 behind the server's back.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import outcome
 import trio
+import trio.testing
 
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
@@ -22,11 +24,13 @@ from infinistore.protocol.messages import Hello, HelloReply, Reply, Request
 from infinistore.protocol.states import State
 from infinistore.server import Server, ServerAddresses
 from infinistore.server.composition import compose_server, make_core, open_disks, run_server, share_descriptors
+from infinistore.server.connection.conversation import LINGER_S
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma.mover import RdmaMover
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
+from infinistore.statistics import StoreStatistics
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp, connect_unix
 from infinistore.transports.tls.contexts import client_context
@@ -49,11 +53,53 @@ __all__ = [
     "Peer",
     "RunningServer",
     "connect_tls",
+    "let_linger",
     "make_config",
     "peer_with",
     "running_server",
     "simulated_server",
+    "until",
 ]
+
+
+class _EachStep(trio.abc.Instrument):
+    """Wakes a task after the step of another one that makes a condition hold."""
+
+    def __init__(self, holds: Callable[[], object]) -> None:
+        self._holds = holds
+        self._waiting: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        waiting = self._waiting
+        if waiting is None or task is waiting:
+            return
+        try:
+            if not self._holds():
+                return
+        except Exception as error:  # noqa: BLE001  # it is the waiting task's
+            trio.lowlevel.reschedule(waiting, outcome.Error(error))
+        else:
+            trio.lowlevel.reschedule(waiting)
+        self._waiting = None
+
+    def give_up(self, _: object) -> trio.lowlevel.Abort:
+        self._waiting = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait until this holds, without polling: it is asked after each step of any other
+    task, for nothing else changes what is in this process.
+    """
+    await trio.lowlevel.checkpoint()
+    if holds():
+        return
+    steps = _EachStep(holds)
+    trio.lowlevel.add_instrument(steps)
+    try:
+        await trio.lowlevel.wait_task_rescheduled(steps.give_up)
+    finally:
+        trio.lowlevel.remove_instrument(steps)
 
 
 def make_config(**settings: Any) -> ServerConfig:
@@ -105,13 +151,14 @@ class RunningServer:
         await peer.hello()
         return peer
 
+    async def until(self, **figures: int) -> StoreStatistics:
+        """Wait until the statistics of its store say so."""
+        await until(lambda: all(getattr(self.core.statistics(), name) == figures[name] for name in figures))
+        return self.core.statistics()
+
     async def quiet(self) -> None:
-        """Wait until no client is connected and nothing is reserved or leased; fails if
-        that never comes.
-        """
-        with trio.fail_after(20):
-            while self.server.telemetry.statistics().connections_open or self.core.statistics().clients:
-                await trio.lowlevel.checkpoint()
+        """Wait until no client is connected; nothing is reserved or leased then."""
+        await until(lambda: not (len(self.server.sessions) or self.core.statistics().clients))
         statistics = self.core.statistics()
         assert (statistics.clients, statistics.reservations, statistics.leases) == (0, 0, 0)
         assert statistics.reserved_bytes == 0
@@ -163,8 +210,7 @@ class Peer:
 
     async def is_closed(self) -> bool:
         """Wait for the end of the stream; False if a byte comes first."""
-        with trio.fail_after(20):
-            return await self.stream.receive_into([memoryview(bytearray(1))]) == 0
+        return await self.stream.receive_into([memoryview(bytearray(1))]) == 0
 
     def close(self) -> None:
         self.stream.close()
@@ -236,6 +282,16 @@ async def simulated_server(
         listener.close()
         liveness.close()
         pool.close()
+
+
+async def let_linger(peer: Peer, clock: trio.testing.MockClock) -> None:
+    """Read all that the server has to say to a client, and let the time go by that it
+    gives such a client to leave.
+    """
+    buffer = [memoryview(bytearray(4096))]
+    while await peer.stream.receive_into(buffer):
+        pass
+    clock.jump(LINGER_S)
 
 
 async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:

@@ -62,6 +62,7 @@ from tests.server.running import (
     make_config,
     running_server,
     simulated_server,
+    until,
 )
 from tests.transports.memory_network import random_chunks
 
@@ -574,9 +575,7 @@ async def test_one_connection_too_many_is_told_so(kind: str) -> None:
         assert server.server.telemetry.statistics().connections_refused == 1
         third.close()
         second.close()
-        with trio.fail_after(20):
-            while server.server.telemetry.statistics().connections_open > 1:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: len(server.server.sessions) == 1)
         fourth = await server.peer()
         assert await get(fourth, "canary") == CANARY
         for peer in (first, fourth):
@@ -600,9 +599,7 @@ async def test_a_fault_of_ours_where_a_connection_ends_ends_no_other_and_gives_n
 
         monkeypatch.setattr(server.core, "close_client", fail)
         peer.close()
-        with trio.fail_after(20):
-            while server.server.telemetry.statistics().connections_open > 1:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: len(server.server.sessions) == 1)
         monkeypatch.setattr(server.core, "close_client", close_client)
         assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["internal error"]
         assert server.core.statistics().quarantined_clients == 1

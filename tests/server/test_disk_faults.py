@@ -17,7 +17,7 @@ from infinistore.disk_io.store_disks import StoreDisks, open_disks
 from infinistore.disk_settings import DiskPlace
 from infinistore.server.environment import Environment
 from tests.disk_io.faulty_runner import Fail, Fault, FaultyRunner, Hang, Rot
-from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
+from tests.server.running import KIB, MIB, RunningServer, make_config, running_server, until
 
 BLOCKS = {f"k{index}": bytes([index]) * (64 * KIB) for index in range(48)}
 KEYS = list(BLOCKS)
@@ -109,8 +109,7 @@ async def test_what_is_evicted_while_other_blocks_are_read_is_not_missing(tmp_pa
         async with trio.open_nursery() as nursery:
             nursery.start_soon(get)
             assert faults.runner is not None
-            while not faults.runner.hanging():
-                await trio.lowlevel.checkpoint()
+            await until(faults.runner.hanging)
             assert server.core.evict_keys(keys[1:]) == 1
             faults.reads = None
             faults.runner.end_hangs()
@@ -121,13 +120,14 @@ async def test_a_get_that_is_cancelled_frees_no_room_under_a_read(tmp_path: Path
     faults = Faults()
     async with serving(tmp_path, faults, disk_wait_s=60.0) as (store, server):
         faults.reads = Hang()
-        with trio.move_on_after(0.05):
-            await store.get_many(KEYS[:2])
+        assert faults.runner is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.get_many, KEYS[:2])
+            await until(faults.runner.hanging)
+            nursery.cancel_scope.cancel()
         reserved = server.core.statistics().reserved_bytes
         assert reserved >= len(BLOCKS[KEYS[0]])
         faults.reads = None
-        assert faults.runner is not None
         faults.runner.end_hangs()
-        while server.core.statistics().reserved_bytes:
-            await trio.lowlevel.checkpoint()
+        await server.until(reserved_bytes=0)
         assert await store.get(KEYS[0]) == BLOCKS[KEYS[0]]

@@ -1,5 +1,5 @@
 """How a server ends: requests under way finish, idle connections close, and nobody
-keeps it for ever.
+keeps it for ever. Where the clock stands still, nothing ends because its time is over.
 """
 
 import signal
@@ -18,26 +18,36 @@ from infinistore.protocol.messages import Get, GetReply, Keys, Lease, Put, PutRe
 from infinistore.server import serve
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
-from tests.server.running import KIB, MIB, Peer, RunningServer, make_config, running_server, simulated_server
+from tests.server.running import (
+    KIB,
+    MIB,
+    Peer,
+    RunningServer,
+    let_linger,
+    make_config,
+    running_server,
+    simulated_server,
+    until,
+)
 
-SLOW = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
+SLOW = Put(Keys(["slow", "too"]), pack_u64([500, 500]), checksums=False)
+"""Of two blocks, so that it has room before it comes."""
 
 
-async def test_idle_connections_are_closed_at_once() -> None:
+async def test_idle_connections_are_closed_at_once(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peers = [await server.peer() for _ in range(5)]
         strangers = [Peer(await server.connect()) for _ in range(5)]
         await trio.testing.wait_all_tasks_blocked()
         server.server.drain()
-        with trio.fail_after(20):
-            await server.finished.wait()
-            for peer in (*peers, *strangers):
-                assert await peer.is_closed()
-                peer.close()
+        await server.finished.wait()
+        for peer in (*peers, *strangers):
+            assert await peer.is_closed()
+            peer.close()
         assert server.core.statistics().clients == 0
 
 
-async def test_a_put_under_way_is_finished_and_its_connection_then_closed() -> None:
+async def test_a_put_under_way_is_finished_and_its_connection_then_closed(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         await peer.send_head(SLOW, payload_bytes=1000)
@@ -47,14 +57,13 @@ async def test_a_put_under_way_is_finished_and_its_connection_then_closed() -> N
         assert not server.finished.is_set()
         await peer.send(bytes(1000))
         assert isinstance(await peer.reply_to_half(SLOW), PutReply)
-        with trio.fail_after(20):
-            await server.finished.wait()
+        await server.finished.wait()
         assert await peer.is_closed()
         assert server.core.exists(["slow"]) == b"\1"
         peer.close()
 
 
-async def test_a_get_under_way_is_finished() -> None:
+async def test_a_get_under_way_is_finished(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         value = bytes(range(256)) * 8 * KIB
@@ -66,8 +75,7 @@ async def test_a_get_under_way_is_finished() -> None:
         assert not server.finished.is_set()
         assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), pack_u64())), GetReply)
         assert await peer.payload() == value
-        with trio.fail_after(20):
-            await server.finished.wait()
+        await server.finished.wait()
         peer.close()
 
 
@@ -97,8 +105,7 @@ async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock
     async with running_server(make_config()) as server:
         peer = await pipelining(server, 20)
         statistics = server.server.context.recorder.statistics
-        while not any(one.kind == "get" and one.count == 20 for one in statistics()):
-            await trio.lowlevel.checkpoint()
+        await until(lambda: any(one.kind == "get" and one.count == 20 for one in statistics()))
         await trio.testing.wait_all_tasks_blocked()  # most answers are in the server's kernel buffer: nobody reads
         (session,) = server.server.sessions
         assert isinstance(peer.stream, SocketStream)
@@ -113,17 +120,14 @@ async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock:
     async with running_server(make_config()) as server:
         peer = await pipelining(server, 500)
         statistics = server.server.context.recorder.statistics
-        with trio.fail_after(20):
-            while not any(one.kind == "get" and one.count >= 3 for one in statistics()):  # none is read yet
-                await trio.lowlevel.checkpoint()
-            server.server.drain()
-            await trio.lowlevel.checkpoint()
-            answers = await rest(peer)
+        await until(lambda: any(one.kind == "get" and one.count >= 3 for one in statistics()))  # none is read yet
+        server.server.drain()
+        await trio.lowlevel.checkpoint()
+        answers = await rest(peer)
         assert 3 <= answers.count(LARGE) < 500
         assert answers.endswith(LARGE)
-        with trio.fail_after(20):
-            peer.close()
-            await server.finished.wait()
+        peer.close()
+        await server.finished.wait()
 
 
 async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
@@ -157,37 +161,35 @@ async def test_nobody_gets_in_while_the_server_drains(autojump_clock: trio.testi
 
 @pytest.mark.parametrize("held", ["spare room", "room", "a lease", "a lease, in quarantine"])
 async def test_a_client_that_holds_something_and_says_nothing_does_not_keep_the_server(
-    held: str, tmp_path: Path
+    held: str, tmp_path: Path, mock_clock: trio.testing.MockClock
 ) -> None:
     """But as long as anything is under way nobody gets its room, where it may still
     write.
     """
     config = make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=3600)
-    with trio.fail_after(20):
-        async with running_server(config) as server:
-            silent, busy = Peer(await connect_unix(str(server.unix_path))), await server.peer()
-            await silent.hello()
-            await busy.ask(Put(Keys(["key"]), pack_u64([KIB]), checksums=False), bytes(KIB))
-            if "lease" in held:
-                await silent.ask(Lease(Keys(["key"]), pack_u64()))
-            else:
-                await silent.ask(Reserve(pack_u64([KIB]), spare=held == "spare room"))
-            if "quarantine" in held:
-                await drive(silent.connection.notify(Release(12345)), silent.stream)
-                while not server.core.statistics().quarantined_bytes:
-                    await trio.lowlevel.checkpoint()
-            await busy.send_head(SLOW, payload_bytes=1000)
-            await trio.testing.wait_all_tasks_blocked()
-            server.server.drain()
-            await trio.testing.wait_all_tasks_blocked()
-            assert server.core.statistics().quarantined_bytes == KIB
-            assert not server.ended
-            await busy.send(bytes(1000))
-            assert isinstance(await busy.reply_to_half(SLOW), PutReply)
-            while not server.ended:
-                await trio.lowlevel.checkpoint()
-            silent.close()
-            busy.close()
+    async with running_server(config) as server:
+        silent, busy = Peer(await connect_unix(str(server.unix_path))), await server.peer()
+        await silent.hello()
+        await busy.ask(Put(Keys(["key"]), pack_u64([KIB]), checksums=False), bytes(KIB))
+        if "lease" in held:
+            await silent.ask(Lease(Keys(["key"]), pack_u64()))
+        else:
+            await silent.ask(Reserve(pack_u64([KIB]), spare=held == "spare room"))
+        if "quarantine" in held:
+            await drive(silent.connection.notify(Release(12345)), silent.stream)
+            await let_linger(silent, mock_clock)
+            await server.until(quarantined_bytes=KIB)
+        await busy.send_head(SLOW, payload_bytes=1000)
+        await server.until(reservations=1 if "lease" in held else 2)
+        server.server.drain()
+        await server.until(quarantined_bytes=KIB)
+        assert not server.ended
+        await busy.send(bytes(1000))
+        assert isinstance(await busy.reply_to_half(SLOW), PutReply)
+        await let_linger(busy, mock_clock)
+        await server.finished.wait()
+        silent.close()
+        busy.close()
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -200,17 +202,14 @@ async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(
         for _ in range(steps):
             await trio.lowlevel.checkpoint()
         server.server.drain()
-        with trio.fail_after(20):
-            while server.server.telemetry.statistics().connections_open or server.core.statistics().clients:
-                await trio.lowlevel.checkpoint()
-            with suppress(StoreUnavailable):
-                assert await peer.is_closed()
-            while not server.ended:
-                await trio.lowlevel.checkpoint()
+        await server.quiet()
+        with suppress(StoreUnavailable):
+            assert await peer.is_closed()
+        await server.finished.wait()
         peer.close()
 
 
-async def test_pipelined_requests_are_not_begun_after_the_one_under_way() -> None:
+async def test_pipelined_requests_are_not_begun_after_the_one_under_way(autojump_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         await peer.send_head(SLOW, payload_bytes=1000)
@@ -219,8 +218,7 @@ async def test_pipelined_requests_are_not_begun_after_the_one_under_way() -> Non
         await peer.send(bytes(1000))
         await peer.send_head(Statistics())
         assert isinstance(await peer.reply_to_half(SLOW), PutReply)
-        with trio.fail_after(20):
-            await server.finished.wait()
+        await server.finished.wait()
         peer.close()
 
 
@@ -245,16 +243,15 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
 
 
 async def test_a_second_signal_does_not_wait_for_requests_under_way() -> None:
-    with trio.fail_after(20):
-        async with trio.open_nursery() as nursery:
-            addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
-            peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
-            await peer.hello()
-            await peer.send_head(Put(Keys(["slow"]), pack_u64([MIB]), checksums=False), payload_bytes=MIB)
-            await trio.testing.wait_all_tasks_blocked()
-            signal.raise_signal(signal.SIGTERM)
-            await trio.testing.wait_all_tasks_blocked()
-            signal.raise_signal(signal.SIGTERM)
-            with suppress(StoreUnavailable):  # bytes that nobody read may reset the connection
-                assert await peer.is_closed()
-            peer.close()
+    async with trio.open_nursery() as nursery:
+        addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
+        peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
+        await peer.hello()
+        await peer.send_head(Put(Keys(["slow"]), pack_u64([MIB]), checksums=False), payload_bytes=MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        signal.raise_signal(signal.SIGTERM)
+        await trio.testing.wait_all_tasks_blocked()
+        signal.raise_signal(signal.SIGTERM)
+        with suppress(StoreUnavailable):  # bytes that nobody read may reset the connection
+            assert await peer.is_closed()
+        peer.close()

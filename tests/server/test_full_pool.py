@@ -26,7 +26,7 @@ from infinistore.protocol.messages import (
     ReleaseHold,
 )
 from infinistore.server.environment import Environment
-from tests.server.running import KIB, Peer, make_config, simulated_server
+from tests.server.running import KIB, Peer, make_config, simulated_server, until
 
 POOL = 64 * KIB
 
@@ -208,10 +208,9 @@ async def test_a_full_pool_grows_while_it_serves_and_never_beyond_its_bound() ->
             await put(peer, f"key {number}")
             await trio.testing.wait_all_tasks_blocked()
             assert server.core.pool.capacity_bytes <= 4 * POOL
-        with trio.fail_after(20):
-            while server.core.growth.growable_bytes:
-                number += 1
-                await put(peer, f"key {number}")
+        while server.core.growth.growable_bytes:
+            number += 1
+            await put(peer, f"key {number}")
         assert server.core.pool.capacity_bytes == 4 * POOL
         with pytest.raises(ValueTooLarge):
             await put(peer, "larger than any arena", 4 * POOL)
@@ -307,9 +306,7 @@ async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatc
         for number in range(40):
             await put(peer, f"key {number}")
             await trio.testing.wait_all_tasks_blocked()
-        with trio.fail_after(20):
-            while server.core.growth.growable_bytes and len(server.core.pool.arenas) == 1:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: not server.core.growth.growable_bytes or len(server.core.pool.arenas) > 1)
         assert sum(arena.length for arena in server.core.pool.arenas) <= POOL + 5000
         peer.close()
         await server.quiet()

@@ -16,7 +16,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, Put, PutReply, Statistics, StatisticsReply
 from infinistore.server import serve
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
-from tests.server.running import KIB, Peer, make_config, running_server
+from tests.server.running import KIB, Peer, make_config, running_server, until
 
 
 async def test_a_port_in_use_is_refused_and_named() -> None:
@@ -114,27 +114,24 @@ async def test_a_draining_server_gives_its_socket_up_at_once_and_leaves_that_of_
     tmp_path: Path,
 ) -> None:
     config = make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=3600)
-    slow = Put(Keys(["slow"]), pack_u64([1000]), checksums=False)
-    with trio.fail_after(20):
-        async with running_server(config) as old:
-            busy = await old.peer()
-            await busy.send_head(slow, payload_bytes=1000)
+    slow = Put(Keys(["slow", "too"]), pack_u64([500, 500]), checksums=False)
+    async with running_server(config) as old:
+        busy = await old.peer()
+        await busy.send_head(slow, payload_bytes=1000)
+        await old.until(reservations=1)
+        old.server.drain()
+        await until(lambda: not old.unix_path.exists())
+        async with running_server(config) as new:
+            await busy.send(bytes(1000))
+            assert isinstance(await busy.reply_to_half(slow), PutReply)
+            busy.close()
+            await old.finished.wait()
             await trio.testing.wait_all_tasks_blocked()
-            old.server.drain()
-            while old.unix_path.exists():
-                await trio.lowlevel.checkpoint()
-            async with running_server(config) as new:
-                await busy.send(bytes(1000))
-                assert isinstance(await busy.reply_to_half(slow), PutReply)
-                busy.close()
-                while not old.ended:
-                    await trio.lowlevel.checkpoint()
-                await trio.testing.wait_all_tasks_blocked()
-                peer = Peer(await connect_unix(str(new.unix_path)))
-                await peer.hello()
-                peer.close()
-                await new.quiet()
-            assert not new.unix_path.exists()
+            peer = Peer(await connect_unix(str(new.unix_path)))
+            await peer.hello()
+            peer.close()
+            await new.quiet()
+        assert not new.unix_path.exists()
 
 
 async def test_a_server_that_ends_removes_no_socket_but_its_own(tmp_path: Path) -> None:

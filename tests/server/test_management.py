@@ -108,8 +108,7 @@ async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:
     async with running_server() as server:
         peer = await server.peer()
         await peer.send_head(Put(Keys(["a", "b"]), pack_u64([500, 500]), checksums=False), payload_bytes=1000)
-        while not server.core.statistics().reservations:  # until then, the session would end at once
-            await trio.lowlevel.checkpoint()
+        await server.until(reservations=1)  # before, the session would end at once
         server.server.drain()
         await trio.testing.wait_all_tasks_blocked()
         answer = await get(server, "/readyz")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trio.testing import MockClock
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.limits import CoreLimits
@@ -24,8 +25,8 @@ from infinistore.protocol.messages import (
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
-from tests.server.running import KIB, POOL_BYTES, Peer, running_server
-from tests.server.test_shared_memory import lease, local_peer, present, put, release, serving, until
+from tests.server.running import KIB, POOL_BYTES, Peer, let_linger, running_server
+from tests.server.test_shared_memory import lease, local_peer, present, put, release, serving
 
 
 def begin(mapped: Tables, known: LeaseReply) -> int | None:
@@ -98,14 +99,16 @@ async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_p
         await other.ask(Purge())
         assert server.core.statistics().used_bytes == KIB
         peer.close()
-        await until(server, clients=1, used_bytes=0)
+        await server.until(clients=1, used_bytes=0)
         assert mapped.hazards.closed
         assert begin(mapped, known) is None
         other.close()
         await server.quiet()
 
 
-async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(tmp_path: Path) -> None:
+async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(
+    tmp_path: Path, mock_clock: MockClock
+) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
         mapped = await map_tables(peer)
@@ -114,14 +117,15 @@ async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_
         await release(peer, 12345)
         with pytest.raises(ProtocolError):
             await present(peer, "a")
-        await until(server, quarantined_bytes=KIB)
+        await let_linger(peer, mock_clock)
+        await server.until(quarantined_bytes=KIB)
         assert mapped.hazards.closed
         assert begin(mapped, known) is None
         await other.ask(Purge())
         await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
         assert server.core.statistics().used_bytes == POOL_BYTES - 63 * KIB
         peer.close()
-        await until(server, quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
+        await server.until(quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
         other.close()
         await server.quiet()
 

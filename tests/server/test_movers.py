@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import trio
+from trio.testing import MockClock
 
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
@@ -43,7 +43,15 @@ from infinistore.server.session.dispatch import open_movers
 from infinistore.server.session.requests import ANSWERS
 from infinistore.server.session.session import Session
 from infinistore.transports import Transport
-from tests.server.running import KIB, RunningServer, make_config, running_server, simulated_server
+from tests.server.running import (
+    KIB,
+    RunningServer,
+    let_linger,
+    make_config,
+    running_server,
+    simulated_server,
+    until,
+)
 from tests.transports.memory_network import MemoryListener, whole
 
 BLOCK = bytes(range(256)) * 4
@@ -265,16 +273,15 @@ async def test_a_mover_of_another_package_serves_a_request_by_its_handler(
 
 
 async def test_what_a_lost_client_of_such_a_mover_may_write_to_stays_in_quarantine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
 ) -> None:
     install(tmp_path, monkeypatch, loopback="package_with_a_mover:LOOPBACK")
     async with running_server() as server:
         peer = await server.peer()
         await peer.ask(Reserve(pack_u64([len(BLOCK)])))
         await peer.send(b"not a frame" * 10)  # which ends the session, but not the client
-        with trio.fail_after(20):
-            while not server.core.statistics().quarantined_bytes:
-                await trio.lowlevel.checkpoint()
+        await let_linger(peer, mock_clock)
+        await until(lambda: server.core.statistics().quarantined_bytes)
         peer.close()
         await server.quiet()
         assert server.core.statistics().quarantined_bytes == 0

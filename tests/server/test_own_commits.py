@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import trio
+from trio.testing import MockClock
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, UnknownReservation, ValueTooLarge
 from infinistore.protocol.codec import encode_head, pack_u64
@@ -34,7 +34,7 @@ from infinistore.server.connection import holdings
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
-from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
+from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, make_config, running_server
 from tests.server.test_shared_memory import (
     abort,
     commit,
@@ -45,7 +45,6 @@ from tests.server.test_shared_memory import (
     release,
     reserve,
     serving,
-    until,
 )
 
 pytestmark = pytest.mark.skipif(not tables_are_safe_here(), reason="clients commit by themselves on x86-64 only")
@@ -116,7 +115,7 @@ async def test_the_room_that_a_prepare_took_is_the_clients_even_if_the_names_are
         assert await present(second, "new", "key") == [True, True]
         reply = await prepare(second, 0, "another", sizes=[5])
         await abort(second, reply.reservation)
-        await until(server, keys=2, reservations=0)
+        await server.until(keys=2, reservations=0)
         first.close()
         second.close()
         await server.quiet()
@@ -239,7 +238,9 @@ async def test_a_client_that_leaves_leaves_what_it_has_written_and_nothing_else(
         assert server.core.statistics().used_bytes == KIB
 
 
-async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(tmp_path: Path) -> None:
+async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(
+    tmp_path: Path, mock_clock: MockClock
+) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
         tables = await map_tables(peer)
@@ -248,48 +249,47 @@ async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(tmp_p
         await abort(peer, 12345)
         with pytest.raises(ProtocolError):
             await present(peer, "key")
-        await until(server, quarantined_bytes=KIB)
+        await let_linger(peer, mock_clock)
+        await server.until(quarantined_bytes=KIB)
         assert tables.closed
         assert await present(other, "key") == [False]
         tables.word.commit(room.reservation, pack_u64())
         assert await present(other, "key") == [True]
         assert server.core.statistics().quarantined_bytes == 0
         peer.close()
-        await until(server, clients=1)
+        await server.until(clients=1)
         assert await present(other, "key") == [True]
         other.close()
 
 
 async def test_a_server_that_drains_does_not_wait_for_a_client_that_has_written_all(tmp_path: Path) -> None:
-    with trio.fail_after(20):
-        async with serving(tmp_path, drain_timeout_s=1000) as server:
-            peer = await local_peer(server)
-            tables = await map_tables(peer)
-            room = await reserve(peer, 5)
-            await prepare(peer, room.reservation, "key")
-            tables.word.commit(room.reservation, pack_u64())
-            server.server.drain()
-            await server.finished.wait()
-            assert await peer.is_closed()
-            peer.close()
-            assert server.core.exists(["key"]) == b"\1"
+    async with serving(tmp_path, drain_timeout_s=1000) as server:
+        peer = await local_peer(server)
+        tables = await map_tables(peer)
+        room = await reserve(peer, 5)
+        await prepare(peer, room.reservation, "key")
+        tables.word.commit(room.reservation, pack_u64())
+        server.server.drain()
+        await server.finished.wait()
+        assert await peer.is_closed()
+        peer.close()
+        assert server.core.exists(["key"]) == b"\1"
 
 
 async def test_a_server_that_drains_waits_for_a_client_that_is_writing_and_tells_it(tmp_path: Path) -> None:
-    with trio.fail_after(20):
-        async with serving(tmp_path, drain_timeout_s=1000) as server:
-            peer = await local_peer(server)
-            tables = await map_tables(peer)
-            room = await reserve(peer, 5)
-            await prepare(peer, room.reservation, "key")
-            assert not tables.closed
-            server.server.drain()
-            await until(server, quarantined_clients=1)
-            assert tables.closed
-            assert not server.finished.is_set()
-            peer.close()
-            await server.finished.wait()
-            assert server.core.exists(["key"]) == b"\0"
+    async with serving(tmp_path, drain_timeout_s=1000) as server:
+        peer = await local_peer(server)
+        tables = await map_tables(peer)
+        room = await reserve(peer, 5)
+        await prepare(peer, room.reservation, "key")
+        assert not tables.closed
+        server.server.drain()
+        await server.until(quarantined_clients=1)
+        assert tables.closed
+        assert not server.finished.is_set()
+        peer.close()
+        await server.finished.wait()
+        assert server.core.exists(["key"]) == b"\0"
 
 
 # Bad input
@@ -431,7 +431,7 @@ async def test_a_second_prepare_before_the_first_is_written_is_no_request(tmp_pa
         with refused(ProtocolError, "one batch at a time"):
             await prepare(peer, (first if same else second).reservation, "another")
         peer.close()
-        await until(server, clients=1)
+        await server.until(clients=1)
         assert await present(other, "key", "another") == [False, False]
         other.close()
         await server.quiet()
@@ -448,7 +448,7 @@ async def test_another_batch_can_be_prepared_when_the_first_is_given_up_or_was_r
         assert (await prepare(other, others.reservation, "another")).accepted
         await abort(peer, given_up.reservation)
         other.close()
-        await until(server, clients=1)
+        await server.until(clients=1)
         await is_unharmed(server, peer, tables, kept.reservation)
 
 

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import attrs
 import pytest
-import trio
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, TransferFailed, UnknownReservation
 from infinistore.protocol.codec import pack_u64
@@ -38,7 +37,7 @@ from infinistore.protocol.messages import (
 from infinistore.transports.rdma.memory import RegisteredSpan
 from infinistore.transports.rdma.plan import Piece
 from infinistore.transports.rdma.verbs import DeviceLimits, Endpoint, Operation
-from tests.server.running import Peer, RunningServer, make_config, running_server
+from tests.server.running import Peer, RunningServer, make_config, running_server, until
 from tests.transports.fake_rdma import LOCAL_ACCESS, REMOTE_INVALID, Fabric, FakeDevice, FakeQueue, fabric_in_use
 
 VALUE = bytes(range(256)) * 16
@@ -168,9 +167,7 @@ async def test_a_client_that_goes_with_a_transfer_under_way_loses_it(rdma: RdmaP
     await rdma.peer.send_head(
         RdmaPut(A, pack_u64([9]), pack_u64([rdma.span.address]), pack_u64([rdma.span.key]), pack_u64())
     )
-    with trio.fail_after(20):
-        while not rdma.fabric.work:
-            await trio.lowlevel.checkpoint()
+    await until(lambda: rdma.fabric.work)
     rdma.queue.close()
     rdma.peer.close()
     rdma.fabric.release()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 import infinistore
 from infinistore.access.tokens import digest_of, make_token
@@ -151,8 +150,7 @@ async def test_it_asks_the_management_api_by_https_only(
     write(file, text_of(ops=True))
     config = make_config(tenants=file, unix_socket=str(tmp_path / "s"), **(tls(files) if encrypted else {}))
     async with running_server(config) as server:
-        with trio.fail_after(20):
-            answer = await manage(server, "/tenants", files if encrypted else None)
+        answer = await manage(server, "/tenants", files if encrypted else None)
     if encrypted:
         assert answer.status == 200
     else:

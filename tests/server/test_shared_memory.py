@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
+from trio.testing import MockClock
 
 from infinistore.core.arena import create_arena
 from infinistore.errors import (
@@ -53,10 +53,9 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.states import State
 from infinistore.server.connection.holdings import MOST_OPEN
 from infinistore.server.environment import Environment
-from infinistore.statistics import StoreStatistics
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_unix
-from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, make_config, running_server
+from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, make_config, running_server
 
 OFFSET_MASK = 2**48 - 1
 
@@ -135,16 +134,6 @@ async def present(peer: Peer, *keys: str) -> list[bool]:
     return [bool(byte) for byte in reply.present]
 
 
-async def until(server: RunningServer, **expected: int) -> StoreStatistics:
-    """Let the server come to these figures; fails if it never does."""
-    with trio.fail_after(20):
-        while True:
-            found = server.core.statistics()
-            if all(getattr(found, name) == value for name, value in expected.items()):
-                return found
-            await trio.lowlevel.checkpoint()
-
-
 async def reserve_spare(peer: Peer, *sizes: int) -> int:
     reply = await peer.ask(Reserve(pack_u64(sizes), spare=True))
     assert isinstance(reply, ReserveReply)
@@ -170,7 +159,7 @@ async def test_spare_room_is_granted_while_little_is_reserved(tmp_path: Path) ->
         assert await reserve_spare(other, KIB)
         peer.close()
         other.close()
-        await until(server, reservations=0)
+        await server.until(reservations=0)
 
 
 async def test_nothing_is_evicted_for_spare_room(tmp_path: Path) -> None:
@@ -377,7 +366,7 @@ async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Pat
         await release(peer, older.lease)
         await peer.send_head(Lease(Keys(["key"]), pack_u64()))
         await release(peer, 0)
-        await until(server, leases=0)
+        await server.until(leases=0)
         peer.close()
         await server.quiet()
 
@@ -482,7 +471,7 @@ async def test_a_client_that_leaves_gives_back_what_it_had_reserved_and_leased(t
 
 @pytest.mark.parametrize("pinned", ["reservation", "lease"])
 async def test_a_client_that_breaks_the_protocol_is_in_quarantine_until_its_end_of_the_stream(
-    tmp_path: Path, pinned: str
+    tmp_path: Path, mock_clock: MockClock, pinned: str
 ) -> None:
     async with serving(tmp_path) as server:
         peer, other = await local_peer(server), await local_peer(server)
@@ -496,10 +485,11 @@ async def test_a_client_that_breaks_the_protocol_is_in_quarantine_until_its_end_
         await release(peer, 12345)
         with pytest.raises(ProtocolError):
             await present(peer, "key")
-        await until(server, quarantined_bytes=most)
+        await let_linger(peer, mock_clock)
+        await server.until(quarantined_bytes=most)
         await server_is_patient(server, other, most)
         peer.close()
-        statistics = await until(server, quarantined_bytes=0)
+        statistics = await server.until(quarantined_bytes=0)
         assert statistics.used_bytes == 0
         await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
         other.close()
@@ -514,14 +504,16 @@ async def server_is_patient(server: RunningServer, other: Peer, most: int) -> No
     assert server.core.statistics().quarantined_bytes == most
 
 
-async def test_a_server_that_stops_does_not_wait_for_a_client_in_quarantine(tmp_path: Path) -> None:
-    with trio.fail_after(20):
-        async with serving(tmp_path) as server:
-            peer = await local_peer(server)
-            await reserve(peer, KIB)
-            await release(peer, 12345)
-            await until(server, quarantined_bytes=KIB)
-        peer.close()
+async def test_a_server_that_stops_does_not_wait_for_a_client_in_quarantine(
+    tmp_path: Path, mock_clock: MockClock
+) -> None:
+    async with serving(tmp_path) as server:
+        peer = await local_peer(server)
+        await reserve(peer, KIB)
+        await release(peer, 12345)
+        await let_linger(peer, mock_clock)
+        await server.until(quarantined_bytes=KIB)
+    peer.close()
 
 
 async def test_get_and_put_work_beside_what_is_lent(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from infinistore.protocol.messages import Exists, Get, Keys, Purge, Put
 from infinistore.server.management.metrics import METRICS, MOST_TENANTS
 from infinistore.server.shards.merging import merge_tenants
 from tests.server.http_client import ask
-from tests.server.running import KIB, Peer, RunningServer, make_config, running_server
+from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
 
 TOKENS = {"ann": "ann.secret", "ben": "ben.secret", "ops": "ops.secret"}
 Serving = Callable[[str], AbstractAsyncContextManager[RunningServer]]
@@ -111,9 +112,8 @@ async def test_pauses_are_counted(serving: Serving) -> None:
         ann = await peer_of(server, "ann")
         for _ in range(2):
             await ann.ask(Exists(Keys(["k"])))
-        with trio.fail_after(20):
-            while not (await tell(server, "/tenants")).json["tenants"][0]["pauses"]:
-                await trio.lowlevel.checkpoint()
+        while not (await tell(server, "/tenants")).json["tenants"][0]["pauses"]:
+            await trio.lowlevel.checkpoint()
         ann.close()
         await server.quiet()
 
@@ -177,9 +177,7 @@ async def test_figures_go_on_after_the_last_client_has_left_an_empty_store(servi
             await server.quiet()
             assert server.server.tenancy is not None
             (group,) = server.server.tenancy.groups().values()
-            with trio.fail_after(20):
-                while "ann" in group.tenants.used_stores():
-                    await trio.lowlevel.checkpoint()
+            await until(partial(lambda tenants: "ann" not in tenants.used_stores(), group.tenants))
             found = json.loads((await tell(server, "/tenants")).body)
             (figures,) = [one for one in found["tenants"] if one["tenant"] == "ann"]
             assert (figures["hits"], figures["misses"], figures["keys"]) == (rounds, rounds, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 import infinistore
 from infinistore.access.tokens import digest_of, make_token
@@ -31,11 +32,12 @@ from infinistore.protocol.messages import (
 )
 from infinistore.server.budgets.departures import Departures
 from infinistore.server.budgets.rates import Rates, TokenBucket
+from infinistore.server.connection.conversation import LINGER_S
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_unix
 from tests.server.http_client import ask
-from tests.server.running import KIB, Peer, RunningServer, make_config, running_server
+from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
 
 NAMES = ("ann", "ben", "cleo", "ops")
 TOKENS = {name: make_token(name, os.urandom) for name in NAMES}
@@ -251,12 +253,16 @@ async def test_limits_change_while_clients_are_served(serving: Serving, tmp_path
             await ben.exists("k")
 
 
-async def test_the_blocks_of_a_tenant_that_is_removed_go(serving: Serving, tmp_path: Path) -> None:
+async def test_the_blocks_of_a_tenant_that_is_removed_go(
+    serving: Serving, tmp_path: Path, mock_clock: MockClock
+) -> None:
     async with serving(text_of(ann={}, ben={})) as server:
         async with store_of(server, "ben") as ben:
             await ben.put_many([(str(number), BLOCK) for number in range(20)])
             (tmp_path / "tenants.yaml").write_text(text_of(ann={}))
             assert await server.server.reloads.run() == []
+            await until(lambda: server.server.telemetry.statistics().errors)
+            mock_clock.jump(LINGER_S)  # which the session gives its client to leave
             await server.quiet()
         await trio.testing.wait_all_tasks_blocked()
         assert server.server.core.statistics().used_bytes == 0
@@ -369,31 +375,33 @@ def test_the_slower_of_two_rates_counts_and_limits_change() -> None:
     assert [rates.take(0), rates.take(0)] == [0, 1]
 
 
-async def test_the_connections_of_a_tenant_share_its_rate_and_nothing_is_dropped(serving: Serving) -> None:
+async def test_the_connections_of_a_tenant_share_its_rate_and_nothing_is_dropped(
+    serving: Serving, autojump_clock: MockClock
+) -> None:
     async with serving(text_of(ann={"requests_per_s": "50"}, ben={})) as server:
-        peers = [Peer(await server.connect()) for _ in range(2)]
-        for peer in peers:
-            await peer.hello(TOKENS["ann"])
+        peers = [await local_peer(server, "ann") for _ in range(2)]
         start = trio.current_time()
         async with trio.open_nursery() as nursery:
             for peer in peers:
                 nursery.start_soon(ask_often, peer, 40)
-        assert trio.current_time() - start > (80 - 50 - 2) / 50  # each asks once without having to wait for the answer
+        # Each asks once without having to wait for the answer.
+        assert trio.current_time() - start == pytest.approx((80 - 50 - 2) / 50)
         for peer in peers:
             peer.close()
         await server.quiet()
 
 
-async def test_a_new_connection_of_a_tenant_waits_for_what_its_others_took(serving: Serving) -> None:
+async def test_a_new_connection_of_a_tenant_waits_for_what_its_others_took(
+    serving: Serving, autojump_clock: MockClock
+) -> None:
     async with serving(text_of(ann={"bytes_per_s": "32KiB"}, ben={})) as server:
-        first, second = Peer(await server.connect()), Peer(await server.connect())
-        await first.hello(TOKENS["ann"])
+        first = await local_peer(server, "ann")
         start = trio.current_time()
         await first.ask(Put(Keys(["k"]), pack_u64([48 * KIB]), False), bytes(48 * KIB))
         first.close()
-        await second.hello(TOKENS["ann"])
+        second = await local_peer(server, "ann")
         await second.ask(Exists(Keys(["k"])))
-        assert trio.current_time() - start >= 0.5
+        assert trio.current_time() - start == pytest.approx(0.5)
         second.close()
         await server.quiet()
 

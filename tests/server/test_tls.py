@@ -22,7 +22,7 @@ from infinistore.transports.tls.contexts import client_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.server.http_client import Answer, ask_over
-from tests.server.running import Peer, RunningServer, connect_tls, make_config, running_server
+from tests.server.running import Peer, RunningServer, connect_tls, make_config, running_server, until
 from tests.transports.certificates import Files, issue
 
 
@@ -79,9 +79,7 @@ async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tm
         before = certificates.context
         issue(tmp_path, into=files)
         os.kill(os.getpid(), signal.SIGHUP)
-        with trio.fail_after(10):
-            while certificates.context is before:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: certificates.context is not before)
         new = await with_new_certificate(server, files, old)
         old.stream.close()
         new.stream.close()
@@ -132,9 +130,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing_and_is_logged(
     async with trio.open_nursery() as nursery:
         await nursery.start(reload_on_signal, reloads)
         os.kill(os.getpid(), signal.SIGHUP)
-        with trio.fail_after(10):
-            while not caplog.records:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: caplog.records)
         nursery.cancel_scope.cancel()
     assert caplog.records[0].message == "the certificate stays as it was"
     assert "does not fit the key" in caplog.records[0].__dict__["problem"]
