@@ -51,19 +51,21 @@ def say(what: dict[str, Any]) -> None:
 
 
 class Steps:
-    """Counts the steps of a command, and stops at the one that was chosen."""
+    """Counts the steps of a command, and stops at the one that was chosen: the first of
+    a name, or one by its number.
+    """
 
     def __init__(self) -> None:
-        self.left: int | None = None
+        self.halt: int | str | None = None
 
-    def step(self) -> None:
-        if self.left is None:
+    def step(self, name: str = "") -> None:
+        if self.halt is None or (isinstance(self.halt, str) and self.halt != name):
             return
-        if not self.left:
+        if isinstance(self.halt, str) or not self.halt:
             say({"halted": True})
             while True:
                 signal.pause()
-        self.left -= 1
+        self.halt -= 1
 
 
 steps = Steps()
@@ -75,7 +77,7 @@ def with_steps() -> None:
 
     def sending(stream: BlockingSocketStream, views: Sequence[memoryview]) -> None:
         steps.step()
-        if steps.left == 0:
+        if steps.halt == 0:
             stream.socket.send(views[0][: len(views[0]) // 2])
         steps.step()
         send_all(stream, views)
@@ -87,7 +89,7 @@ def with_steps() -> None:
     async def copying(sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_targets: bool) -> list[int]:
         checksums: list[int] = []
         for source, target in zip(sources, targets, strict=True):
-            steps.step()
+            steps.step("copy")
             checksums += await copy_blocks([source], [target], hash_targets=hash_targets)
         steps.step()
         return checksums
@@ -177,13 +179,13 @@ def main(url: str) -> None:
         say({"result": "open"})
         for line in sys.stdin:
             command: dict[str, Any] = json.loads(line)
-            steps.left = command.pop("halt", None)
+            steps.halt = command.pop("halt", None)
             method = getattr(client, command.pop("do"))
             try:
                 say({"result": method(**command)})
             except InfiniStoreException as error:
                 say({"error": type(error).__name__})
-            steps.left = None
+            steps.halt = None
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Clients that are killed anywhere, by shared memory: what they had goes back, and
 nobody ever reads a wrong byte.
 
-Which client does what, and where it is killed, follows from one seed, which a failing
-test prints; KILL_SEED replays it.
+Which client does what, and where it is killed, follows from one seed. Each night it is
+another, which a failing test prints; KILL_SEED replays it.
 """
 
 import json
 import os
 import random
+import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,40 @@ import trio
 from xxhash import xxh3_64_hexdigest
 
 import infinistore
+from tests import warm
 from tests.clients import killable
 from tests.clients.killable import digest_of
-from tests.server.running import KIB, RunningServer, make_config, running_server
+from tests.clients.on_this_host import serving, shm
+from tests.server.running import KIB, RunningServer
 
 KEYS = [f"key {index}" for index in range(8)]
 SIZES = [1, 900, 1001, 20 * KIB, 150 * KIB]
-STEPS = 40
 CLIENTS = 3
+SEED = 1
+
+pytestmark = pytest.mark.process
 
 
 class Client:
     """One client process."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self.kept: dict[str, list[str | None]] = {}
         self.known: list[str] = []
         """Keys of what it has read last."""
         self._received = b""
+        assert process.stdin is not None and process.stdout is not None
+        self._commands, self._answers = (
+            trio.lowlevel.FdStream(os.dup(file.fileno())) for file in (process.stdin, process.stdout)
+        )
+        process.stdin.close()
+        process.stdout.close()
 
     @classmethod
     async def start(cls, url: str) -> "Client":
         command = [sys.executable, killable.__file__, url]
-        process = await trio.lowlevel.open_process(command, stdin=-1, stdout=-1)
-        client = cls(process)
+        client = cls(warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert await client.answer() == {"result": "open"}
         return client
 
@@ -51,41 +59,30 @@ class Client:
         """Have it do something; return the result, the name of the error, or None if it
         halted.
         """
-        assert self.process.stdin is not None
-        await self.process.stdin.send_all(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        await self._commands.send_all(json.dumps({"do": what, **arguments}).encode() + b"\n")
         return await self.answer()
 
     async def kill(self) -> None:
         self.process.kill()
-        await self.process.wait()
         await self._close()
 
     async def leave(self) -> None:
         """Let it end as a program does that is done."""
-        assert self.process.stdin is not None
-        await self.process.stdin.aclose()
-        assert await self.process.wait() == 0
         await self._close()
+        assert self.process.returncode == 0
 
     async def answer(self) -> Any:
-        assert self.process.stdout is not None
         while b"\n" not in self._received:
-            some = await self.process.stdout.receive_some()
+            some = await self._answers.receive_some()
             assert some, "the client died by itself"
             self._received += some
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
     async def _close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        await self.process.stdin.aclose()
-        await self.process.stdout.aclose()
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncGenerator[RunningServer, None]:
-    async with running_server(make_config(unix_socket=str(folder / "store.sock"), prealloc_bytes=1024 * KIB)) as server:
-        yield server
+        await self._commands.aclose()
+        await trio.to_thread.run_sync(self.process.wait)
+        await self._answers.aclose()
 
 
 async def until_only(server: RunningServer, connections: int, *, leases: int) -> None:
@@ -205,13 +202,11 @@ class Run:
         self.clients.append(await Client.start(self.url))
 
 
-async def test_clients_that_are_killed_anywhere_leave_nothing_behind_and_no_wrong_byte(tmp_path: Path) -> None:
-    seed = int(os.environ.get("KILL_SEED", 1 if "CI" in os.environ else random.SystemRandom().randrange(1 << 32)))
-    sys.stdout.write(f"replay with KILL_SEED={seed}\n")  # shown if the test fails
-    async with serving(tmp_path) as server:
+async def check_a_run(folder: Path, seed: int, steps: int) -> None:
+    async with serving(folder, prealloc_bytes=1024 * KIB) as server:
         run = Run(server, seed)
         run.clients = [await Client.start(run.url) for _ in range(CLIENTS)]
-        for _ in range(STEPS):
+        for _ in range(steps):
             await run.step()
         for client in run.clients[1:]:
             await client.leave()
@@ -227,43 +222,73 @@ async def test_clients_that_are_killed_anywhere_leave_nothing_behind_and_no_wron
         assert (found.pinned_bytes, found.reserved_bytes, found.condemned_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "known"])
-@pytest.mark.parametrize("change", ["replaced", "deleted", "evicted"])
-async def test_two_readers_keep_what_they_lease_while_a_writer_takes_it_away(
-    tmp_path: Path, change: str, asked: bool
-) -> None:
-    async with serving(tmp_path) as server:
-        writer, *readers = [await Client.start(f"shm://{server.unix_path}") for _ in range(3)]
-        await writer.do("put", items={"key": (1, 100 * KIB), "other": (2, 50 * KIB)})
-        expected: dict[str, list[str | None]] = {"result": [digest_of(1, 100 * KIB), digest_of(2, 50 * KIB)]}
-        keys = ["key", "other"]
+async def test_clients_that_are_killed_anywhere_leave_nothing_behind_and_no_wrong_byte(tmp_path: Path) -> None:
+    await check_a_run(tmp_path, seed=SEED, steps=20)
+
+
+@pytest.mark.nightly
+async def test_clients_are_killed_elsewhere_each_night(tmp_path: Path) -> None:
+    seed = int(os.environ.get("KILL_SEED", random.SystemRandom().randrange(1 << 32)))
+    sys.stdout.write(f"replay with KILL_SEED={seed}\n")  # shown if the test fails
+    await check_a_run(tmp_path, seed, steps=200)
+
+
+async def test_readers_keep_what_they_lease_while_others_take_it_away_and_are_killed(tmp_path: Path) -> None:
+    """What they asked for, and what they knew; replaced, deleted and evicted. The
+    writer dies in the middle of a put, and one reader in the middle of a get.
+    """
+    changes = ("replaced", "deleted", "evicted")
+    items = {
+        f"{how} {change}": (index, 30 * KIB)
+        for index, (how, change) in enumerate((how, change) for how in ("asked", "known") for change in changes)
+    }
+    expected = {key: digest_of(*what) for key, what in items.items()}
+    asked, known = ([key for key in items if key.startswith(how)] for how in ("asked", "known"))
+    async with serving(tmp_path, prealloc_bytes=1024 * KIB) as server:
+
+        def requests() -> int:
+            return server.server.telemetry.statistics().requests
+
+        writer, *readers = [await Client.start(shm(tmp_path)) for _ in range(3)]
+        assert await writer.do("put", items=items) == {"result": None}
         for reader in readers:
-            if asked:
-                expected["result"][2:] = [None]
-                keys = ["key", "other", "missing"]
-            else:
-                for _ in range(2):
-                    assert await reader.do("get", keys=keys) == expected
-            requests = server.server.telemetry.statistics().requests
-            assert await reader.do("lease", keys=keys, name="mine") == expected
-            assert (server.server.telemetry.statistics().requests > requests) == asked
-        if change == "replaced":
-            assert await writer.do("reserve", items={"key": (3, 100 * KIB), "other": (4, 50 * KIB)}) == {"result": True}
-        elif change == "deleted":
-            assert await writer.do("delete", keys=["key", "other"]) == {"result": 2}
+            for _ in range(2):
+                assert await reader.do("get", keys=known) == {"result": [expected[key] for key in known]}
+            before = requests()
+            assert await reader.do("lease", keys=known, name="known") == {"result": [expected[key] for key in known]}
+            assert requests() == before
+            before = requests()
+            answer = await reader.do("lease", keys=[*asked, "missing"], name="asked")
+            assert answer == {"result": [*map(expected.get, asked), None]}
+            assert requests() > before
+
+        async def keep_what_they_had(*readers: Client) -> None:
+            for reader in readers:
+                assert await reader.do("look", name="asked") == {"result": [*map(expected.get, asked), None]}
+                assert await reader.do("look", name="known") == {"result": [*map(expected.get, known)]}
+
+        new = {key: (100 + seed, size) for key, (seed, size) in items.items() if key.endswith("replaced")}
+        assert await writer.do("reserve", items=new) == {"result": True}
+        assert await writer.do("delete", keys=[key for key in items if key.endswith("deleted")]) == {"result": 2}
         for index in range(20):  # more than the pool has: whatever may go, goes
             assert await writer.do("put", items={f"filler {index}": (9 + index, 150 * KIB)}) == {"result": None}
-        for reader in readers:
-            assert await reader.do("look", name="mine") == expected
+        await keep_what_they_had(*readers)
+        assert await writer.do("put", items={"half": (3, 100 * KIB)}, halt="copy") == {"halted": True}
+        assert server.core.statistics().reservations == 1
         await writer.kill()
-        assert await readers[0].do("look", name="mine") == expected
+        await until_only(server, 1000, leases=4)
+        await keep_what_they_had(*readers)
+        assert await readers[0].do("get", keys=["filler 19", "half"], halt="copy") == {"halted": True}
+        assert server.core.statistics().leases == 5
         await readers[0].kill()
-        await until_only(server, 1000, leases=1)
-        assert await readers[1].do("look", name="mine") == expected
+        await until_only(server, 1000, leases=2)
+        await keep_what_they_had(readers[1])
         assert await readers[1].do("fork") == {"result": None}
-        assert await readers[1].do("look", name="mine") == expected
-        assert await readers[1].do("drop", name="mine") == {"result": None}
+        await keep_what_they_had(readers[1])
+        assert await readers[1].do("drop", name="known") == {"result": None}
+        assert await readers[1].do("drop", name="asked") == {"result": None}
         await until_only(server, 1000, leases=0)
         assert server.core.statistics().condemned_bytes == 0
+        assert server.core.exists(["half"]) == [False]
         await readers[1].leave()
         await server.quiet()

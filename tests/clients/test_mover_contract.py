@@ -14,6 +14,7 @@ from tests.clients.installing import install_transports
 from tests.transports.fake_rdma import fabric_in_use
 
 
+@pytest.mark.usefixtures("no_pauses")
 class OurContract(MoverContract):
     settings = settings(max_examples=25)
 
