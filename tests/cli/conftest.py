@@ -1,28 +1,84 @@
-"""A server in a process of its own, and the command line run against it."""
+"""Servers that a command talks to, and the command line, all in the process of the
+tests; and servers in processes of their own, for tests of processes.
+"""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
+import rich_click as click
 
+from infinistore.cli import raw_peer
+from infinistore.cli.options import server_options
+from infinistore.config import load_server_config
 from tests import warm
+from tests.cli.in_process import run_here
+from tests.clients.event_loops import TrioThread
 from tests.cluster_io.etcd import etcd
+from tests.server import running
 
 __all__ = ["etcd"]
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
+FREE_PORTS = ("--service-port", "0", "--manage-port", "0")
+
+
+def written(*flags: str) -> dict[str, object]:
+    """What the server's command hands to the configuration."""
+
+    @click.command()
+    @server_options
+    def command(settings: dict[str, object]) -> dict[str, object]:
+        return settings
+
+    settings: dict[str, object] = command.main(list(flags), standalone_mode=False)
+    return settings
+
+
+@attrs.frozen
+class ServerHere:
+    """A server in a thread of this process."""
+
+    url: str
+    unix_socket: Path | None
+    management: str
+    running: running.RunningServer
+    loop: TrioThread
+
+
+@contextmanager
+def server_here(environment: Mapping[str, str], *flags: str) -> Iterator[ServerHere]:
+    """Run a server with these flags, on free ports, as `infinistore serve` does."""
+    with TrioThread() as loop:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            config = load_server_config(written(*FREE_PORTS, *flags), environment={})
+            entered = loop.entered(lambda: running.running_server(config))
+            server = entered.__enter__()
+        try:
+            addresses = server.server.addresses
+            (host, port), *_ = addresses.tcp
+            (management,) = addresses.management
+            scheme = "tcp" if config.tls_cert is None else "infinistores"
+            yield ServerHere(
+                f"{scheme}://{host}:{port}", addresses.unix_socket, f"http://{host}:{management[1]}", server, loop
+            )
+        finally:
+            entered.__exit__(None, None, None)
 
 
 @attrs.frozen
 class RunningServer:
-    """A server that has said that it listens."""
+    """A server in a process of its own that has said that it listens."""
 
     process: "subprocess.Popen[bytes]"
     url: str
@@ -36,18 +92,16 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(environment: Mapping[str, str], *flags: str) -> Iterator[RunningServer]:
-    """Start a server on a free port and wait for the line that says where it
-    listens.
-    """
-    arguments = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *flags]
+def server_process(environment: Mapping[str, str], *flags: str) -> Iterator[RunningServer]:
+    """Start a server on free ports and wait for the line that says where it listens."""
+    arguments = [*INFINISTORE, *FREE_PORTS, *flags]
     with warm.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline().decode()
             if not line:
                 pytest.fail(f"the server did not start: {process.communicate()[1].decode()}")
-            address = line.split()[2].rstrip(",")
+            (address,) = re.findall(r"tcp://[\d.:]+\d", line)
             yield RunningServer(process, address, line)
         finally:
             if process.poll() is None:
@@ -65,32 +119,33 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return inherited | {"XDG_RUNTIME_DIR": str(runtime_folder), "TERM": "dumb", "NO_COLOR": "1"}
 
 
-@pytest.fixture(scope="module")
-def server(environment: dict[str, str]) -> Iterator[RunningServer]:
-    """One server for the tests of a module, which keep to keys of their own."""
-    with running_server(environment, "--prealloc-size", "64MiB", "--minimal-allocate-size", "4") as started:
+@pytest.fixture(scope="session")
+def server(environment: dict[str, str]) -> Iterator[ServerHere]:
+    """One server for all tests, which keep to keys of their own."""
+    with server_here(environment, "--prealloc-size", "64MiB", "--minimal-allocate-size", "4") as started:
         yield started
 
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+StartServer = Callable[..., AbstractContextManager[ServerHere]]
+StartProcess = Callable[..., AbstractContextManager[RunningServer]]
 
 
 @pytest.fixture
 def command(environment: dict[str, str], tmp_path: Path) -> Run:
-    """Run `infinistore` with the arguments given, to its end."""
+    """Run `infinistore` with the arguments given, to its end, in this process."""
 
-    def run(*arguments: str, url: str | None = None, **more: Any) -> "subprocess.CompletedProcess[bytes]":
-        more.setdefault("stdin", subprocess.DEVNULL if "input" not in more else None)
-        variables = environment | ({} if url is None else {"INFINISTORE_URL": url}) | more.pop("env", {})
-        return warm.run(
-            [*INFINISTORE, *arguments], env=variables, cwd=tmp_path, capture_output=True, check=False, **more
-        )
+    def run(
+        *arguments: str | bytes, url: str | None = None, env: Mapping[str, str] | None = None, **more: Any
+    ) -> "subprocess.CompletedProcess[bytes]":
+        variables = environment | ({} if url is None else {"INFINISTORE_URL": url}) | dict(env or {})
+        return run_here(*arguments, environment=variables, cwd=tmp_path, **more)
 
     return run
 
 
 @pytest.fixture
-def store(command: Run, server: RunningServer) -> Run:
+def store(command: Run, server: ServerHere) -> Run:
     """Run `infinistore` against the server."""
 
     def run(*arguments: str, **more: Any) -> "subprocess.CompletedProcess[bytes]":
@@ -99,11 +154,26 @@ def store(command: Run, server: RunningServer) -> Run:
     return run
 
 
-@pytest.fixture(name="running_server")
-def _running_server(environment: dict[str, str]) -> Callable[..., Any]:
-    """What starts a server with flags of its own."""
+@pytest.fixture
+def jemalloc_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell the doctor so, who tries it in a process."""
+    works = subprocess.CompletedProcess[str]([], 0, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: works)
 
-    def start(*flags: str) -> Any:
-        return running_server(environment, *flags)
 
-    return start
+@pytest.fixture
+def warm_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the other process of a benchmark forked."""
+    monkeypatch.setattr(raw_peer, "subprocess", SimpleNamespace(Popen=warm.Popen, PIPE=subprocess.PIPE))
+
+
+@pytest.fixture
+def running_server(environment: dict[str, str]) -> StartServer:
+    """What starts a server with flags of its own, in this process."""
+    return lambda *flags: server_here(environment, *flags)
+
+
+@pytest.fixture
+def running_process(environment: dict[str, str]) -> StartProcess:
+    """What starts a server with flags of its own, in a process of its own."""
+    return lambda *flags: server_process(environment, *flags)

@@ -81,6 +81,7 @@ def test_a_file_of_nodes(told: Tell, server: str, tmp_path: Path, document: Any,
 
 
 @needs_etcd
+@pytest.mark.process
 def test_another_placement_version_in_etcd(told: Tell, etcd: Etcd) -> None:
     etcd.control("put", "/infinistore/newer/config", '{"placement": 2}')
     told(etcd.url.replace("/test", "/newer"), "is of placement version 2, and this is 1: use one release")
@@ -95,6 +96,7 @@ def test_a_token_that_one_node_refuses(told: Tell, tmp_path: Path) -> None:
 
 
 @needs_etcd
+@pytest.mark.process
 def test_an_etcd_that_wants_a_password(told: Tell, tmp_path: Path) -> None:
     etcd = Etcd(tmp_path)
     try:

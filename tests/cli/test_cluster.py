@@ -215,6 +215,7 @@ def test_an_etcd_that_does_not_answer_is_one_line(ask: Answer, nobody: str) -> N
 
 
 @needs_etcd
+@pytest.mark.process
 def test_a_cluster_in_etcd_is_shown_and_purged(ask: Answer, tmp_path: Path) -> None:
     etcd = Etcd(tmp_path)
     try:
@@ -246,6 +247,7 @@ def _until_there_are(count: int, ask: Answer, url: str) -> list[dict[str, Any]]:
 
 
 @needs_etcd
+@pytest.mark.process
 def test_a_cluster_with_tls_and_tokens_under_a_private_authority(ask: Answer, tmp_path: Path) -> None:
     etcd = Etcd(tmp_path, tls=True)
     files = issue(tmp_path, "127.0.0.1")

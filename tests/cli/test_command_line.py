@@ -7,17 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rich_click as click
 
 from infinistore import errors
 from infinistore.cli.failures import EXIT_CODES, run
-from infinistore.cli.options import server_options
 from infinistore.cli.root import COMMANDS
 from infinistore.config import load_server_config, server_settings
 from infinistore.settings import markdown_table
+from tests.cli.conftest import Run, written
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,20 +30,8 @@ ORIGINAL_FLAGS = [
 ]
 
 
-def _written(*flags: str) -> dict[str, object]:
-    """What the server's command hands to the configuration."""
-
-    @click.command()
-    @server_options
-    def command(settings: dict[str, object]) -> dict[str, object]:
-        return settings
-
-    written: dict[str, object] = command.main(list(flags), standalone_mode=False)
-    return written
-
-
 def test_every_flag_of_the_original_is_accepted_with_its_meaning() -> None:
-    config = load_server_config(_written(*ORIGINAL_FLAGS), environment={})
+    config = load_server_config(written(*ORIGINAL_FLAGS), environment={})
     assert (config.prealloc_bytes, config.minimal_allocate_bytes) == (16 << 30, 64 << 10)
     assert (config.auto_increase, config.enable_periodic_evict) == (True, True)
     assert (config.dev_name, config.link_type, config.ib_port, config.hint_gid_index) == ("mlx5_1", "IB", 1, -1)
@@ -55,17 +42,17 @@ def test_every_flag_of_the_original_is_accepted_with_its_meaning() -> None:
 
 def test_a_switch_can_be_turned_on_and_off_and_left_to_the_environment() -> None:
     def auto_increase(*flags: str) -> bool:
-        serve = _written(*flags)
+        serve = written(*flags)
         return load_server_config(serve, environment={"INFINISTORE_AUTO_INCREASE": "on"}).auto_increase
 
     assert auto_increase("--auto-increase") is True
     assert auto_increase("--no-auto-increase") is False
     assert auto_increase() is True
-    assert load_server_config(_written(), environment={}).auto_increase is False
+    assert load_server_config(written(), environment={}).auto_increase is False
 
 
 def test_every_setting_has_a_flag_and_none_is_set_unless_given() -> None:
-    assert _written() == dict.fromkeys(setting.key for setting in server_settings())
+    assert written() == dict.fromkeys(setting.key for setting in server_settings())
 
 
 def test_the_table_of_settings_in_the_documentation_is_that_of_the_code() -> None:
@@ -148,9 +135,7 @@ def test_the_help_of_the_server_shows_every_flag(capsys: pytest.CaptureFixture[s
         ("completion tcsh", "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_remedy_and_exit_code_2(
-    command: Callable[..., Any], arguments: str, line: str
-) -> None:
+def test_a_mistake_is_one_line_with_the_remedy_and_exit_code_2(command: Run, arguments: str, line: str) -> None:
     ended = command(*arguments.split())
     text = ended.stderr.decode()
     assert line in text.lower() or line in text
@@ -159,7 +144,7 @@ def test_a_mistake_is_one_line_with_the_remedy_and_exit_code_2(
     assert (ended.returncode, ended.stdout) == (2, b"")
 
 
-def test_a_path_of_a_key_with_other_bytes_than_utf8_is_refused(command: Callable[..., Any]) -> None:
+def test_a_path_of_a_key_with_other_bytes_than_utf8_is_refused(command: Run) -> None:
     ended = command("get", b"\xff\xfe")
     assert ended.returncode == 2
     assert b"which is not text" in ended.stderr
@@ -218,13 +203,13 @@ def _raise(error: BaseException) -> Callable[..., int]:
     return invoke
 
 
-def test_the_flag_log_level_debug_shows_a_traceback(command: Callable[..., Any]) -> None:
+def test_the_flag_log_level_debug_shows_a_traceback(command: Run) -> None:
     ended = command("stat", "--url", "unix:///does/not/exist", "--log-level", "debug")
     assert ended.returncode == 3
     assert b"Traceback" in ended.stderr
 
 
-def test_a_misspelt_variable_is_mentioned_when_the_server_starts(command: Callable[..., Any]) -> None:
+def test_a_misspelt_variable_is_mentioned_when_the_server_starts(command: Run) -> None:
     ended = command("--config", "/does/not/exist", env={"INFINISTORE_HOTS": "x"})
     assert ended.returncode == 2
     ended = command("--allocator", "none-such", env={"INFINISTORE_SERVCE_PORT": "1"})
@@ -247,22 +232,33 @@ def test_help_exit_codes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> N
     assert [int(line.split()[0]) for line in shown.splitlines()] == list(EXIT_CODES)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["put", "--help"], ["help", "settings"]])
-def test_help_imports_neither_the_event_loop_nor_the_engine(arguments: list[str]) -> None:
-    program = (
-        "import sys; from infinistore.cli.failures import run; run(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=True)
-    imported = set(ended.stderr.decode().split())
+# In children of one process, which has imported nothing.
+_IMPORTED = """
+import os, sys
+from infinistore.cli.failures import run
+for arguments in sys.argv[1:]:
+    if os.fork() == 0:
+        run(arguments.split())
+        print(arguments, *sys.modules, sep=",", file=sys.stderr)
+        break
+    os.wait()
+"""
+
+
+@pytest.mark.process
+def test_help_imports_neither_the_event_loop_nor_the_engine() -> None:
+    asked = ["--help", "serve --help", "put --help", "help settings"]
+    ended = subprocess.run([sys.executable, "-c", _IMPORTED, *asked], capture_output=True, check=True)
+    answered = dict(line.split(",", 1) for line in ended.stderr.decode().splitlines())
+    assert list(answered) == asked
     heavy = {"trio", "asyncio", "cattrs", "yaml", "msgpack", "bitarray", "xxhash", "numpy", "torch", "rich.progress"}
-    assert imported & heavy == set()
-    assert not any(
-        name.startswith(("infinistore.core", "infinistore.server", "infinistore.client")) for name in imported
-    )
+    engine = ("infinistore.core", "infinistore.server", "infinistore.client")
+    for imported in answered.values():
+        assert [name for name in imported.split(",") if name in heavy or name.startswith(engine)] == []
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_a_script_for_each_shell(shell: str, command: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("shell", [pytest.param("bash", marks=pytest.mark.process), "zsh", "fish"])
+def test_completion_prints_a_script_for_each_shell(shell: str, command: Run) -> None:
     ended = command("completion", shell)
     assert ended.returncode == 0
     assert b"_INFINISTORE_COMPLETE" in ended.stdout
@@ -276,7 +272,7 @@ def test_completion_prints_a_script_for_each_shell(shell: str, command: Callable
         ("infinistore serve --link-type E", "Ethernet"),
     ],
 )
-def test_a_shell_gets_completions(words: str, expected: str, command: Callable[..., Any]) -> None:
+def test_a_shell_gets_completions(words: str, expected: str, command: Run) -> None:
     count = len(words.split()) - 1
     variables = {"_INFINISTORE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     ended = command(env=variables)

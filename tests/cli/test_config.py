@@ -22,6 +22,7 @@ from infinistore.config import (
 from infinistore.errors import ConfigError
 from infinistore.sizes import GIB, KIB, MIB
 from infinistore.token_file import read_token
+from tests.cli.conftest import Run
 
 SETTINGS = {setting.key: setting for setting in server_settings()}
 
@@ -425,7 +426,7 @@ def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> Non
 @pytest.mark.parametrize("key", ["token_file", "tls_cert"])
 @pytest.mark.parametrize("place", ["flag", "variable", "file"])
 def test_a_file_that_cannot_be_read_is_named_with_the_source_of_its_name(
-    key: str, place: str, command: Callable[..., Any], tmp_path: Path
+    key: str, place: str, command: Run, tmp_path: Path
 ) -> None:
     flag, variable = f"--{key.replace('_', '-')}", f"INFINISTORE_{key.upper()}"
     config = tmp_path / "c.yaml"

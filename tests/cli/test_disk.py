@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.disk_io import open_folder
 from infinistore.sizes import KIB, MIB
+from tests import warm
+from tests.cli.conftest import Run
 from tests.disk_io.volumes import fill_disk
-
-Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 BLOCK_BYTES = 64 * KIB
 BATCHES = [{f"batch {number}/block {block}": os.urandom(BLOCK_BYTES) for block in range(8)} for number in range(3)]
@@ -83,19 +83,34 @@ def test_after_a_crash_it_says_the_same(command: Run, crashed_disk: Path) -> Non
     assert json.loads(command("disk", "verify", "--json", str(crashed_disk)).stdout)["blocks"] == BLOCKS
 
 
-def test_a_disk_in_use_can_be_inspected_and_nothing_else(command: Run, disk: Path) -> None:
-    used = open_folder(disk)
-    ended = command("disk", "inspect", str(disk))
-    assert ended.returncode == 0
-    assert f"in use       by process {os.getpid()}" in ended.stdout.decode().splitlines()
+USES_IT = """
+import sys
+from pathlib import Path
+from infinistore.disk_io import open_folder
+used = open_folder(Path(sys.argv[1]))
+print("opened", flush=True)
+sys.stdin.read()
+used.close()
+"""
 
-    for arguments in (["verify"], ["wipe", "--yes"]):
-        ended = command("disk", *arguments, str(disk))
-        assert ended.returncode == 2
-        assert ended.stderr.decode() == (
-            f"infinistore: disk {disk} is in use by process {os.getpid()}; end that first, or give another folder\n"
-        )
-    used.close()
+
+@pytest.mark.process
+def test_a_disk_in_use_can_be_inspected_and_nothing_else(command: Run, disk: Path) -> None:
+    with warm.Popen(
+        [sys.executable, "-c", USES_IT, str(disk)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"opened\n"
+        ended = command("disk", "inspect", str(disk))
+        assert ended.returncode == 0
+        assert f"in use       by process {process.pid}" in ended.stdout.decode().splitlines()
+
+        for arguments in (["verify"], ["wipe", "--yes"]):
+            ended = command("disk", *arguments, str(disk))
+            assert ended.returncode == 2
+            who = f"process {process.pid}; end that first, or give another folder\n"
+            assert ended.stderr.decode() == f"infinistore: disk {disk} is in use by {who}"
+        process.communicate()
 
 
 def test_nothing_is_changed_by_looking(command: Run, disk: Path) -> None:

@@ -1,5 +1,9 @@
-"""Ctrl-C, SIGTERM, output that nobody reads any more, and terminals. Real processes;
-nothing waits for time to pass.
+"""Ctrl-C, SIGTERM, output that nobody reads any more, and terminals. Nothing waits for
+time to pass.
+
+Python answers a closed pipe, a full disk and a terminal in this process as in any, so
+that most of it is seen here. Processes show what becomes of signals, and of streams at
+the end.
 """
 
 import os
@@ -7,26 +11,21 @@ import pty
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infinistore import blocking
 from tests import warm
-
-INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
-Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+from tests.cli.conftest import FREE_PORTS, INFINISTORE, Run, ServerHere, StartProcess
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["stat", "ls", "get k", "put k", "exists k", "rm k", "evict", "purge --yes", "bench", "stat --wait 60"],
-)
-def test_ctrl_c_ends_every_command_with_130_and_without_a_word(arguments: str, environment: dict[str, str]) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", ["put k", "bench", "stat --wait 600"])
+def test_ctrl_c_ends_a_command_with_130_and_without_a_word(arguments: str, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         variables = environment | {"INFINISTORE_URL": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
         process = warm.Popen(
@@ -44,7 +43,8 @@ def test_ctrl_c_ends_every_command_with_130_and_without_a_word(arguments: str, e
     assert (process.returncode, output, errors) == (130, b"", b"")
 
 
-def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: Any, environment: dict[str, str]) -> None:
+@pytest.mark.process
+def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: ServerHere, environment: dict[str, str]) -> None:
     process = warm.Popen(
         [*INFINISTORE, "bench", "--seconds", "600", "--sizes", "4KiB", "--clients", "2", "--url", server.url],
         env=environment,
@@ -60,9 +60,10 @@ def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: Any, environme
     assert process.returncode == 130
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_server_that_is_told_to_stop_drains_and_exits(number: int, code: int, running_server: Any) -> None:
-    with running_server("--prealloc-size", "1MiB") as own:
+def test_a_server_that_is_told_to_stop_drains_and_exits(number: int, code: int, running_process: StartProcess) -> None:
+    with running_process("--prealloc-size", "1MiB") as own:
         socket_path = own.ready_line.partition("unix://")[2].partition(",")[0]
         assert os.path.exists(socket_path)
         ended, errors = own.stop(number)
@@ -82,17 +83,24 @@ def _starting(process: "subprocess.Popen[bytes]", socket_path: Path) -> bool:
     return False
 
 
+# As a shell does to what a script starts in the background.
+_IGNORING_CTRL_C = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from infinistore.cli import main
+main()
+"""
+
+
 def _start(
-    *flags: str, environment: dict[str, str], ignoring: signal.Signals | None = None
+    *flags: str, environment: dict[str, str], program: tuple[str, str] = ("-m", "infinistore")
 ) -> "subprocess.Popen[bytes]":
-    arguments = [*INFINISTORE, "--prealloc-size", "64MiB", "--service-port", "0", "--manage-port", "0", *flags]
-    if ignoring is not None:  # as a shell does to what a script starts in the background
-        shell = f"trap '' {ignoring.name.removeprefix('SIG')}; exec \"$@\""
-        arguments = ["sh", "-c", shell, "sh", *arguments]
+    arguments = [*INFINISTORE[:3], *program, "--prealloc-size", "64MiB", *FREE_PORTS, *flags]
     return warm.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("shards", ["1", "3"])
+@pytest.mark.process
+@pytest.mark.parametrize("shards", ["1", pytest.param("3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_server_that_is_told_to_stop_while_it_starts_exits_without_a_word(
     number: int, code: int, shards: str, environment: dict[str, str], tmp_path: Path
@@ -109,8 +117,9 @@ def test_a_server_that_is_told_to_stop_while_it_starts_exits_without_a_word(
     assert not socket_path.exists()
 
 
+@pytest.mark.process
 def test_a_server_obeys_sigterm_also_if_it_was_started_to_ignore_ctrl_c(environment: dict[str, str]) -> None:
-    process = _start("--shards", "2", environment=environment, ignoring=signal.SIGINT)
+    process = _start("--shards", "2", environment=environment, program=("-c", _IGNORING_CTRL_C))
     while not _starting(process, Path("/none")):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -119,78 +128,118 @@ def test_a_server_obeys_sigterm_also_if_it_was_started_to_ignore_ctrl_c(environm
     assert all(line.startswith(b"{") for line in errors.splitlines())
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_is_closed_half_way_ends_quietly(unbuffered: str, server: Any, environment: dict[str, str]) -> None:
-    with blocking.open_store(server.url) as store:
-        store.put("long", bytes(4 << 20))  # more than a pipe holds
-    with warm.Popen(
-        [*INFINISTORE, "get", "long", "--url", server.url],
-        env=environment | {"PYTHONUNBUFFERED": unbuffered},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(1) == b"\0"
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
+def _closed_pipe() -> int:
+    """A pipe that nobody reads."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return write_end
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_output_that_is_closed_half_way_ends_quietly(unbuffered: bool, server: ServerHere, store: Run) -> None:
+    with blocking.open_store(server.url) as direct:
+        direct.put("long", bytes(4 << 20))  # more than a pipe holds
+    read_end, write_end = os.pipe()
+
+    def read_one_byte() -> bytes:
+        with open(read_end, "rb", 0) as reader:
+            return reader.read(1)
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read_one_byte)
+        ended = store("get", "long", stdout=write_end, unbuffered=unbuffered)
+        assert reading.result() == b"\0"
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         *("ls", "stat", "stat --json", "--help", "serve --help", "help exit-codes", "--version"),
-        *("demo --pool-size 64MiB --layers 1", "doctor", "completion bash"),
+        *("doctor", "completion zsh"),
+        pytest.param("demo --pool-size 64MiB --layers 1", marks=[pytest.mark.process, pytest.mark.nightly]),
     ],
 )
-def test_output_that_nobody_reads_ends_quietly(arguments: str, server: Any, environment: dict[str, str]) -> None:
-    with blocking.open_store(server.url) as store:
-        store.put("some-key", b"x")
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    process = warm.Popen(
-        [*INFINISTORE, *arguments.split()],
-        env=environment | {"INFINISTORE_URL": server.url},
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-    )
-    os.close(write_end)
-    _, errors = process.communicate()
-    assert (process.returncode, errors) == (141, b"")
+@pytest.mark.usefixtures("jemalloc_works")
+def test_output_that_nobody_reads_ends_quietly(arguments: str, server: ServerHere, store: Run) -> None:
+    with blocking.open_store(server.url) as direct:
+        direct.put("some-key", b"x")
+    ended = store(*arguments.split(), stdout=_closed_pipe())
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.process
+def test_a_process_whose_output_nobody_reads_ends_quietly(server: ServerHere, environment: dict[str, str]) -> None:
+    with open(_closed_pipe(), "wb") as output:
+        ended = warm.run(
+            [*INFINISTORE, "stat", "--url", server.url], env=environment, stdout=output, stderr=subprocess.PIPE
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+FULL = b"infinistore: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("arguments", ["stat", "get k", "exists k", "--help"])
-@pytest.mark.parametrize(
-    ("redirection", "problem"),
-    [(">&-", b"standard output is closed"), ("> /dev/full", b"No space left on device")],
-)
 def test_output_that_cannot_be_written_is_an_error(
-    *, redirection: str, problem: bytes, arguments: str, unbuffered: str, server: Any, environment: dict[str, str]
+    arguments: str, unbuffered: bool, server: ServerHere, store: Run
 ) -> None:
+    with blocking.open_store(server.url) as direct:
+        direct.put("k", b"x")
+    ended = store(*arguments.split(), stdout=os.open("/dev/full", os.O_WRONLY), unbuffered=unbuffered)
+    assert (ended.returncode, ended.stderr) == (2, FULL)
+
+
+# Python gives a process that is started so no stream.
+_WITHOUT_OUTPUT = """
+import os, sys
+os.close(1)
+sys.stdout = sys.__stdout__ = None
+from infinistore.cli import main
+main()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", ["stat", "get k", "exists k", "--help"])
+def test_output_that_is_closed_is_an_error(arguments: str, server: ServerHere, environment: dict[str, str]) -> None:
     with blocking.open_store(server.url) as store:
         store.put("k", b"x")
     ended = warm.run(
-        ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *arguments.split()],
-        env=environment | {"PYTHONUNBUFFERED": unbuffered, "INFINISTORE_URL": server.url},
+        [*INFINISTORE[:3], "-c", _WITHOUT_OUTPUT, *arguments.split()],
+        env=environment | {"INFINISTORE_URL": server.url},
+        stderr=subprocess.PIPE,
+    )
+    assert (ended.returncode, ended.stderr) == (2, b"infinistore: standard output is closed\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("redirection", "problem"), [(">&-", b"infinistore: standard output is closed\n"), ("> /dev/full", FULL)]
+)
+def test_a_process_whose_output_cannot_be_written_says_so(
+    redirection: str, problem: bytes, environment: dict[str, str]
+) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, "--version"],
+        env=environment | {"PYTHONUNBUFFERED": ""},
         stderr=subprocess.PIPE,
         check=False,
     )
-    assert (ended.returncode, ended.stderr) == (2, b"infinistore: " + problem + b"\n")
+    assert (ended.returncode, ended.stderr) == (2, problem)
 
 
-@pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
-def test_a_server_serves_also_if_it_cannot_say_so(
-    redirection: str, environment: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("is_full", [False, True], ids=["closed", "full"])
+def test_a_server_serves_also_if_it_cannot_say_so(is_full: bool, environment: dict[str, str], tmp_path: Path) -> None:
     place = tmp_path / "socket"
     flags = ["--prealloc-size", "1MiB", "--service-port", "0", "--manage-port", "off", "--unix-socket", str(place)]
-    process = warm.Popen(
-        ["sh", "-c", f'exec "$@" {redirection}', "sh", *INFINISTORE, *flags],
-        env=environment | {"PYTHONUNBUFFERED": ""},
-        stderr=subprocess.PIPE,
-    )
+    program = INFINISTORE[3:] if is_full else ("-c", _WITHOUT_OUTPUT)
+    with open("/dev/full" if is_full else os.devnull, "wb") as output:
+        process = warm.Popen(
+            [*INFINISTORE[:3], *program, *flags], env=environment, stdout=output, stderr=subprocess.PIPE
+        )
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             while probe.connect_ex(str(place)):  # which is there before anybody listens
@@ -203,15 +252,19 @@ def test_a_server_serves_also_if_it_cannot_say_so(
     assert (process.returncode, b"Traceback" in errors) == (0, False)
 
 
+# As Python does for a process whose standard input is closed.
+_WITHOUT_INPUT = "import sys; sys.stdin = sys.__stdin__ = None; from infinistore.cli import main; main()"
+
+
+@pytest.mark.process
 def test_put_with_a_closed_standard_input_is_a_usage_error(environment: dict[str, str]) -> None:
-    ended = warm.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *INFINISTORE, "put", "k"], env=environment, capture_output=True, check=False
-    )
+    ended = warm.run([*INFINISTORE[:3], "-c", _WITHOUT_INPUT, "put", "k"], env=environment, capture_output=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(b"infinistore: standard input is closed; name a file")
 
 
-def test_no_is_an_answer(server: Any, environment: dict[str, str]) -> None:
+@pytest.mark.process
+def test_no_is_an_answer(server: ServerHere, environment: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, b"n\n")
     ended = warm.run(
@@ -235,40 +288,43 @@ def test_no_is_an_answer(server: Any, environment: dict[str, str]) -> None:
     ids=["ascii", "utf-8", "binary", "escape", "forced"],
 )
 def test_a_terminal_gets_plain_text_only_unless_forced(
-    value: bytes, force: bool, code: int, server: Any, environment: dict[str, str]
+    value: bytes, force: bool, code: int, server: ServerHere, store: Run
 ) -> None:
-    with blocking.open_store(server.url) as store:
-        store.put("for-a-terminal", value)
-    arguments = ["get", "for-a-terminal", "--url", server.url, *(["--force"] if force else [])]
-    ended, shown, errors = _on_a_terminal(arguments, environment)
-    assert ended == code
+    with blocking.open_store(server.url) as direct:
+        direct.put("for-a-terminal", value)
+    ended, shown = _on_a_terminal(store, "get", "for-a-terminal", *(["--force"] if force else []))
+    assert ended.returncode == code
     assert shown == (value.replace(b"\n", b"\r\n") if code == 0 else b"")
-    assert (b"--force" in errors) is (code == 2)
+    assert (b"--force" in ended.stderr) is (code == 2)
 
 
-def test_colour_is_for_terminals_and_no_color_is_respected(environment: dict[str, str]) -> None:
-    colours = {name: value for name, value in environment.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
-    _, shown, _ = _on_a_terminal(["--help"], colours)
+def test_colour_is_for_terminals_and_no_color_is_respected(command: Run) -> None:
+    colours = {"TERM": "xterm-256color", "NO_COLOR": ""}
+    _, shown = _on_a_terminal(command, "--help", env=colours)
     assert b"\x1b[" in shown
-    _, shown, _ = _on_a_terminal(["--help"], colours | {"NO_COLOR": "1"})
+    _, shown = _on_a_terminal(command, "--help", env=colours | {"NO_COLOR": "1"})
     assert not any(f"\x1b[{code}".encode() in shown for code in range(30, 50))
-    piped = warm.run([*INFINISTORE, "--help"], env=colours, capture_output=True, check=True)
-    assert b"\x1b" not in piped.stdout
+    assert b"\x1b" not in command("--help", env=colours).stdout
 
 
-def _on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[int, bytes, bytes]:
-    """Run the command with a terminal for standard output; return exit code, what it
-    showed, and standard error.
+def _on_a_terminal(
+    run: Run, *arguments: str, env: Mapping[str, str] | None = None
+) -> tuple["subprocess.CompletedProcess[bytes]", bytes]:
+    """Run the command with a terminal for standard output; return how it ended, and
+    what it showed.
     """
     ours, theirs = pty.openpty()
-    process = warm.Popen([*INFINISTORE, *arguments], env=environment, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 65536):
-            shown += part
-    except OSError:  # EIO: how a terminal says that nobody has its other end any more
-        pass
+
+    def read() -> bytes:
+        shown = b""
+        with suppress(OSError):  # EIO: how a terminal says that nobody has its other end any more
+            while part := os.read(ours, 65536):
+                shown += part
+        return shown
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        ended = run(*arguments, env=env, stdout=theirs)
+        shown = reading.result()
     os.close(ours)
-    _, errors = process.communicate()
-    return process.returncode, shown, errors
+    return ended, shown

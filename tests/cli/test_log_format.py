@@ -5,7 +5,6 @@ no keys above debug.
 import json
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.cli.log_format import JsonFormatter, TerminalFormatter
 from infinistore.errors import InfiniStoreException
+from tests.cli.conftest import StartProcess
 
 
 def record(event: str, **fields: Any) -> logging.LogRecord:
@@ -55,11 +55,11 @@ def test_a_traceback_is_a_field_in_json_and_follows_on_a_terminal() -> None:
     assert TerminalFormatter().format(made).endswith("ZeroDivisionError: of the test")
 
 
-def log_of(running_server: Callable[..., Any], level: str) -> list[dict[str, Any]]:
+def log_of(running_process: StartProcess, level: str) -> list[dict[str, Any]]:
     """What a server in a process of its own logs of a few requests, one of them
     refused.
     """
-    with running_server("--prealloc-size", "1MiB", "--log-level", level) as own:
+    with running_process("--prealloc-size", "1MiB", "--log-level", level) as own:
         with blocking.open_store(own.url, name="me") as store:
             store.put("secret-key", b"secret value")
             with pytest.raises(InfiniStoreException):
@@ -69,16 +69,18 @@ def log_of(running_server: Callable[..., Any], level: str) -> list[dict[str, Any
     return [json.loads(line) for line in errors.splitlines()]
 
 
-def test_the_log_of_a_server_is_json_without_requests_and_keys(running_server: Callable[..., Any]) -> None:
-    lines = log_of(running_server, "info")
+@pytest.mark.process
+def test_the_log_of_a_server_is_json_without_requests_and_keys(running_process: StartProcess) -> None:
+    lines = log_of(running_process, "info")
     may_be = ("serving without RDMA", "taking the pool")  # as the machine has no RDMA, or is slow
     assert [line["event"] for line in lines if line["event"] not in may_be] == ["draining"]
     assert lines[-1]["signal"] == "SIGTERM"
     assert "secret" not in str(lines)
 
 
-def test_debug_shows_every_request(running_server: Callable[..., Any]) -> None:
-    requests = [line for line in log_of(running_server, "debug") if line["event"] == "request"]
+@pytest.mark.process
+def test_debug_shows_every_request(running_process: StartProcess) -> None:
+    requests = [line for line in log_of(running_process, "debug") if line["event"] == "request"]
     assert [(line["client"], line["request"], line["outcome"]) for line in requests] == [
         ("me", "Put", "ok"),
         ("me", "MatchPrefix", "LimitExceeded"),

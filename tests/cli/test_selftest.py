@@ -12,6 +12,7 @@ import pytest
 from infinistore.cli.failures import run
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.errors import StoreUnavailable
+from tests.cli.conftest import Run, StartServer
 from tests.monitor.made import make_disk, make_disks
 
 CHECKS = ["connect", "put", "exists", "get", "get into memory", "match and hold a prefix", "list keys"]
@@ -22,7 +23,7 @@ def document(ended: Any) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_an_embedded_store_passes(command: Any) -> None:
+def test_an_embedded_store_passes(command: Run) -> None:
     ended = command("selftest", "--embedded", "--json")
     assert (ended.returncode, ended.stderr) == (0, b"")
     found = document(ended)
@@ -32,7 +33,7 @@ def test_an_embedded_store_passes(command: Any) -> None:
     ]
 
 
-def test_a_server_is_checked_over_tcp_and_its_unix_socket_and_keeps_nothing(store: Any, server: Any) -> None:
+def test_a_server_is_checked_over_tcp_and_its_unix_socket_and_keeps_nothing(store: Run) -> None:
     ended = store("selftest", "--json")
     assert (ended.returncode, ended.stderr) == (0, b"")
     paths = dict.fromkeys(one["path"] for one in document(ended)["checks"])
@@ -41,7 +42,7 @@ def test_a_server_is_checked_over_tcp_and_its_unix_socket_and_keeps_nothing(stor
     assert json.loads(store("ls", "infinistore-selftest/", "--json").stdout)["keys"] == []
 
 
-def test_a_store_with_disks_must_make_blocks_durable(running_server: Any, command: Any, tmp_path: Path) -> None:
+def test_a_store_with_disks_must_make_blocks_durable(running_server: StartServer, command: Run, tmp_path: Path) -> None:
     folder = tmp_path / "ssd"
     with running_server("--prealloc-size", "1MiB", "--unix-socket", "off", "--disk", f"{folder}:300MiB") as own:
         ended = command("selftest", "--json", url=own.url)
@@ -49,13 +50,13 @@ def test_a_store_with_disks_must_make_blocks_durable(running_server: Any, comman
         assert [one["check"] for one in document(ended)["checks"]] == [*CHECKS[:2], "flush to disk", *CHECKS[2:]]
 
 
-def test_a_person_gets_a_table(store: Any) -> None:
+def test_a_person_gets_a_table(store: Run) -> None:
     shown = store("selftest").stdout.decode()
     assert shown.split()[:5] == ["path", "check", "result", "us", "error"]
     assert "match and hold a prefix" in shown
 
 
-def test_no_server_is_exit_code_3_with_a_row_that_says_why(command: Any) -> None:
+def test_no_server_is_exit_code_3_with_a_row_that_says_why(command: Run) -> None:
     ended = command("selftest", "--json", "--url", "unix:///does/not/exist")
     assert ended.returncode == 3
     (row,) = document(ended)["checks"]
@@ -63,7 +64,7 @@ def test_no_server_is_exit_code_3_with_a_row_that_says_why(command: Any) -> None
     assert ended.stderr.count(b"\n") == 1
 
 
-def test_a_wrong_token_is_exit_code_3(running_server: Any, command: Any, tmp_path: Path) -> None:
+def test_a_wrong_token_is_exit_code_3(running_server: StartServer, command: Run, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("secret")
     with running_server("--prealloc-size", "1MiB", "--token-file", str(token_file)) as own:
@@ -73,7 +74,7 @@ def test_a_wrong_token_is_exit_code_3(running_server: Any, command: Any, tmp_pat
         assert command("selftest", "--token-file", str(token_file), url=own.url).returncode == 0
 
 
-def test_a_store_without_room_is_exit_code_5(running_server: Any, command: Any) -> None:
+def test_a_store_without_room_is_exit_code_5(running_server: StartServer, command: Run) -> None:
     with running_server("--prealloc-size", "64KiB", "--minimal-allocate-size", "64", "--unix-socket", "off") as own:
         ended = command("selftest", "--json", url=own.url)
     assert ended.returncode == 5

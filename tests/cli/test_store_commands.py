@@ -1,22 +1,20 @@
-"""The commands against a server in a process of its own."""
+"""The commands against servers."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infinistore import blocking
-from tests import warm
+from tests.cli.conftest import Run, ServerHere, StartProcess, StartServer
 from tests.ports import own_ports
 from tests.transports.certificates import issue
-
-Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 def _ok(ended: "subprocess.CompletedProcess[bytes]") -> bytes:
@@ -75,7 +73,7 @@ def test_keep_does_not_replace_and_says_so(store: Run) -> None:
     assert _ok(store("get", "kept")) == b"first"
 
 
-def test_ls_lists_all_pages_of_a_prefix(store: Run, server: Any) -> None:
+def test_ls_lists_all_pages_of_a_prefix(store: Run, server: ServerHere) -> None:
     keys = sorted(f"page/{number}" for number in range(2100))
     with blocking.open_store(server.url) as direct:
         for start in range(0, len(keys), 512):
@@ -87,7 +85,7 @@ def test_ls_lists_all_pages_of_a_prefix(store: Run, server: Any) -> None:
             direct.delete(keys)
 
 
-def test_a_listing_can_be_cut_and_continued(store: Run, server: Any) -> None:
+def test_a_listing_can_be_cut_and_continued(store: Run, server: ServerHere) -> None:
     keys = ["cut/a", "cut/b", "cut/c"]
     with blocking.open_store(server.url) as direct:
         direct.put_many([(key, b"x") for key in keys])
@@ -109,7 +107,7 @@ def test_rm_deletes_keys_and_says_what_was_not_there(store: Run) -> None:
     assert _ok(store("ls", "rm/")) == b""
 
 
-def test_purge_and_evict_say_how_much(running_server: Any, command: Run) -> None:
+def test_purge_and_evict_say_how_much(running_server: StartServer, command: Run) -> None:
     with running_server("--prealloc-size", "1MiB") as own:
         for number in range(3):
             _ok(command("put", f"key{number}", url=own.url, input=b"x"))
@@ -133,7 +131,7 @@ def test_stat_names_the_transport_and_counts(store: Run) -> None:
 
 
 def test_stat_names_disks_only_of_a_store_that_has_some(
-    store: Run, running_server: Any, command: Run, tmp_path: Path
+    store: Run, running_server: StartServer, command: Run, tmp_path: Path
 ) -> None:
     assert "disk" not in json.loads(_ok(store("stat", "--json")))
     assert b"disk" not in _ok(store("stat"))
@@ -173,7 +171,7 @@ def test_a_server_that_does_not_answer_exits_with_4(command: Run) -> None:
     assert ended.returncode == 4
 
 
-def test_a_server_with_a_token_wants_it(running_server: Any, command: Run, tmp_path: Path) -> None:
+def test_a_server_with_a_token_wants_it(running_server: StartServer, command: Run, tmp_path: Path) -> None:
     for name, token in (("token", "secret\n"), ("wrong", "guess\n")):
         (tmp_path / name).write_text(token)
         (tmp_path / name).chmod(0o600)  # else there is a warning
@@ -187,26 +185,23 @@ def test_a_server_with_a_token_wants_it(running_server: Any, command: Run, tmp_p
         _ok(command("stat", url=own.url, env={"INFINISTORE_TOKEN_FILE": "token"}))
 
 
-def test_the_server_says_where_it_listens(running_server: Any) -> None:
-    with running_server("--prealloc-size", "1MiB") as own:
+@pytest.mark.process
+def test_the_server_says_where_it_listens(running_process: StartProcess) -> None:
+    with running_process("--prealloc-size", "1MiB") as own:
         assert own.ready_line.startswith("listening on tcp://127.0.0.1:")
         assert "unix:///" in own.ready_line
         assert "with a pool of 1 MiB (bitmap); management on http://127.0.0.1:" in own.ready_line
 
 
-def test_the_server_says_where_it_listens_in_json(environment: dict[str, str]) -> None:
-    arguments = ("--service-port", "0", "--manage-port", "0", "--prealloc-size", "1MiB", "--json")
-    with warm.Popen(
-        [sys.executable, "-m", "infinistore", *arguments], stdout=subprocess.PIPE, env=environment
-    ) as process:
-        assert process.stdout is not None
-        document = json.loads(process.stdout.readline())
-        process.terminate()
+@pytest.mark.process
+def test_the_server_says_where_it_listens_in_json(running_process: StartProcess) -> None:
+    with running_process("--prealloc-size", "1MiB", "--json") as own:
+        document = json.loads(own.ready_line)
     assert document["pool_bytes"] == 1 << 20
     assert [url.partition(":")[0] for url in document["listening"]] == ["tcp", "unix"]
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_2(command: Run, server: Any) -> None:
+def test_a_port_in_use_is_one_line_and_exit_code_2(command: Run, server: ServerHere) -> None:
     port = server.url.rpartition(":")[2]
     ended = command("--service-port", port, "--manage-port", "0", "--prealloc-size", "1MiB", "--unix-socket", "off")
     assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (2, b"", 1)
@@ -228,20 +223,24 @@ def test_a_pool_larger_than_the_memory_is_one_line_and_exit_code_2(command: Run)
     assert b"--prealloc-size" in lines[0]
 
 
-def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: Any, environment: dict[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        # The first visit finds somebody who hangs up: it has started, and it has not
-        # given up.
-        arguments = [sys.executable, "-m", "infinistore", "stat", "--wait", "60", "--url", f"tcp://127.0.0.1:{port}"]
-        process = warm.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-        listener.accept()[0].close()
-    with running_server("--service-port", str(port), "--prealloc-size", "1MiB"):
-        output, errors_text = process.communicate()
-    assert (process.returncode, errors_text) == (0, b"")
-    assert b"store.capacity_bytes" in output
+def test_wait_waits_for_a_server_that_is_not_up_yet(running_server: StartServer, command: Run) -> None:
+    (port,) = own_ports(1)
+
+    def start_after_the_first_visit() -> None:
+        with listener:
+            listener.accept()[0].close()
+        servers.enter_context(running_server("--service-port", str(port), "--prealloc-size", "1MiB"))
+
+    with ExitStack() as servers, ThreadPoolExecutor(1) as thread:
+        listener = socket.create_server(("127.0.0.1", port))
+        started = thread.submit(start_after_the_first_visit)
+        ended = command("stat", "--wait", "600", "--url", f"tcp://127.0.0.1:{port}")
+        started.result()
+    assert b"store.capacity_bytes" in _ok(ended)
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("warm_peer")
 @pytest.mark.parametrize("place", ["embedded", "tcp", "unix"])
 def test_bench_compares_with_something_measured_in_the_same_run(place: str, store: Run) -> None:
     where = ("--embedded",) if place == "embedded" else ("--path", place)
@@ -267,6 +266,8 @@ def test_bench_prints_a_table(store: Run) -> None:
     assert [row.split()[0] for row in rows] == ["put", "get"]
 
 
+@pytest.mark.nightly
+@pytest.mark.process
 def test_the_first_session_of_the_help_works_when_pasted(
     command: Run, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -285,7 +286,7 @@ def test_the_first_session_of_the_help_works_when_pasted(
         "INFINISTORE_URL": f"infinistore://127.0.0.1:{port}",
     }
     script = "\n".join(["set -e", *session, "wait $!"])
-    ended = warm.run(
+    ended = subprocess.run(
         ["bash", "-c", script], env=environment | variables, capture_output=True, check=False, stdin=subprocess.DEVNULL
     )
     assert ended.returncode == 0, ended.stderr.decode()
@@ -336,13 +337,13 @@ def test_a_file_is_put_for_a_time(store: Run) -> None:
     assert b"--ttl" in ended.stderr
 
 
-def test_wait_ends_at_once_if_tls_is_refused(running_server: Any, command: Run, tmp_path: Path) -> None:
+def test_wait_ends_at_once_if_tls_is_refused(running_server: StartServer, command: Run, tmp_path: Path) -> None:
     files = issue(tmp_path)
     clients, strange = issue(tmp_path, "client", ca="clients", stem="client"), issue(tmp_path, ca="other", stem="other")
     tls = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-client-ca", str(clients.ca)]
     with running_server("--prealloc-size", "1MiB", "--unix-socket", "off", *tls) as own:
         for ca, problem in ((strange.ca, b"the certificate of "), (files.ca, b"wants a certificate of the client")):
-            ended = command("exists", "k", "--wait", "600", "--url", f"{own.url}?ca={ca}", timeout=60)
+            ended = command("exists", "k", "--wait", "600", "--url", f"{own.url}?ca={ca}")
             assert ended.returncode == 3
             assert problem in ended.stderr
 

@@ -2,12 +2,9 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,39 +12,40 @@ from infinistore.access.parsing import parse_tenants
 from infinistore.access.tokens import digest_of
 from infinistore.tenants_file import read_text, replace_text
 from tests import warm
-from tests.cli.conftest import INFINISTORE, running_server
-
-Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+from tests.cli.conftest import INFINISTORE, Run, ServerHere, StartProcess, StartServer
 
 
 def test_the_list_of_a_running_server_shows_what_each_has(
-    command: Run, file: Path, tmp_path: Path, environment: dict[str, str]
+    command: Run, file: Path, tmp_path: Path, running_server: StartServer
 ) -> None:
     token = tenant(command, file, "add", "ops", "--role", "monitor", "--operator")
     plain = tenant(command, file, "add", "alice", "--max-bytes", "1MiB")
-    with running_server(environment, "--tenants", str(file), "--prealloc-size", "64MiB") as server:
-        (url,) = re.findall(r"http://[0-9.:]+", server.ready_line)
+    with running_server("--tenants", str(file), "--prealloc-size", "64MiB") as server:
         tokens = {}
         for name, one in (("ops", token), ("alice", plain)):
             tokens[name] = tmp_path / f"{name}.token"
             tokens[name].write_text(one)
             tokens[name].chmod(0o600)
-        shown = command("tenant", "list", "--manage-url", url, "--token-file", str(tokens["ops"]))
+        shown = command("tenant", "list", "--manage-url", server.management, "--token-file", str(tokens["ops"]))
         assert shown.returncode == 0, shown.stderr
         assert "1 MiB" in shown.stdout.decode()
-        as_json = command("tenant", "list", "--manage-url", url, "--token-file", str(tokens["ops"]), "--json")
+        as_json = command(
+            "tenant", "list", "--manage-url", server.management, "--token-file", str(tokens["ops"]), "--json"
+        )
         assert [one["tenant"] for one in json.loads(as_json.stdout)["tenants"]] == ["ops", "alice"]
         for given, problem in (
             (["--token-file", str(tokens["alice"])], "the management API is for operators"),
             ([], "this needs the token of an operator"),
         ):
-            refused = command("tenant", "list", "--manage-url", url, *given)
+            refused = command("tenant", "list", "--manage-url", server.management, *given)
             assert refused.returncode != 0
             assert problem in refused.stderr.decode()
             assert "Traceback" not in refused.stderr.decode()
 
 
-def test_a_token_file_that_others_may_read_is_named_with_the_remedy(server: Any, command: Run, tmp_path: Path) -> None:
+def test_a_token_file_that_others_may_read_is_named_with_the_remedy(
+    server: ServerHere, command: Run, tmp_path: Path
+) -> None:
     file = tmp_path / "token"
     file.write_text("secret")
     file.chmod(0o644)
@@ -55,13 +53,15 @@ def test_a_token_file_that_others_may_read_is_named_with_the_remedy(server: Any,
     assert f"infinistore: the token file is open to other users: chmod o-rw {file}\n" in ended.stderr.decode()
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("jemalloc_works", "warm_peer")
 def test_commands_do_without_the_statistics_that_a_tenant_may_not_see(
-    command: Run, file: Path, tmp_path: Path, environment: dict[str, str]
+    command: Run, file: Path, tmp_path: Path, running_server: StartServer
 ) -> None:
     token = tmp_path / "plain.token"
     token.write_text(tenant(command, file, "add", "plain"))
     token.chmod(0o600)
-    with running_server(environment, "--tenants", str(file), "--prealloc-size", "64MiB") as server:
+    with running_server("--tenants", str(file), "--prealloc-size", "64MiB") as server:
         given = ["--token-file", str(token), "--url", server.url]
         found = command("selftest", *given)
         assert found.returncode == 0, found.stdout
@@ -150,6 +150,7 @@ def test_what_cannot_be_done_changes_nothing_and_is_one_line(
     assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.process
 def test_two_commands_at_once_lose_no_tenant(environment: dict[str, str], command: Run, file: Path) -> None:
     tenant(command, file, "add", "first")
     names = [f"t{number}" for number in range(4)]
@@ -188,14 +189,15 @@ def test_a_link_stays_a_link(file: Path) -> None:
     assert other.read_text() == "new"
 
 
+@pytest.mark.process
 def test_a_server_takes_a_new_tenant_and_drops_a_revoked_token_at_a_signal(
-    environment: dict[str, str], command: Run, file: Path, tmp_path: Path
+    running_process: StartProcess, command: Run, file: Path, tmp_path: Path
 ) -> None:
     def put(name: str) -> "subprocess.CompletedProcess[bytes]":
         return command("put", "key", "--token-file", str(tmp_path / name), url=server.url, input=b"value")
 
     (tmp_path / "alice").write_text(tenant(command, file, "add", "alice"))
-    with running_server(environment, "--tenants", str(file), "--prealloc-size", "16MiB") as server:
+    with running_process("--tenants", str(file), "--prealloc-size", "16MiB") as server:
         assert put("alice").returncode == 0
         (tmp_path / "bob").write_text(tenant(command, file, "add", "bob"))
         refused = put("bob")
