@@ -12,68 +12,18 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import attrs
 import pytest
-import rich_click as click
 
 from infinistore.cli import raw_peer
-from infinistore.cli.options import server_options
-from infinistore.config import load_server_config
 from tests import warm
-from tests.cli.in_process import run_here
-from tests.clients.event_loops import TrioThread
+from tests.cli.in_process import FREE_PORTS, ServerHere, run_here, server_here
 from tests.cluster_io.etcd import etcd
-from tests.server import running
 
 __all__ = ["etcd"]
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
-FREE_PORTS = ("--service-port", "0", "--manage-port", "0")
-
-
-def written(*flags: str) -> dict[str, object]:
-    """What the server's command hands to the configuration."""
-
-    @click.command()
-    @server_options
-    def command(settings: dict[str, object]) -> dict[str, object]:
-        return settings
-
-    settings: dict[str, object] = command.main(list(flags), standalone_mode=False)
-    return settings
-
-
-@attrs.frozen
-class ServerHere:
-    """A server in a thread of this process."""
-
-    url: str
-    unix_socket: Path | None
-    management: str
-    running: running.RunningServer
-    loop: TrioThread
-
-
-@contextmanager
-def server_here(environment: Mapping[str, str], *flags: str) -> Iterator[ServerHere]:
-    """Run a server with these flags, on free ports, as `infinistore serve` does."""
-    with TrioThread() as loop:
-        with mock.patch.dict(os.environ, environment, clear=True):
-            config = load_server_config(written(*FREE_PORTS, *flags), environment={})
-            entered = loop.entered(lambda: running.running_server(config))
-            server = entered.__enter__()
-        try:
-            addresses = server.server.addresses
-            (host, port), *_ = addresses.tcp
-            (management,) = addresses.management
-            scheme = "tcp" if config.tls_cert is None else "infinistores"
-            yield ServerHere(
-                f"{scheme}://{host}:{port}", addresses.unix_socket, f"http://{host}:{management[1]}", server, loop
-            )
-        finally:
-            entered.__exit__(None, None, None)
 
 
 @attrs.frozen

@@ -1,8 +1,8 @@
-"""The command line in the process of the tests, which sees what a process would see.
+"""The command line, and servers, in the process of the tests.
 
-It has streams, an environment, a folder and a log of its own. Afterwards they are those
-of the tests again. What only a process shows, as how a signal ends it, is for tests of
-processes.
+The command line sees what a process would see: it has streams, an environment, a folder
+and a log of its own, and afterwards they are those of the tests again. What only a
+process shows, as how a signal ends it, is for tests of processes.
 """
 
 import io
@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from infinistore.cli import main
+import attrs
+import rich_click as click
 
-__all__ = ["run_here"]
+from infinistore.cli import main
+from infinistore.cli.options import server_options
+from infinistore.config import load_server_config
+from tests.clients.event_loops import TrioThread
+from tests.server import running
+
+__all__ = ["FREE_PORTS", "ServerHere", "run_here", "server_here", "written"]
+
+FREE_PORTS = ("--service-port", "0", "--manage-port", "0")
 
 
 def run_here(
@@ -97,3 +106,46 @@ def _loggers() -> list[logging.Logger]:
         logging.root,
         *(one for name, one in named if name.startswith("infinistore") and isinstance(one, logging.Logger)),
     ]
+
+
+def written(*flags: str) -> dict[str, object]:
+    """What the server's command hands to the configuration."""
+
+    @click.command()
+    @server_options
+    def command(settings: dict[str, object]) -> dict[str, object]:
+        return settings
+
+    settings: dict[str, object] = command.main(list(flags), standalone_mode=False)
+    return settings
+
+
+@attrs.frozen
+class ServerHere:
+    """A server in a thread of this process."""
+
+    url: str
+    unix_socket: Path | None
+    management: str
+    running: running.RunningServer
+    loop: TrioThread
+
+
+@contextmanager
+def server_here(environment: Mapping[str, str], *flags: str) -> Iterator[ServerHere]:
+    """Run a server with these flags, on free ports, as `infinistore serve` does."""
+    with TrioThread() as loop:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            config = load_server_config(written(*FREE_PORTS, *flags), environment={})
+            entered = loop.entered(lambda: running.running_server(config))
+            server = entered.__enter__()
+        try:
+            addresses = server.server.addresses
+            (host, port), *_ = addresses.tcp
+            (management,) = addresses.management
+            scheme = "tcp" if config.tls_cert is None else "infinistores"
+            yield ServerHere(
+                f"{scheme}://{host}:{port}", addresses.unix_socket, f"http://{host}:{management[1]}", server, loop
+            )
+        finally:
+            entered.__exit__(None, None, None)

@@ -16,7 +16,8 @@ from infinistore.cli.failures import EXIT_CODES, run
 from infinistore.cli.root import COMMANDS
 from infinistore.config import load_server_config, server_settings
 from infinistore.settings import markdown_table
-from tests.cli.conftest import Run, written
+from tests.cli.conftest import Run
+from tests.cli.in_process import written
 
 DOCS = Path(__file__).parents[2] / "docs"
 

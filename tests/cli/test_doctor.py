@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import Run, ServerHere, StartServer
+from tests.cli.conftest import Run, StartServer
+from tests.cli.in_process import ServerHere
 
 QUICK = ("--seconds", "0.01")
 

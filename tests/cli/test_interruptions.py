@@ -20,7 +20,8 @@ import pytest
 
 from infinistore import blocking
 from tests import warm
-from tests.cli.conftest import FREE_PORTS, INFINISTORE, Run, ServerHere, StartProcess
+from tests.cli.conftest import INFINISTORE, Run, StartProcess
+from tests.cli.in_process import FREE_PORTS, ServerHere
 
 
 @pytest.mark.process

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from infinistore import blocking
-from tests.cli.conftest import Run, ServerHere, StartProcess, StartServer
+from tests.cli.conftest import Run, StartProcess, StartServer
+from tests.cli.in_process import ServerHere
 from tests.ports import own_ports
 from tests.transports.certificates import issue
 

@@ -12,7 +12,8 @@ from infinistore.access.parsing import parse_tenants
 from infinistore.access.tokens import digest_of
 from infinistore.tenants_file import read_text, replace_text
 from tests import warm
-from tests.cli.conftest import INFINISTORE, Run, ServerHere, StartProcess, StartServer
+from tests.cli.conftest import INFINISTORE, Run, StartProcess, StartServer
+from tests.cli.in_process import ServerHere
 
 
 def test_the_list_of_a_running_server_shows_what_each_has(

@@ -1,16 +1,15 @@
-"""Servers and monitors as people start them: processes of their own, the monitors in
-pseudo-terminals.
+"""Servers, and monitors as people start them: in pseudo-terminals, in processes of
+their own. Without a terminal, the monitor runs in this process, as the servers do.
 """
 
 import os
 import pty
-import re
 import struct
 import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.cli.in_process import ServerHere, run_here, server_here
 
 from .emulator import Emulator
 
@@ -27,11 +27,12 @@ INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 _LAUNCH = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[1]:
-    os.execv(sys.argv[1], sys.argv[1:])
-from infinistore.cli import main
-main(sys.argv[2:])
+way, what, *arguments = sys.argv[1:]
+if not way:
+    os.execv(what, [what, *arguments])
+exec(what)
 """
+_MAIN = "from infinistore.cli import main; main(arguments)"
 
 
 @pytest.fixture(scope="session")
@@ -44,27 +45,17 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
-@contextmanager
-def running_server(environment: Mapping[str, str], port: int = 0) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
-    """Start a server; gives it and its port."""
-    flags = ["--service-port", str(port), "--manage-port", "0", "--unix-socket", "off", "--prealloc-size", "16MiB"]
-    with warm.Popen(
-        [*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(rb":(\d+)", process.stdout.readline())
-            assert found is not None
-            yield process, int(found[1])
-        finally:
-            process.terminate()
+def running_server(environment: Mapping[str, str], port: int = 0) -> AbstractContextManager[ServerHere]:
+    """Run a server at a port of its own, or at this one."""
+    flags = ["--service-port", str(port), "--unix-socket", "off", "--prealloc-size", "16MiB"]
+    return server_here(environment, *flags)
 
 
 @pytest.fixture(scope="module")
 def url(environment: dict[str, str]) -> Iterator[str]:
     """The address of a server, one for all tests of a module."""
-    with running_server(environment) as (_, port):
-        yield f"tcp://127.0.0.1:{port}"
+    with running_server(environment) as server:
+        yield server.url
 
 
 class Session:
@@ -76,7 +67,11 @@ class Session:
         self.before = termios.tcgetattr(self._theirs)
         self.screen = Emulator(*size)
         if tuple(arguments[: len(INFINISTORE)]) == INFINISTORE:  # which is imported already
-            arguments = ["", *arguments[len(INFINISTORE) :]]
+            arguments = ["-c", _MAIN, *arguments[len(INFINISTORE) :]]
+        elif arguments[:2] == [sys.executable, "-c"]:
+            arguments = arguments[1:]
+        else:
+            arguments = ["", *arguments]
         self.process = warm.Popen(
             [sys.executable, "-W", "error", "-c", _LAUNCH, *arguments],
             env=environment,
@@ -170,9 +165,7 @@ def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., "subproces
     """Run `infinistore ARGUMENTS` without a terminal, to its end."""
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        return warm.run(
-            [*INFINISTORE, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        done = run_here(*arguments, environment=environment, cwd=tmp_path)
+        return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
     return run

@@ -21,6 +21,8 @@ from infinistore.monitor.cluster.view import screen, shown_rows
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import ASCII, UNICODE
 from infinistore.sizes import GIB
+from tests.cli.in_process import ServerHere
+from tests.ports import own_ports
 
 from .conftest import INFINISTORE, Start, running_server
 from .made import NOON, loaded_stats, make_stats, on_disks, watched, worried_stats
@@ -216,12 +218,19 @@ def write_nodes(file: Path, ports: dict[str, int]) -> None:
     os.replace(file.with_suffix(".new"), file)
 
 
+def port_of(server: ServerHere) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+@pytest.mark.process
 def test_nodes_that_die_come_back_and_join_are_seen_without_a_restart(
     start: Start, environment: dict[str, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "nodes.json"
-    with running_server(environment) as (_, first):
-        with running_server(environment) as (server, second):
+    with running_server(environment) as one:
+        first = port_of(one)
+        with running_server(environment, own_ports(1)[0]) as other:
+            second = port_of(other)
             write_nodes(file, {"a": first, "b": second})
             session = start(*INFINISTORE, "monitor", f"infinistore+file://{file}", "--interval", "0.2")
             session.wait_for("nodes     2 ")
@@ -231,9 +240,8 @@ def test_nodes_that_die_come_back_and_join_are_seen_without_a_restart(
             session.wait_for("Esc back")
             session.press("\x7f")
             session.wait_for("> b")
-            server.kill()
-            session.wait_for("silent for")
-            session.wait_for("total, 1 of 2")
+        session.wait_for("silent for")
+        session.wait_for("total, 1 of 2")
         with running_server(environment, second):
             session.wait_until(lambda screen: "silent" not in screen.text and "nodes     2 " in screen.text)
             write_nodes(file, {"a": first, "b": second, "c": 1})
@@ -249,12 +257,12 @@ def test_without_a_terminal_it_prints_a_row_for_each_node(
     run: Callable[..., Any], environment: dict[str, str], url: str
 ) -> None:
     address = url.partition("://")[2]
-    with running_server(environment) as (_, port):
-        nodes = f"infinistore+static://{address},127.0.0.1:{port}"
+    with running_server(environment) as other:
+        nodes = f"infinistore+static://{address},127.0.0.1:{port_of(other)}"
         shown = run("monitor", "--cluster", nodes, "--interval", "0.1")
         assert shown.returncode == 0
         assert shown.stderr.startswith("infinistore: standard output is no terminal")
-        for part in (nodes, "nodes     2 ", "a static view", address, f"127.0.0.1:{port}", "total"):
+        for part in (nodes, "nodes     2 ", "a static view", address, f"127.0.0.1:{port_of(other)}", "total"):
             assert part in shown.stdout
         made = json.loads(run("monitor", nodes, "--json", "--once", "--interval", "0.1").stdout)
         assert made["total"]["answering"] == 2

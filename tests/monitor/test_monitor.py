@@ -27,6 +27,7 @@ from .made import NOON, make_stats
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.mark.process
 def test_keys_sort_filter_pause_change_the_interval_help_and_quit(monitor: Session, url: str) -> None:
     with blocking.open_store(url, name="decode-7") as store:
         store.put("model/tp0/block", b"x" * 1000)
@@ -60,6 +61,7 @@ def test_keys_sort_filter_pause_change_the_interval_help_and_quit(monitor: Sessi
     assert monitor.screen.printed == ""
 
 
+@pytest.mark.process
 def test_keys_come_one_by_one_and_are_not_echoed_while_it_runs(monitor: Session) -> None:
     assert monitor.settings != monitor.before
     assert (monitor.screen.alternate, monitor.screen.cursor_visible) == (True, False)
@@ -67,6 +69,7 @@ def test_keys_come_one_by_one_and_are_not_echoed_while_it_runs(monitor: Session)
     assert monitor.end() == 0
 
 
+@pytest.mark.process
 def test_a_paused_screen_stands_still_and_history_goes_on(monitor: Session) -> None:
     monitor.press("p")
     monitor.wait_for("PAUSED")
@@ -81,6 +84,7 @@ def test_a_paused_screen_stands_still_and_history_goes_on(monitor: Session) -> N
     assert monitor.end() == 0
 
 
+@pytest.mark.process
 def test_the_screen_follows_the_size_of_the_window(monitor: Session) -> None:
     for width, height in ((100, 40), (40, 12), (20, 10), (10, 3), (200, 60), (80, 24)):
         monitor.resize(width, height)
@@ -93,6 +97,7 @@ def test_the_screen_follows_the_size_of_the_window(monitor: Session) -> None:
     assert monitor.is_restored()
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_with_130_and_without_a_word(monitor: Session) -> None:
     monitor.press("\x03")
     assert monitor.end() == 130
@@ -101,12 +106,14 @@ def test_ctrl_c_leaves_with_130_and_without_a_word(monitor: Session) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.process
 def test_a_signal_to_stop_leaves_the_terminal_as_it_was(monitor: Session, number: signal.Signals) -> None:
     monitor.process.send_signal(number)
     assert monitor.end() == 128 + number
     assert monitor.is_restored()
 
 
+@pytest.mark.process
 def test_an_error_inside_leaves_the_terminal_as_it_was_and_is_one_line(start: Start, url: str) -> None:
     broken = (
         "import infinistore.monitor.app as app\n"
@@ -124,6 +131,7 @@ def test_an_error_inside_leaves_the_terminal_as_it_was_and_is_one_line(start: St
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+@pytest.mark.process
 def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(
     start: Start, url: str, environment: dict[str, str]
 ) -> None:
@@ -154,15 +162,20 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(
     assert session.end() == 0
 
 
+@pytest.mark.process
 def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
     start: Start, environment: dict[str, str]
 ) -> None:
-    with running_server(environment, own_ports(1)[0]) as (server, port):
+    (port,) = own_ports(1)
+    flags = ["--service-port", str(port), "--manage-port", "off", "--unix-socket", "off", "--prealloc-size", "16MiB"]
+    with warm.Popen([*INFINISTORE, *flags], stdout=subprocess.PIPE, env=environment) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline()
         session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--interval", "0.2")
         session.wait_for("serving")
         server.kill()
-        session.wait_for("NO ANSWER since")
-        session.wait_for("Connection refused")
+    session.wait_for("NO ANSWER since")
+    session.wait_for("Connection refused")
     with running_server(environment, port):
         session.wait_for("another process serves")
         session.wait_for("serving")
@@ -170,6 +183,7 @@ def test_a_server_that_dies_is_shown_as_dead_and_found_again_when_it_is_back(
         assert session.end() == 0
 
 
+@pytest.mark.process
 def test_a_monitor_may_be_started_before_its_server(start: Start, environment: dict[str, str]) -> None:
     port = own_ports(1)[0]
     session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}", "--wait", "60")
@@ -208,6 +222,7 @@ async def test_one_screen_of_a_server_that_is_lost_half_way_is_an_error(monkeypa
         await app.take_two(Source("tcp://127.0.0.1"), 1.0)
 
 
+@pytest.mark.process
 def test_json_goes_on_until_nobody_reads_it(environment: dict[str, str], url: str) -> None:
     with warm.Popen(
         [*INFINISTORE, "monitor", url, "--json", "--interval", "0.1"],
@@ -232,6 +247,7 @@ def test_without_a_terminal_it_prints_one_screen_and_says_so(run: Run, url: str)
     )
 
 
+@pytest.mark.process
 def test_a_terminal_that_cannot_be_drawn_on_gets_one_screen(start: Start, url: str) -> None:
     session = start(*INFINISTORE, "monitor", url, "--interval", "0.1", TERM="dumb")
     assert session.end() == 0
@@ -239,8 +255,12 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_one_screen(start: Start, url: s
     assert not session.screen.alternate
 
 
+@pytest.mark.process
 def test_keys_need_standard_input_and_the_screen_says_so(start: Start, url: str) -> None:
-    session = start("/bin/sh", "-c", f"exec {' '.join(INFINISTORE)} monitor {url} </dev/null")
+    program = (
+        f"os.dup2(os.open(os.devnull, os.O_RDONLY), 0)\nfrom infinistore.cli import main\nmain(['monitor', {url!r}])\n"
+    )
+    session = start(sys.executable, "-c", program)
     session.wait_for("standard input is no terminal")
     session.press("\x03")
     assert session.end() == 130
@@ -263,6 +283,7 @@ def test_what_is_no_infinistore_is_one_line_and_an_exit_code(run: Run) -> None:
     assert ended.stderr.startswith("infinistore: ") and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.process
 def test_no_server_at_all_is_one_line_and_an_exit_code(start: Start) -> None:
     port = own_ports(1)[0]
     session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}")

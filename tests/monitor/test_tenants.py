@@ -23,9 +23,8 @@ from infinistore.monitor.tenants import TenantsModel, tenant_lines
 from infinistore.monitor.view import screen
 from infinistore.sizes import MIB
 from infinistore.tenant_limits import TenantStatistics
-from tests import warm
+from tests.cli.in_process import server_here
 
-from .conftest import INFINISTORE
 from .made import NOON, loaded_stats, watched
 
 SIZES = ((80, 24), (120, 40), (200, 60), (60, 16), (40, 12), (20, 10), (12, 4), (1, 1))
@@ -169,19 +168,9 @@ def served(tmp_path: Path, tokens: Mapping[str, str], environment: dict[str, str
     for name, token in tokens.items():
         (tmp_path / name).write_text(token)
         (tmp_path / name).chmod(0o600)
-    flags = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0", "--unix-socket", "off"]
-    flags += ["--prealloc-size", "16MiB", "--tenants", str(file)]
-    with warm.Popen(
-        [*INFINISTORE, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"(tcp://\S+:\d+).* (http://\S+:\d+)", line)
-            assert found is not None, line
-            yield found[1], found[2]
-        finally:
-            process.terminate()
+    flags = ["--unix-socket", "off", "--prealloc-size", "16MiB", "--tenants", str(file)]
+    with server_here(environment, *flags) as server:
+        yield server.url, server.management
 
 
 def test_one_screen_has_the_tenants_of_a_server_and_a_wrong_token_is_one_line(
