@@ -1,5 +1,5 @@
 """A part that is late races with what is asked in its place: in the three drivers, with
-stores that answer when the test says so.
+stores that answer when the test says so: as soon as something has happened.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from infinistore.kept_errors import KeptError
 from tests.bad_days.refused_threads import refused_threads
 
 LATE_S = 0.01
+PAUSE_S = 0.001
+"""Between two looks at whether a store may answer."""
 NEVER_S = 3600.0
 Answer = Any
 """What a store answers, an error that it raises, or None if it is silent."""
@@ -33,6 +35,7 @@ class Late(LatePart):
         self.stores = stores
         self.after_s = after_s
         self.begun = 0
+        self.looked = 0
         self.settled: list[tuple[Any, Any]] = []
 
     def begin(self) -> list[Part]:
@@ -40,6 +43,7 @@ class Late(LatePart):
         return [Part(store, Exists(["key"])) for store in self.stores]
 
     def is_full(self, outcomes: Sequence[Any]) -> bool:
+        self.looked += 1
         return not any(isinstance(outcome, KeptError) or outcome == "short" for outcome in outcomes)
 
     def settle(self, first: Any, others: Any) -> Any:
@@ -48,21 +52,33 @@ class Late(LatePart):
         return others[0] if full and (first is None or isinstance(first, KeptError)) else first
 
 
-class TrioStore:
-    """Answers, fails, or waits for ever; knows whether a call was cut short."""
+def at_once() -> bool:
+    return True
 
-    def __init__(self, answer: Answer, after_s: float = 0.0) -> None:
-        self.answer, self.after_s = answer, after_s
+
+class TrioStore:
+    """Answers, fails, or waits for ever, when something holds; knows whether a call was
+    cut short.
+    """
+
+    def __init__(self, answer: Answer, when: Callable[[], object] = at_once) -> None:
+        self.answer, self.when = answer, when
         self.under_way = self.calls = 0
 
-    async def sleep(self) -> None:
-        await trio.sleep(NEVER_S if self.answer is None else self.after_s)
+    async def pause(self) -> None:
+        await trio.sleep(PAUSE_S)
+
+    @property
+    def is_over(self) -> bool:
+        return self.calls > self.under_way
 
     async def _call(self, request: Any, within_s: float | None = None) -> Any:
         self.calls += 1
         self.under_way += 1
         try:
-            await self.sleep()
+            await self.pause()
+            while self.answer is None or not self.when():
+                await self.pause()
         finally:
             self.under_way -= 1
         if isinstance(self.answer, Exception):
@@ -71,21 +87,15 @@ class TrioStore:
 
 
 class AsyncioStore(TrioStore):
-    def __init__(self, answer: Answer, after_s: float = 0.0) -> None:
-        super().__init__(answer, after_s)
-        self.begun = asyncio.Event()
-
-    async def sleep(self) -> None:
-        self.begun.set()
-        await asyncio.sleep(NEVER_S if self.answer is None else self.after_s)
+    async def pause(self) -> None:
+        await asyncio.sleep(PAUSE_S)
 
 
-class ThreadStore:
+class ThreadStore(TrioStore):
     """The same for threads: what is silent waits until it is ended."""
 
-    def __init__(self, answer: Answer, after_s: float = 0.0) -> None:
-        self.answer, self.after_s = answer, after_s
-        self.under_way = self.calls = 0
+    def __init__(self, answer: Answer, when: Callable[[], object] = at_once) -> None:
+        super().__init__(answer, when)
         self.ended = threading.Event()
 
     def _call(self, request: Any, within_s: float | None = None, ending: Any = None) -> Any:
@@ -94,7 +104,8 @@ class ThreadStore:
         if ending is not None:
             wakes = SimpleNamespace(wake=self.ended.set, shut_down=lambda turn: None)
             ending.begun(SimpleNamespace(deadline=0.0, turn=None), wakes, wakes)
-        self.ended.wait(60 if self.answer is None else self.after_s)
+        while (self.answer is None or not self.when()) and not self.ended.wait(PAUSE_S):
+            pass
         self.under_way -= 1
         if self.answer is None:
             raise StoreUnavailable("ended")
@@ -139,8 +150,8 @@ def test_what_answers_in_time_races_with_nobody(store: Any, carry_out: Callable[
 def test_the_others_win_against_what_is_silent_and_that_is_over_before_the_outcome_is_made(
     store: Any, carry_out: Callable[[Part], Any]
 ) -> None:
-    first = store(None)
-    hedge = Late(store("other"), store("another", after_s=0.05))
+    first, other = store(None), store("other")
+    hedge = Late(other, store("another", lambda: other.is_over))
     settle = hedge.settle
 
     def settle_when_over(*outcomes: Any) -> Any:
@@ -155,10 +166,9 @@ def test_the_others_win_against_what_is_silent_and_that_is_over_before_the_outco
 @in_all_dresses
 def test_the_first_wins_against_silent_others_which_are_ended(store: Any, carry_out: Callable[[Part], Any]) -> None:
     hedge = Late(other := store(None), after_s=0.0)
-    assert carry_out(Part(store("first", after_s=0.5), Exists(["key"]), None, hedge)) == "first"
-    if other.calls:  # which usually it is
-        while other.under_way:  # a thread ends a moment later
-            pass
+    assert carry_out(Part(store("first", lambda: other.calls), Exists(["key"]), None, hedge)) == "first"
+    while other.under_way:  # a thread ends a moment later
+        pass
     assert hedge.settled == [("first", None)]
 
 
@@ -166,28 +176,31 @@ def test_the_first_wins_against_silent_others_which_are_ended(store: Any, carry_
 @pytest.mark.parametrize("answer", ["short", StoreUnavailable("planned")])
 def test_what_the_others_lack_is_waited_for(store: Any, carry_out: Callable[[Part], Any], answer: Any) -> None:
     hedge = Late(store("other"), store(answer))
-    assert carry_out(Part(store("first", after_s=0.3), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first", lambda: hedge.looked), Exists(["key"]), None, hedge)) == "first"
     assert hedge.settled[0][0] == "first"
 
 
 @in_all_dresses
 def test_an_error_of_the_first_waits_for_the_others(store: Any, carry_out: Callable[[Part], Any]) -> None:
-    hedge = Late(store("other", after_s=0.5))
-    lost = store(StoreUnavailable("planned"), after_s=0.2)
+    lost: Any = None
+    hedge = Late(other := store("other", lambda: lost.is_over))
+    lost = store(StoreUnavailable("planned"), lambda: other.calls)
     assert carry_out(Part(lost, Exists(["key"]), None, hedge)) == "other"
 
 
 @in_all_dresses
 def test_of_two_errors_the_first_counts(store: Any, carry_out: Callable[[Part], Any]) -> None:
-    hedge = Late(store(StoreUnavailable("other"), after_s=0.3))
-    outcome = carry_out(Part(store(StoreUnavailable("first"), after_s=0.1), Exists(["key"]), None, hedge))
+    first: Any = None
+    hedge = Late(other := store(StoreUnavailable("other"), lambda: first.is_over))
+    first = store(StoreUnavailable("first"), lambda: other.calls)
+    outcome = carry_out(Part(first, Exists(["key"]), None, hedge))
     assert "first" in str(outcome.again())
 
 
 @in_all_dresses
 def test_without_a_budget_nobody_else_is_asked(store: Any, carry_out: Callable[[Part], Any]) -> None:
     hedge = Late()
-    assert carry_out(Part(store("first", after_s=0.1), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first", lambda: hedge.begun), Exists(["key"]), None, hedge)) == "first"
     assert hedge.begun == 1
 
 
@@ -209,7 +222,8 @@ def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
     async def body() -> None:
         first, other = AsyncioStore(None), AsyncioStore(None)
         call = asyncio.create_task(asyncio_at_once([Part(first, Exists(["key"]), None, Late(other))]))
-        await other.begun.wait()
+        while not other.calls:  # noqa: ASYNC110 - any of three kinds of store sets it
+            await asyncio.sleep(0)
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call
@@ -221,9 +235,11 @@ def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
 
 
 def test_without_a_thread_for_the_clock_a_part_races_with_nobody() -> None:
-    hedge = Late(other := ThreadStore("other"))
+    hedge = Late(other := ThreadStore("other"), after_s=0.0)
+    looks = iter(range(20))
     with refused_threads():
-        assert carry_out_with_threads(Part(ThreadStore("first", after_s=0.1), Exists(["key"]), None, hedge)) == "first"
+        first = ThreadStore("first", lambda: next(looks) == 19)
+        assert carry_out_with_threads(Part(first, Exists(["key"]), None, hedge)) == "first"
     assert other.calls == 0
 
 
