@@ -4,7 +4,7 @@ the commands, and test_documents.py reads the documents.
 """
 
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import rich_click as click
 
 from infinistore.cli.root import root
+from tests import warm
 from tests.documentation.blocks import TUTORIALS, Block, blocks, of_pages
 
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "toml", "mermaid", ""}
@@ -58,10 +58,6 @@ COMMANDS = {
 }
 
 
-def names(block: Block) -> str:
-    return block.name
-
-
 def test_every_block_says_what_language_it_is_in() -> None:
     assert {block.language for block in blocks()} <= LANGUAGES
 
@@ -72,47 +68,73 @@ def test_the_programs_of_every_page_run() -> None:
     assert pages == {*RUN, *(page for page in TUTORIALS if page in pages)}
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=names)
-def test_a_program_is_python_and_what_it_imports_from_the_store_exists(block: Block) -> None:
-    compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+def missing_names(block: Block) -> list[str]:
+    """What a program imports from the store that is not there."""
+    missing = []
     for node in ast.walk(ast.parse(block.code)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "infinistore":
-            if node.module == "infinistore.tensors" or "integrations" in node.module:
-                pytest.importorskip("torch")
+            needs_torch = node.module == "infinistore.tensors" or "integrations" in node.module
+            if needs_torch and not importlib.util.find_spec("torch"):
+                continue
             module = importlib.import_module(node.module)
-            assert [one.name for one in node.names if not hasattr(module, one.name)] == []
+            missing += [f"{node.module}.{one.name}" for one in node.names if not hasattr(module, one.name)]
+    return missing
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in of_pages(["README.md", "docs/index.md"]) if "blocking.open_store()" in block.code],
-    ids=names,
-)  # fmt: skip
-def test_a_program_with_a_store_of_its_own_runs(block: Block, tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-W", "error", "-c", block.code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split()[0] in ("2", "65536")
+def test_a_program_is_python_and_what_it_imports_from_the_store_exists() -> None:
+    for block in blocks("python"):
+        compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert {block.name: found for block in blocks("python") if (found := missing_names(block))} == {}
 
 
-@pytest.mark.parametrize("block", blocks("sh"), ids=names)
-def test_shell_commands_can_be_parsed_and_ours_have_these_flags(block: Block) -> None:
-    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    for arguments in our_commands(block.code):
-        check_flags(arguments)
+WITH_A_STORE = [
+    block for block in of_pages(["README.md", "docs/index.md"]) if "blocking.open_store()" in block.code
+]  # fmt: skip
+PRINTED = {"README.md": ["2\nb'second block'\n", "65536 None\n"], "docs/index.md": ["2\n"]}
 
 
-@pytest.mark.parametrize("block", [block for block in blocks("") if block.code.strip()], ids=names)
-def test_what_can_be_typed_into_a_shell_is_tagged_so(block: Block) -> None:
+def test_a_program_with_a_store_of_its_own_runs(tmp_path: Path) -> None:
+    printed: dict[str, list[str]] = {}
+    for block in WITH_A_STORE:
+        command = [sys.executable, "-P", "-W", "error", "-c", block.code]
+        done = warm.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        printed.setdefault(block.page_name, []).append(done.stdout)
+    assert printed == PRINTED
+
+
+def test_shell_commands_can_be_parsed_and_ours_have_these_flags() -> None:
+    """Parsed together, each in a subshell; if that fails, one by one, for the name."""
+    if error := problem_of("".join(f"(:\n{block.code}\n)\n" for block in blocks("sh"))):
+        found = {block.name: problem_of(block.code) for block in blocks("sh")}
+        assert {name: problem for name, problem in found.items() if problem} == {}, error
+        raise AssertionError(error)
+    unknown = {
+        block.name: flags
+        for block in blocks("sh")
+        if (flags := [flag for arguments in our_commands(block.code) for flag in unknown_flags(arguments)])
+    }
+    assert unknown == {}
+
+
+def problem_of(code: str) -> str:
+    """What bash says of a script that it does not run, if it cannot read it."""
+    done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
+    return done.stderr or f"exit code {done.returncode}" * bool(done.returncode)
+
+
+def test_what_can_be_typed_into_a_shell_is_tagged_so() -> None:
     """Else its flags are not checked."""
-    first = {line.split()[0].split("/")[-1] for line in block.code.splitlines() if line.strip()}
-    assert first & COMMANDS == set(), "tag it `sh`"
+
+    def programs(block: Block) -> set[str]:
+        return {line.split()[0].split("/")[-1] for line in block.code.splitlines() if line.strip()}
+
+    assert [block.name for block in blocks("") if programs(block) & COMMANDS] == [], "tag it `sh`"
 
 
-@pytest.mark.parametrize("block", blocks("sh"), ids=names)
-def test_no_command_looks_for_the_server_by_the_name_of_its_program(block: Block) -> None:
+def test_no_command_looks_for_the_server_by_the_name_of_its_program() -> None:
     """It is that of Python, and `infinistore monitor` runs by the same name."""
-    assert re.findall(r"\b(pidof|pgrep|pkill|killall)\b", block.code) == []
+    assert [block.name for block in blocks("sh") if re.search(r"\b(pidof|pgrep|pkill|killall)\b", block.code)] == []
 
 
 def our_commands(code: str) -> Iterator[list[str]]:
@@ -133,8 +155,8 @@ def our_commands(code: str) -> Iterator[list[str]]:
                 yield command[1:]
 
 
-def check_flags(arguments: list[str]) -> None:
-    """Every flag exists, for the command that it is given to."""
+def unknown_flags(arguments: list[str]) -> list[str]:
+    """The flags that the command does not have that they are given to."""
     command: click.Command = root
     while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
         found = command.get_command(click.Context(command), arguments[0])
@@ -148,4 +170,4 @@ def check_flags(arguments: list[str]) -> None:
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     known |= {"--help", "-h", "--version"}
     given = [word.split("=")[0] for word in arguments if word.startswith("-") and word != "-"]
-    assert [flag for flag in given if flag not in known and not flag[1:].isdigit()] == []
+    return [flag for flag in given if flag not in known and not flag[1:].isdigit()]

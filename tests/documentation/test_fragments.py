@@ -19,7 +19,8 @@ import trio
 import infinistore
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests import warm
+from tests.bad_days.servers import ServerHere, running_server_here
 from tests.documentation.blocks import PROJECT, programs
 from tests.transports.certificates import issue
 
@@ -27,12 +28,12 @@ FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server_process() as process:
-        yield process
+def server() -> Iterator[ServerHere]:
+    with running_server_here() as here:
+        yield here
 
 
-def with_server(code: str, server: ServerProcess) -> str:
+def with_server(code: str, server: ServerHere) -> str:
     """The program for the server of a test, wherever it has one."""
     for host in ("127.0.0.1", "host", "kv1.example"):
         code = code.replace(f"//{host}:22345", f"//127.0.0.1:{server.port}")
@@ -69,9 +70,9 @@ def program(page: str, containing: str) -> str:
 def printed(code: str, folder: Path) -> str:
     """What a whole program prints."""
     command = [sys.executable, "-P", "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = warm.run(command, cwd=folder, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return str(done.stdout)
 
 
 def pytest_of(folder: Path, *arguments: str) -> None:
@@ -83,11 +84,11 @@ def pytest_of(folder: Path, *arguments: str) -> None:
     assert " passed" in done.stdout
 
 
-def test_the_program_for_trio_in_the_readme(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_program_for_trio_in_the_readme(server: ServerHere, tmp_path: Path) -> None:
     assert printed(with_server(program("README.md", "trio.run"), server), tmp_path) == "True\n"
 
 
-def test_the_stores_that_can_be_opened(server: ServerProcess) -> None:
+def test_the_stores_that_can_be_opened(server: ServerHere) -> None:
     run(with_server(program("docs/opening-a-store.md", "aio.open_store").replace("1 << 30", "1 << 22"), server))
 
 
@@ -100,14 +101,15 @@ def test_the_store_with_a_disk(tmp_path: Path) -> None:
         assert bytes(store.get("b")) == b"2"
 
 
-def test_the_program_for_the_original(server: ServerProcess, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_the_program_for_the_original(server: ServerHere, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     printed(with_server(program("docs/moving-from-infinistore.md", "InfinityConnection"), server), tmp_path)
     with blocking.open_store(server.url) as store:
         assert store.exists_many(["key1", "key2"]) == [True, True]
 
 
-def test_the_gauges_of_a_client_of_a_cluster(server: ServerProcess) -> None:
+def test_the_gauges_of_a_client_of_a_cluster(server: ServerHere) -> None:
     class Gauge:
         def __init__(self) -> None:
             self.value: float | None = None
@@ -126,14 +128,14 @@ def test_the_gauges_of_a_client_of_a_cluster(server: ServerProcess) -> None:
 def test_the_store_by_tls(tmp_path: Path) -> None:
     files = issue(tmp_path)
     code = program("docs/security.md", "infinistores://").replace("ca=ca.pem", f"ca={files.ca}")
-    with running_server_process("--tls-cert", str(files.cert), "--tls-key", str(files.key)) as server:
+    with running_server_here(tls_cert=files.cert, tls_key=files.key) as server:
         run(with_server(code, server))
         with pytest.RaisesGroup(StoreUnavailable, allow_unwrapped=True, flatten_subgroups=True):
             run(with_server(code.replace(str(files.ca), str(issue(tmp_path, ca="two", stem="two").ca)), server))
 
 
 @pytest.mark.parametrize("what", ["device=", "start:end", "other_block"])
-def test_the_programs_for_rdma_without_a_device(what: str, server: ServerProcess) -> None:
+def test_the_programs_for_rdma_without_a_device(what: str, server: ServerHere) -> None:
     """As their page says, they run without one; tests/rdma runs such with one."""
     code = with_server(program("docs/rdma.md", what), server)
     if what == "device=":
