@@ -1,14 +1,17 @@
 """What a server tells the service manager that started it, and the sockets it takes
-from it: real processes, and an imitation of systemd's end.
+from it: by an imitation of systemd's end.
 """
 
 import ctypes.util
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -17,6 +20,7 @@ import trio
 import trio.testing
 
 from infinistore import blocking, service_manager
+from infinistore.cli import failures
 from infinistore.errors import ConfigError
 from infinistore.server import serve
 from infinistore.service_manager import ServiceManager
@@ -30,6 +34,7 @@ import signal, sys
 from infinistore.cli import main
 
 def hang(*_):
+    print("it hangs", flush=True)
     while True:
         pass
 
@@ -80,72 +85,80 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     return inherited | {"XDG_RUNTIME_DIR": str(tmp_path), **more}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shards", ["1", "2"])
 def test_a_server_says_when_it_serves_and_when_it_drains_and_beats_meanwhile(
     notifications: Notifications, tmp_path: Path, shards: str
 ) -> None:
-    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, WATCHDOG_USEC="200000")
+    """One that has nothing to read again says so and serves on; one with shards, which
+    cannot keep its cache for the next run, says that. It kills a shard that is silent
+    for as long as a watchdog waits, so that this is long.
+    """
+    more = {"WATCHDOG_USEC": "200000"} if shards == "1" else {"WATCHDOG_USEC": "240000000", "FDSTORE": "10"}
+    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, **more)
     command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", shards]
-    with warm.Popen(command, env=told, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with warm.Popen(command, env=told, stdout=pipe, stderr=pipe, text=True) as process:
         before = notifications.until("READY=1")
         assert all(lines[0] == "WATCHDOG=1" and lines[1].startswith("EXTEND_TIMEOUT_USEC=") for lines in before)
         assert before
         assert process.stdout is not None
         assert process.stdout.readline().startswith("listening on ")
-        assert notifications.next() == ["WATCHDOG=1"]
+        if shards == "1":
+            assert notifications.next() == ["WATCHDOG=1"]
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            notifications.until("READY=1")
         process.terminate()
         assert all(lines == ["WATCHDOG=1"] for lines in notifications.until("STOPPING=1"))
-        assert process.wait() == 0
+        _, log = process.communicate()
+        assert process.returncode == 0
+    assert log.count("there is nothing to read again") == 2
+    refusals = ["the cache is not kept for the next run", "the server has shards"]
+    assert [words for words in refusals if words in log] == (refusals if shards == "2" else [])
 
 
+@pytest.mark.process
 def test_a_loop_that_hangs_beats_no_more_and_the_log_says_where_it_hung(
     notifications: Notifications, tmp_path: Path
 ) -> None:
     told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, WATCHDOG_USEC="100000")
     command = [sys.executable, "-c", HANGS_ON_SIGUSR1, *FLAGS]
-    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with warm.Popen(command, env=told, stdout=pipe, stderr=pipe, text=True) as process:
         notifications.until("READY=1")
         notifications.next()
         process.send_signal(signal.SIGUSR1)
-        notifications.socket.settimeout(0.5)
+        assert process.stdout is not None
+        while process.stdout.readline() != "it hangs\n":
+            pass
+        while select.select([notifications.socket], [], [], 0)[0]:
+            notifications.next()  # the beats before
+        notifications.socket.settimeout(0.5)  # real time: no beat ever comes
         with pytest.raises(TimeoutError):
-            notifications.until("READY=1")
+            notifications.next()
         process.send_signal(signal.SIGABRT)  # what systemd sends then
         _, errors = process.communicate()
         assert process.returncode == -signal.SIGABRT
         assert "in hang" in errors
 
 
-def test_a_server_says_when_it_reads_its_certificate_again(notifications: Notifications, tmp_path: Path) -> None:
+async def test_a_server_says_when_it_reads_its_certificate_again(notifications: Notifications, tmp_path: Path) -> None:
     files = issue(tmp_path)
-    flags = ["--tls-cert", str(files.cert), "--tls-key", str(files.key)]
-    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, *flags]
-    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
-    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL) as process:
-        notifications.until("READY=1")
-        process.send_signal(signal.SIGHUP)
+    manager = ServiceManager.from_environment({"NOTIFY_SOCKET": notifications.address}, 7)
+    manager.ready()
+    assert notifications.next()[0] == "READY=1"
+    async with trio.open_nursery() as nursery:
+        config = make_config(tls_cert=files.cert, tls_key=files.key)
+        await nursery.start(partial(serve, config, handle_signals=True, service_manager=manager))
+        signal.raise_signal(signal.SIGHUP)
+        await trio.lowlevel.wait_readable(notifications.socket)
         reloading, monotonic = notifications.next()
         assert reloading == "RELOADING=1"
         assert monotonic.removeprefix("MONOTONIC_USEC=").isdecimal()
+        await trio.lowlevel.wait_readable(notifications.socket)
         assert notifications.next()[0] == "READY=1"
-        process.terminate()
-
-
-@pytest.mark.parametrize("shards", ["1", "2"])
-def test_a_server_that_has_nothing_to_read_again_says_so_and_serves_on(
-    notifications: Notifications, tmp_path: Path, shards: str
-) -> None:
-    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", shards]
-    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address)
-    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        notifications.until("READY=1")
-        for _ in range(2):
-            process.send_signal(signal.SIGHUP)
-            notifications.until("READY=1")
-        process.terminate()
-        _, log = process.communicate()
-        assert process.returncode == 0
-        assert log.count("there is nothing to read again") == 2
+        nursery.cancel_scope.cancel()
 
 
 def test_a_server_that_drains_does_not_say_that_it_serves_again(notifications: Notifications) -> None:
@@ -188,8 +201,7 @@ def test_the_address_may_be_abstract() -> None:
 async def test_a_process_without_a_service_manager_tells_nobody() -> None:
     manager = ServiceManager.from_environment({}, 7)
     manager.ready()
-    with trio.fail_after(10):
-        await manager.beat()  # ends at once
+    await manager.beat()  # ends at once
 
 
 def test_a_service_manager_that_is_gone_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,11 +249,10 @@ def listener(tmp_path: Path, kind: str) -> socket.socket:
         return socket.socket(fileno=os.dup(sock.fileno()))
 
 
-@pytest.mark.parametrize("allocator", ["bitmap", "jemalloc"])
-def test_the_sockets_that_a_server_is_given_are_served(tmp_path: Path, allocator: str) -> None:
-    """With jemalloc, the process starts itself a second time."""
-    if allocator == "jemalloc" and ctypes.util.find_library("jemalloc") is None:
-        pytest.skip("libjemalloc is not installed")
+@pytest.mark.process
+def test_the_sockets_that_a_server_is_given_are_served(tmp_path: Path) -> None:
+    """With jemalloc, where it is installed, the process starts itself a second time."""
+    allocator = "bitmap" if ctypes.util.find_library("jemalloc") is None else "jemalloc"
     with listener(tmp_path, "127.0.0.1") as tcp, listener(tmp_path, "unix") as unix:
         port, path = tcp.getsockname()[1], unix.getsockname()
         early = socket.create_connection(("127.0.0.1", port))
@@ -260,6 +271,45 @@ def test_the_sockets_that_a_server_is_given_are_served(tmp_path: Path, allocator
     assert Path(path).exists()  # it is systemd's, which may start the next server for it
 
 
+Give = Callable[..., dict[str, str]]
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
+    """Returns give(*descriptors, **more): variables that give copies of them to this
+    process, as from a service manager that has them begin elsewhere than at 3.
+    """
+    first = 900
+    copies: list[int] = []
+
+    def made(*descriptors: int, **more: str) -> dict[str, str]:
+        monkeypatch.setattr(service_manager, "_FIRST_DESCRIPTOR", first)
+        copies.extend(os.dup2(one, first + number) for number, one in enumerate(descriptors))
+        return {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(descriptors)), **more}
+
+    yield made
+    for copy in copies:
+        with suppress(OSError):  # its owner has closed it
+            os.close(copy)
+
+
+@pytest.fixture
+def refused(give: Give, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Returns refused(descriptor, *flags): the one line of a server that is given this
+    descriptor, and does not start.
+    """
+
+    def serve_in_vain(descriptor: int, *flags: str) -> str:
+        for name, value in give(descriptor).items():
+            monkeypatch.setenv(name, value)
+        assert failures.run(["serve", *FLAGS, "--unix-socket", "off", *flags]) != 0
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return serve_in_vain
+
+
 @pytest.mark.parametrize(
     ("kind", "flags", "problem"),
     [
@@ -268,28 +318,22 @@ def test_the_sockets_that_a_server_is_given_are_served(tmp_path: Path, allocator
     ],
 )
 def test_a_given_socket_that_must_not_be_served_is_refused_in_one_line(
-    tmp_path: Path, kind: str, flags: list[str], problem: str
+    tmp_path: Path, kind: str, flags: list[str], problem: str, refused: Refused
 ) -> None:
-    with listener(tmp_path, kind) as given, start_activated(tmp_path, [given.fileno()], *flags) as process:
-        _, errors = process.communicate()
-    assert process.returncode != 0
-    assert problem in errors
-    assert len(errors.splitlines()) == 1
+    with listener(tmp_path, kind) as given:
+        assert problem in refused(given.fileno(), *flags)
 
 
 @pytest.mark.parametrize("kind", ["file", "datagram", "not listening"])
-def test_a_given_descriptor_that_nobody_can_connect_to_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_given_descriptor_that_nobody_can_connect_to_is_refused(tmp_path: Path, kind: str, refused: Refused) -> None:
     with (
         (tmp_path / "file").open("w") as file,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram,
         socket.socket() as not_listening,
     ):
         numbers = {"file": file.fileno(), "datagram": datagram.fileno(), "not listening": not_listening.fileno()}
-        with start_activated(tmp_path, [numbers[kind]]) as process:
-            _, errors = process.communicate()
-    assert process.returncode != 0
-    assert "LISTEN_FDS: descriptor 3 is no" in errors
-    assert len(errors.splitlines()) == 1
+        line = refused(numbers[kind])
+    assert "LISTEN_FDS: descriptor 900 is no" in line
 
 
 async def test_two_unix_sockets_are_refused(tmp_path: Path) -> None:
@@ -304,39 +348,17 @@ async def test_two_unix_sockets_are_refused(tmp_path: Path) -> None:
     assert [sock.fileno() for sock in given] == [-1, -1]
 
 
-def test_a_server_with_shards_keeps_no_cache_and_says_so(notifications: Notifications, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "infinistore", "serve", *FLAGS, "--shards", "2"]
-    told = environment(tmp_path, NOTIFY_SOCKET=notifications.address, FDSTORE="10")
-    with warm.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        notifications.until("READY=1")
-        process.terminate()
-        _, log = process.communicate()
-        assert process.returncode == 0
-    assert "the cache is not kept for the next run" in log
-    assert "the server has shards" in log
-
-
-def test_what_is_kept_is_told_from_sockets_by_its_name() -> None:
+def test_what_is_kept_is_told_from_sockets_by_its_name(give: Give) -> None:
+    state = os.memfd_create("state")
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        script = (
-            "import os; from infinistore.service_manager import ServiceManager;"
-            "manager = ServiceManager.from_environment(os.environ, os.getpid());"
-            "print(len(manager.listeners), dict(manager.kept), manager.look_at('state'), end=' ');"
-            "print(manager.take('state'), manager.kept)"
-        )
-        numbers = [sock.fileno(), os.memfd_create("state")]
-        start = AS_A_CHILD_OF_SYSTEMD.replace('"a:b"', '"infinistore.socket:infinistore-state"')
-        start = start.replace('"-m", "infinistore", "serve", *sys.argv[2:]', f'"-c", {script!r}')
-        done = warm.run(
-            [sys.executable, "-c", start, ",".join(map(str, numbers))],
-            pass_fds=numbers,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        os.close(numbers[1])
-    assert done.stdout == "1 {'infinistore-state': 4} 4 4 {}\n"
+        variables = give(sock.fileno(), state, LISTEN_FDNAMES="infinistore.socket:infinistore-state")
+        manager = ServiceManager.from_environment(variables, os.getpid())
+    os.close(state)
+    (given,) = manager.listeners
+    given.close()
+    assert (manager.kept, manager.look_at("state")) == ({"infinistore-state": 901}, 901)
+    assert (manager.take("state"), manager.kept) == (901, {})
+    assert not variables
 
 
 def test_a_manager_that_reads_nothing_is_not_waited_for_for_ever(
