@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,15 +20,22 @@ def run_server(**settings: Any) -> RegisteredServer:
     return RegisteredServer(make_config(**{"prealloc_bytes": 16 * MIB, "minimal_allocate_bytes": KIB, **settings}))
 
 
+@contextmanager
+def serving(path: str) -> Iterator[RegisteredServer]:
+    """A server to which the best path is this one."""
+    with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
+        running = run_server(unix_socket=str(Path(folder, "s")) if path == "shm" else "off")
+        yield running
+        running.stop()
+
+
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
     """A server to which the best path is by shared memory, and one to which it
     is TCP.
     """
-    with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
-        running = run_server(unix_socket=str(Path(folder, "s")) if request.param == "shm" else "off")
+    with serving(request.param) as running:
         yield running
-        running.stop()
 
 
 @pytest.fixture

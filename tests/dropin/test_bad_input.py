@@ -15,12 +15,21 @@ import pytest
 
 import infinistore
 from infinistore import TYPE_RDMA, TYPE_TCP, ClientConfig, InfinityConnection, InvalidRequest
-from tests.dropin.conftest import Connect, run_server
+from infinistore.dropin.registered_server import RegisteredServer
+from tests.dropin.conftest import Connect, run_server, serving
+from tests.ports import own_ports
 from tests.server.running import MIB
 
 
 def pointer(memory: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RegisteredServer]:
+    """By one path: what is wrong is refused before anything is sent."""
+    with serving("shm") as running:
+        yield running
 
 
 @pytest.fixture
@@ -233,15 +242,9 @@ def test_calls_before_connecting_are_refused(config: ClientConfig) -> None:
             asyncio.run(call(connection, method, [("key", 0)], 100, 4096))
 
 
-def closed_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", [TYPE_RDMA, TYPE_TCP])
 def test_a_store_that_is_down_is_one_error(kind: str) -> None:
-    port = closed_port()
+    (port,) = own_ports(1)
     connection = InfinityConnection(ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=kind))
 
     with pytest.raises(infinistore.StoreUnavailable, match=f"127.0.0.1:{port}"):
@@ -328,8 +331,8 @@ async def write(connection: InfinityConnection, memory: bytearray) -> None:
 
 def test_a_server_that_was_restarted_is_found_again(tmp_path: Any) -> None:
     memory = bytearray(b"v" * 200_000)
-    server = run_server(unix_socket=str(tmp_path / "s"))
-    port = server.addresses.port
+    (port,) = own_ports(1)
+    server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
     with InfinityConnection(
         ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA)
     ) as connection:
@@ -347,8 +350,8 @@ def test_a_server_that_was_restarted_is_found_again(tmp_path: Any) -> None:
 
 def test_a_server_that_is_lost_is_one_error_and_reconnecting_finds_it_at_once(tmp_path: Any) -> None:
     memory = bytearray(b"v" * 200_000)
-    server = run_server(unix_socket=str(tmp_path / "s"))
-    port = server.addresses.port
+    (port,) = own_ports(1)
+    server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
     with InfinityConnection(
         ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA)
     ) as connection:

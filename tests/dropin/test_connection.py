@@ -196,6 +196,8 @@ assert source == target
 """
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("server", ["shm"], indirect=True)
 def test_many_clients_in_processes(config: ClientConfig) -> None:
     """They do not close their connections either."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(config.service_port)]
@@ -230,6 +232,8 @@ assert not {"torch", "numpy"} & sys.modules.keys()
 """
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("server", ["shm"], indirect=True)
 def test_a_forked_child_reconnects_and_its_parent_goes_on(config: ClientConfig) -> None:
     command = [sys.executable, "-W", "error", "-c", FORK, str(config.service_port)]
 

@@ -126,6 +126,7 @@ def test_a_thousand_writes_and_reads_at_once(connection: InfinityConnection) -> 
     assert target == source
 
 
+@pytest.mark.process
 def test_a_server_started_as_the_originals_readme_says_passes_its_own_test() -> None:
     """`infinistore --manage-port 8088`, then `curl http://127.0.0.1:8088/selftest`."""
     service, management = own_ports(2)

@@ -72,7 +72,7 @@ def test_a_server_ends_with_the_loop_that_it_was_registered_with() -> None:
     del loop
     gc.collect()
 
-    server._thread.join(20)
+    server._thread.join()
     assert not server.running
 
 
@@ -134,6 +134,7 @@ print("done")
 """
 
 
+@pytest.mark.process
 def test_a_program_that_leaves_its_server_alone_ends_and_tidies_up(tmp_path: Path) -> None:
     path = tmp_path / "s"
     program = PROGRAM.format(path=str(path))
@@ -144,6 +145,7 @@ def test_a_program_that_leaves_its_server_alone_ends_and_tidies_up(tmp_path: Pat
     assert not path.exists()
 
 
+@pytest.mark.process
 def test_the_module_of_the_server_is_a_command() -> None:
     command = [sys.executable, "-m", "infinistore.server", "--help"]
 
