@@ -53,6 +53,6 @@ def best_url(server: RunningServer) -> str:
 
 
 async def until_work_is_held(fabric: Fabric) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while not fabric.work:
             await trio.lowlevel.checkpoint()

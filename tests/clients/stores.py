@@ -40,6 +40,7 @@ __all__ = [
     "Opened",
     "differing",
     "servers_lack",
+    "shorten_deadline",
     "simulated_store",
     "when_idle",
 ]
@@ -65,6 +66,13 @@ class Loops:
     def running(cls) -> Iterator["Loops"]:
         with TrioThread() as trio_thread, AsyncioThread() as asyncio_thread:
             yield cls(trio_thread, asyncio_thread)
+
+
+def shorten_deadline(store: Any, deadline_s: float) -> None:
+    """From now on, calls of this remote store end after so long: those before had as
+    long as a slow machine needs.
+    """
+    store.calls.options = attrs.evolve(store.calls.options, deadline_s=deadline_s)
 
 
 @attrs.frozen

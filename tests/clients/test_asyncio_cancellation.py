@@ -244,7 +244,7 @@ def test_who_waits_in_line_has_the_slot_of_a_loop_that_was_closed() -> None:
     closed.run_until_complete(slots.__aexit__())
     thread = threading.Thread(target=lambda: asyncio.run(wait()))
     thread.start()
-    turn_given.wait(20)
+    turn_given.wait(60)
     closed.close()
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]
     thread.join()

@@ -42,7 +42,7 @@ class BlockingMeeting:
         self.barrier, self.fails, self.error = threading.Barrier(3), fails, error
 
     def _call(self, request: Any, within_s: float | None = None) -> Any:
-        self.barrier.wait(20)
+        self.barrier.wait(60)
         if request.keys == [self.fails]:
             raise self.error("planned")
         return request.keys

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import trio
@@ -19,14 +18,13 @@ import trio
 import infinistore
 from infinistore import blocking
 from infinistore.client import AsyncStore
-from infinistore.client.connection.calls import Calls
 from infinistore.errors import DeadlineExceeded, LeaseStillInUse, LimitExceeded, StoreUnavailable
 from infinistore.server.connection.holdings import MOST_OPEN
 from tests.bad_days.test_fork import in_child
 from tests.clients import own_reading
 from tests.clients.on_this_host import mapped_pools, open_files, run_client, serving, shm
 from tests.clients.shared_serving import Shared
-from tests.clients.stores import Loops
+from tests.clients.stores import Loops, shorten_deadline
 from tests.clients.test_cancellation import cancel_at_each_await
 from tests.server.running import KIB, MIB, RunningServer
 
@@ -42,7 +40,7 @@ async def arrays_of(store: AsyncStore, *keys: str) -> list[Any]:
 
 async def until(server: RunningServer, **expected: int) -> None:
     """Wait until the server's figures are these; fails if they never are."""
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         while True:
             found = server.core.statistics()
             if all(getattr(found, name) == value for name, value in expected.items()):
@@ -118,8 +116,7 @@ def test_a_server_that_is_stopped_costs_a_lease_its_deadline_and_older_leases_no
     patient.put_many(BLOCKS)
     with one_kind.entered() as store:
         held = own_reading.arrays_of(store, "a")
-        calls: Calls[Any] = store.calls  # type: ignore[attr-defined]
-        calls.options = attrs.evolve(calls.options, deadline_s=0.2)
+        shorten_deadline(store, 0.2)
         with loops.trio.stopped():
             with pytest.raises(DeadlineExceeded), store.lease(["b"]):
                 pass
@@ -172,7 +169,7 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned_but_what_
                         del views
 
         async def after() -> None:
-            with trio.fail_after(30):
+            with trio.fail_after(60):
                 while (found := server.core.statistics()).leases + found.reservations > bool(held):
                     await trio.lowlevel.checkpoint()
             assert [array.tobytes() for array in held] == [BLOCKS["a"]] * bool(held)

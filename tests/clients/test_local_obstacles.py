@@ -25,7 +25,7 @@ NOBODY = 65534
 
 def way(url: str) -> tuple[str, str]:
     """Which transport a store takes, and why; a block goes there and back."""
-    with blocking.open_store(url, deadline_s=20) as store:
+    with blocking.open_store(url, deadline_s=60) as store:
         store.put("way", bytes(100_000))
         assert store.get("way") == bytes(100_000)
         stats = store.stats()

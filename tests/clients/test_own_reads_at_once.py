@@ -46,7 +46,7 @@ async def test_a_read_without_asking_that_is_cancelled_anywhere_leaves_nothing_p
                             del views
 
         async def after() -> None:
-            with trio.fail_after(30):
+            with trio.fail_after(60):
                 while server.server.telemetry.statistics().connections_open > 1:
                     await trio.lowlevel.checkpoint()
             found = server.core.statistics()

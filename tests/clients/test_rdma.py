@@ -432,7 +432,7 @@ async def test_a_server_that_stops_destroys_its_queue_pairs_before_its_memory_go
     with fabric_in_use() as fabric:
         async with (
             running_server(make_config()) as server,
-            infinistore.open_store(rdma_url(server), deadline_s=5) as store,
+            infinistore.open_store(rdma_url(server)) as store,
             trio.open_nursery() as nursery,
         ):
             fabric.held = True

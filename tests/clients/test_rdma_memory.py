@@ -11,6 +11,7 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import DeadlineExceeded
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
+from tests.clients.stores import shorten_deadline
 from tests.clients.test_cancellation import cancel_at_each_await
 
 
@@ -54,9 +55,10 @@ async def test_a_deadline_ends_a_transfer_and_its_queue_pairs() -> None:
         target = bytearray(len(VALUE))
         async with infinistore.open_store(rdma_url(server)) as store:
             await store.put("a", VALUE)
-        async with infinistore.open_store(rdma_url(server), deadline_s=0.3) as store:
+        async with infinistore.open_store(rdma_url(server)) as store:
             await store.register(target)
             fabric.held = True
+            shorten_deadline(store, 0.2)
             with pytest.raises(DeadlineExceeded):
                 await store.get_into("a", target)
         fabric.release()
@@ -72,8 +74,9 @@ async def test_a_thread_that_comes_to_its_deadline_is_not_written_to_afterwards(
             await store.put("a", VALUE)
 
         def wait_in_vain() -> None:
-            with blocking.open_store(rdma_url(server), deadline_s=0.3) as store, store.register(target):
+            with blocking.open_store(rdma_url(server)) as store, store.register(target):
                 fabric.held = True
+                shorten_deadline(store, 0.2)
                 with pytest.raises(DeadlineExceeded):
                     store.get_into("a", target)
                 fabric.release()
@@ -95,7 +98,7 @@ async def test_a_cancelled_asyncio_call_is_not_written_to_afterwards() -> None:
                 fabric.held = True
                 fabric.has_work.clear()
                 call = asyncio.create_task(store.get_into("a", target))
-                await asyncio.to_thread(fabric.has_work.wait, 20)
+                await asyncio.to_thread(fabric.has_work.wait, 60)
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await call

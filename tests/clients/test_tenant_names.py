@@ -74,7 +74,7 @@ def identified(loops: Loops, dress: str, url: str, **options: object) -> str:
 
 
 def refusal(loops: Loops, dress: str, url: str, **options: object) -> str:
-    with pytest.raises(AuthenticationFailed) as refused, opened(loops, dress, url, deadline_s=20, **options):
+    with pytest.raises(AuthenticationFailed) as refused, opened(loops, dress, url, deadline_s=60, **options):
         pass
     assert "\n" not in str(refused.value)
     return str(refused.value)

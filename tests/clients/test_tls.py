@@ -31,7 +31,7 @@ def refusal(loops: Loops, dress: str, url: str, **options: Any) -> str:
     """What a client is told that is not let in, with a deadline that nobody waits
     for.
     """
-    with pytest.raises(TlsFailed) as refused, opened(loops, dress, url, deadline_s=20, **options):
+    with pytest.raises(TlsFailed) as refused, opened(loops, dress, url, deadline_s=60, **options):
         pass
     text = str(refused.value)
     assert "\n" not in text
