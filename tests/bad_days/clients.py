@@ -21,15 +21,16 @@ KINDS = ("trio", "blocking", "asyncio", "uvloop")
 
 
 def each_in_turn(name: str, values: Sequence[Any], kinds: Sequence[str] = KINDS) -> pytest.MarkDecorator:
-    """Parametrize by the kind of client and by something else: each value with one
-    kind, and the kinds in turn.
+    """Parametrize by the kind of client and by something else: each value and each kind
+    in turn, so that each is there once or more.
 
     What a call does is the same coroutine for every kind, and a driver carries out its
     effects (`client/connection/effects.py`): which of them a call has is seen with any
     kind, and how a driver carries them out with any call. All pairs are there at night.
     """
+    both = min(len(values), len(kinds))
     pairs = [
-        pytest.param(kind, value, marks=() if at % len(kinds) == turn else pytest.mark.nightly)
+        pytest.param(kind, value, marks=() if (at - turn) % both == 0 else pytest.mark.nightly)
         for at, value in enumerate(values)
         for turn, kind in enumerate(kinds)
     ]

@@ -37,10 +37,24 @@ def server_here() -> Iterator[ServerUrl]:
 
 
 @pytest.fixture(scope="session")
-def server_process() -> Iterator[ServerProcess]:
-    """A server of all tests, which nobody kills."""
-    with running_server_process() as started:
+def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of all tests, which nobody kills, with a Unix socket."""
+    with running_server_process(unix_socket=tmp_path_factory.mktemp("server") / "socket") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def _mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server_process(unix_socket=tmp_path_factory.mktemp("server") / "socket") as started:
+        yield started
+
+
+@pytest.fixture
+def mortal(_mortal_server: ServerProcess) -> ServerProcess:
+    """A server that may be killed, and is there."""
+    if _mortal_server.process is None:
+        _mortal_server.start()
+    return _mortal_server
 
 
 @pytest.fixture

@@ -54,8 +54,9 @@ def running_server_here(**settings: Any) -> Iterator[ServerHere]:
 class ServerProcess:
     """`infinistore` on a port of its own, the same one after each restart."""
 
-    def __init__(self, *flags: str) -> None:
-        self._flags = flags
+    def __init__(self, *flags: str, unix_socket: Path | None = None) -> None:
+        self._flags = flags if unix_socket is None else (*flags, "--unix-socket", str(unix_socket))
+        self.unix_socket = unix_socket
         self.port = own_ports(1)[0]
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -96,9 +97,9 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server_process(*flags: str) -> Iterator[ServerProcess]:
+def running_server_process(*flags: str, unix_socket: Path | None = None) -> Iterator[ServerProcess]:
     """A server until the block is left."""
-    server = ServerProcess(*flags)
+    server = ServerProcess(*flags, unix_socket=unix_socket)
     try:
         server.start()
         yield server

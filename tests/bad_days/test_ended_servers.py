@@ -8,36 +8,36 @@ ask keeps it from starting.
 import gc
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from infinistore import blocking
 from infinistore.aio import AsyncStore
 from infinistore.errors import StoreUnavailable
-from tests.bad_days.clients import KINDS, run_with_store
+from tests.bad_days.clients import run_with_store
 from tests.bad_days.memory import kept_by
 from tests.bad_days.operations import works_again
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerProcess
 
 LONG = {f"key {number}": bytearray([number]) * 200_000 for number in range(4)}
 """Blocks that do not go inline."""
 
-pytestmark = pytest.mark.usefixtures("quick_breaker")
+pytestmark = [pytest.mark.usefixtures("quick_breaker"), pytest.mark.process]
 
 
-@pytest.fixture(scope="module")
-def server_on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running_server_process("--unix-socket", str(tmp_path_factory.mktemp("server") / "socket")) as started:
-        yield started
+_of_servers_here: set[int] = set()
 
 
-@pytest.fixture
-def mortal(server_on_this_host: ServerProcess) -> ServerProcess:
-    """A server that may be killed, and is there."""
-    if server_on_this_host.process is None:
-        server_on_this_host.start()
-    return server_on_this_host
+@pytest.fixture(autouse=True)
+def _servers_here() -> None:
+    """What servers in this process have, if there are any, is not kept by clients."""
+    _of_servers_here.clear()
+    _of_servers_here.update(kept_by(os.getpid()))
+
+
+def kept() -> list[int]:
+    """The lengths of what clients in this process keep of servers."""
+    return [size for inode, size in kept_by(os.getpid()).items() if inode not in _of_servers_here]
 
 
 def best(server: ServerProcess) -> str:
@@ -49,7 +49,7 @@ def until_nothing_is_kept() -> None:
     """Wait, without a call and without the loop, until nothing of a server is mapped
     here; the time limit ends it.
     """
-    while kept_by(os.getpid()):
+    while kept():
         os.sched_yield()
 
 
@@ -62,7 +62,7 @@ async def use(store: AsyncStore) -> None:
     assert {f"/memfd:infinistore-{what}-0 (deleted)" for what in ("arena", "removals", "reader")} <= names
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["trio", "blocking", "asyncio"])
 def test_a_client_that_asks_nothing_keeps_nothing_of_a_server_that_was_killed(kind: str, mortal: ServerProcess) -> None:
     async def body(store: AsyncStore) -> None:
         await use(store)
@@ -84,7 +84,7 @@ def test_what_is_leased_stays_when_the_server_is_killed_and_no_longer_than_the_l
         await use(store)
         async with store.lease(LONG) as views:
             mortal.kill()
-            while len(kept_by(os.getpid())) > 2:  # the arena; and the table of the connection, as long as it has pins
+            while len(kept()) > 2:  # the arena; and the table of the connection, as long as it has pins
                 os.sched_yield()
             assert b"".join(filter(None, views)) == b"".join(LONG.values())
         del views
@@ -98,7 +98,7 @@ def test_room_that_is_being_written_stays_until_its_block_is_left(mortal: Server
     with blocking.open_store(best(mortal)) as store:
         with pytest.raises(StoreUnavailable), store.reserve({"key": 1_000_000}) as views:  # noqa: PT012
             mortal.kill()
-            while sum(kept_by(os.getpid()).values()) > 17 * 1024 * 1024:
+            while sum(kept()) > 17 * 1024 * 1024:
                 os.sched_yield()
             views[0][:] = bytes(1_000_000)
         del views
@@ -151,5 +151,5 @@ def test_where_nobody_can_watch_the_next_call_finds_out(
         while store.get_many(LONG) != [None] * len(LONG):
             pass
         store.put_many(LONG)
-        assert len(kept_by(os.getpid())) <= 4
-    assert not kept_by(os.getpid())
+        assert len(kept()) <= 4
+    assert not kept()

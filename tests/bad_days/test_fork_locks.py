@@ -22,10 +22,12 @@ import infinistore
 from infinistore import blocking
 from infinistore.client.operations.embedded import EmbeddedOperations
 from tests.bad_days.clients import Awaitable
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerProcess
 from tests.bad_days.test_fork import SMALL_POOL, in_child, refuse_everything
 
+pytestmark = pytest.mark.process
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
+HUNG_S = 90
 OUR_MODULES = [
     module.name
     for module in pkgutil.walk_packages(infinistore.__path__, "infinistore.", onerror=lambda _: None)
@@ -100,34 +102,27 @@ def locks_of(store: Any) -> list[Any]:
     return found
 
 
-def within(seconds: int, check: Callable[[], None]) -> Callable[[], None]:
+def or_fail(check: Callable[[], None]) -> Callable[[], None]:
     """`check` for a child, that fails if it hangs."""
 
     def give_up(*_: object) -> None:
-        raise AssertionError(f"the child hung for {seconds} s")
+        raise AssertionError(f"the child hung for {HUNG_S} s")
 
     def checked() -> None:
         signal.signal(signal.SIGALRM, give_up)
-        signal.alarm(seconds)
+        signal.alarm(HUNG_S)
         check()
         signal.alarm(0)
 
     return checked
 
 
-@pytest.fixture(scope="module")
-def local_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("fork") / "socket"
-    with running_server_process("--unix-socket", str(path)):
-        yield f"shm://{path}"
-
-
 @pytest.mark.parametrize("place", ["tcp", "shm", "cluster", "embedded"])
 def test_locks_of_a_store_that_are_held_at_the_fork_keep_no_child_waiting(
-    place: str, server: ServerProcess, local_server: str
+    place: str, server_process: ServerProcess
 ) -> None:
-    cluster = f"infinistore+static://{server.url.partition('://')[2]}"
-    url = {"tcp": server.url, "shm": local_server, "cluster": cluster}.get(place)
+    cluster = f"infinistore+static://{server_process.url.partition('://')[2]}"
+    url = {"tcp": server_process.url, "shm": f"shm://{server_process.unix_socket}", "cluster": cluster}.get(place)
     with blocking.open_store(url, **({} if url else SMALL_POOL)) as store:
         store.put("long", bytes(100_000))
         store.get("long")
@@ -141,7 +136,7 @@ def test_locks_of_a_store_that_are_held_at_the_fork_keep_no_child_waiting(
                 (inherited if url else inherited.embedded).close()
 
             with held_by_another_thread(locks):
-                in_child(within(20, check))
+                in_child(or_fail(check))
         assert store.get("long") == bytes(100_000)
 
 
@@ -150,12 +145,12 @@ def test_a_child_forked_within_a_call_leaves_it_though_another_thread_held_the_l
         inner: Any = store
         operations = EmbeddedOperations(inner.embedded, verify=True)
         with held_by_another_thread([inner.embedded.lock]):
-            in_child(within(20, operations.close))
+            in_child(or_fail(operations.close))
         operations.close()
 
 
-def test_a_child_leaves_the_rdma_device_of_a_cluster_to_its_parent(server: ServerProcess) -> None:
-    url = f"infinistore+static://{server.url.partition('://')[2]}"
+def test_a_child_leaves_the_rdma_device_of_a_cluster_to_its_parent(server_process: ServerProcess) -> None:
+    url = f"infinistore+static://{server_process.url.partition('://')[2]}"
     with blocking.open_store(url) as store:
         inherited: Any = store
         done: list[str] = []
@@ -168,20 +163,20 @@ def test_a_child_leaves_the_rdma_device_of_a_cluster_to_its_parent(server: Serve
             assert done == ["abandoned"]
 
         with held_by_another_thread(locks_of(inherited.rdma)):
-            in_child(within(20, check))
+            in_child(or_fail(check))
         assert inherited.rdma.device is device
         inherited.rdma.device = None
 
 
-def test_a_child_is_refused_at_once_when_all_connections_were_in_use(server: ServerProcess) -> None:
-    with blocking.open_store(server.url, deadline_s=60) as store:
+def test_a_child_is_refused_at_once_when_all_connections_were_in_use(server_process: ServerProcess) -> None:
+    with blocking.open_store(server_process.url, deadline_s=600) as store:
         inherited: Any = store
 
         def check() -> None:
             refuse_everything(Awaitable(store))  # type: ignore[arg-type]
 
         with all_in_use(inherited):
-            in_child(within(20, check))
+            in_child(or_fail(check))
 
 
 @contextmanager
@@ -191,7 +186,7 @@ def all_in_use(store: Any) -> Iterator[None]:
         for turns in (store.payload_turns, store.lookup_turns):
             for _ in range(turns.free):
                 turn = stack.enter_context(_locked())
-                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 10))
+                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 600))
         yield
 
 

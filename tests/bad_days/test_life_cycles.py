@@ -228,6 +228,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BudgetedServer
         yield started
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_there_is_always_a_next_server_whatever_the_clients_of_the_last_one_hold(servers: BudgetedServers) -> None:
     machine: Any = type("Machine", (LifeCycles,), {"servers": servers})

@@ -4,9 +4,9 @@ goes on with one store.
 
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from typing import Any
 
+import attrs
 import pytest
 
 from infinistore import blocking
@@ -17,22 +17,14 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.operations import OLD, OPERATIONS, outcome, works_again
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerProcess
+from tests.bad_days.striking import UNKNOWN
 
-pytestmark = pytest.mark.usefixtures("quick_breaker")
-GENEROUS_S = 2.0
+pytestmark = [pytest.mark.usefixtures("quick_breaker"), pytest.mark.process]
 MORE_THAN_SOCKETS_HOLD = 12 * 1024 * 1024
-UNKNOWN = "it is not known whether the request was carried out"
 
 
-@pytest.fixture
-def mortal() -> Iterator[ServerProcess]:
-    """A server that may be killed."""
-    with running_server_process() as started:
-        yield started
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["trio", "blocking", "asyncio"])
 def test_a_killed_server_is_unavailable_and_found_again_when_it_is_back(kind: str, mortal: ServerProcess) -> None:
     async def body(store: AsyncStore) -> None:
         await store.put_many(OLD)
@@ -79,47 +71,35 @@ def test_a_dead_server_is_left_alone_until_a_probe_is_due(
             store.exists("k0")
 
 
-@pytest.fixture(scope="module")
-def stopped() -> Iterator[ServerProcess]:
-    """A server that is stopped now and then."""
-    with running_server_process() as started:
-        yield started
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_server_costs_the_deadline_in_send_and_receive_and_goes_on_afterwards(
-    kind: str, stopped: ServerProcess
+    kind: str, mortal: ServerProcess
 ) -> None:
     large = bytes(MORE_THAN_SOCKETS_HOLD)
 
     async def body(store: AsyncStore) -> None:
         await store.put("k0", b"old")
-        stopped.send_signal(signal.SIGSTOP)
+        inner: Any = store
+        calls = getattr(inner, "wrapped", inner).calls
+        patient = calls.options
+        mortal.send_signal(signal.SIGSTOP)
         try:
+            calls.options = attrs.evolve(patient, deadline_s=0.5)
+            # On a connection that is there: nothing but the send has to wait.
+            with pytest.raises(DeadlineExceeded, match=f"no answer from tcp://.*{UNKNOWN}"):
+                await store.put("k0", large)
+            calls.options = attrs.evolve(patient, deadline_s=0.1)
             for call in (store.get("k0"), store.exists("k0"), store.put("k0", large)):
-                started = time.monotonic()
                 with pytest.raises(DeadlineExceeded, match=r"no (answer from|connection to) tcp://"):
                     await call
-                assert time.monotonic() - started < 0.3 + GENEROUS_S
         finally:
-            stopped.send_signal(signal.SIGCONT)
+            mortal.send_signal(signal.SIGCONT)
+            calls.options = patient
         await works_again(store)
-        assert await store.get("k0") == b"old"
+        # A put whose end is not known was carried out, or was not.
+        assert await store.get("k0") in (b"old", large)
 
-    run_with_store(kind, stopped.url, body, deadline_s=0.3)
-
-
-def test_a_put_into_a_stopped_server_ends_with_the_deadline_when_the_buffers_are_full(stopped: ServerProcess) -> None:
-    """On a connection that is there: nothing but the send has to wait."""
-    with blocking.open_store(stopped.url, deadline_s=0.3) as store:
-        stopped.send_signal(signal.SIGSTOP)
-        try:
-            started = time.monotonic()
-            with pytest.raises(DeadlineExceeded, match=UNKNOWN):
-                store.put("k0", bytes(MORE_THAN_SOCKETS_HOLD))
-            assert time.monotonic() - started < 0.3 + GENEROUS_S
-        finally:
-            stopped.send_signal(signal.SIGCONT)
+    run_with_store(kind, mortal.url, body)
 
 
 def test_threads_that_share_a_store_all_live_through_a_restart(mortal: ServerProcess) -> None:
