@@ -108,6 +108,7 @@ def make_config(**settings: Any) -> ServerConfig:
     """
     plain: dict[str, Any] = {"service_port": 0, "manage_port": 0, "unix_socket": "off"}
     plain |= {"prealloc_bytes": POOL_BYTES, "minimal_allocate_bytes": KIB}
+    plain |= {"disk_wait_s": 600.0}  # what is late would be missing
     return ServerConfig(**{**plain, **settings})
 
 

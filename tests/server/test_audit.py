@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDeni
 from infinistore.protocol.messages import Exists, Keys, Purge
 from infinistore.server.composition import run_server
 from infinistore.server.security.audit_log import AUDIT_LOGGER, AuditLog
-from tests.cluster_io.etcd import Etcd, needs_etcd
-from tests.server.running import Peer, RunningServer, make_config, running_server
+from tests.cluster_io.etcd import Etcd
+from tests.server.etcd_keys import delete as delete_key
+from tests.server.etcd_keys import needs_etcd
+from tests.server.etcd_keys import put as put_key
+from tests.server.running import Peer, RunningServer, make_config, running_server, until
 from tests.server.test_tenants import TOKENS, everybody, manage, peer_of, put, reload, write
 
 
@@ -77,18 +80,14 @@ async def test_it_says_who_came_who_was_refused_and_what_was_administered_and_no
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+def has_lines(path: Path, count: int) -> bool:
+    return len(lines(path)) == count
+
+
 @needs_etcd
 async def test_what_a_cluster_asks_of_its_node_is_noted(etcd: Etcd, tmp_path: Path) -> None:
     log = tmp_path / "audit"
     config = make_config(cluster=etcd.url_of("noted"), node_id="a", audit_log=str(log))
-
-    async def until(holds: Callable[[], bool]) -> None:
-        with trio.fail_after(30):
-            while not holds():  # noqa: ASYNC110
-                await trio.sleep(0.01)
-
-    async def until_noted(count: int) -> None:
-        await until(lambda: len(log.read_text().splitlines()) == count)
 
     async with running_server(config) as server:
         peer = Peer(await server.connect())
@@ -97,10 +96,9 @@ async def test_what_a_cluster_asks_of_its_node_is_noted(etcd: Etcd, tmp_path: Pa
         seen = server.server.telemetry.cluster
         assert seen is not None
         await until(lambda: seen().registration == "registered")
-        for count, command in enumerate((["put", "purge", ""], ["put", "drains/a", ""], ["del", "drains/a"]), 2):
-            verb, key, *value = command
-            await trio.to_thread.run_sync(etcd.control, verb, f"/infinistore/noted/{key}", *value)
-            await until_noted(count)
+        for count, (change, key) in enumerate(((put_key, "purge"), (put_key, "drains/a"), (delete_key, "drains/a")), 2):
+            await change(etcd, f"/infinistore/noted/{key}")
+            await until(partial(has_lines, log, count))
         peer.close()
         await server.quiet()
     noted = [{key: value for key, value in one.items() if key != "time"} for one in lines(log)[1:]]
@@ -136,10 +134,12 @@ async def test_a_full_disk_loses_no_request_and_is_said_once(file: Path, caplog:
             await alice.ask(Exists(Keys(["k"])))
             alice.close()
         await server.quiet()
-        with trio.fail_after(20):
-            while "cannot be written" not in caplog.text:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: "cannot be written" in caplog.text)
     assert caplog.text.count("the audit log cannot be written") == 1
+
+
+def is_lost(audit: AuditLog, count: int) -> bool:
+    return audit._lost == count
 
 
 async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path)
     audit = AuditLog(str(place))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(audit.run)
-        for _ in range(3):
+        for count in range(1, 4):
             audit.note("login")
-            await trio.testing.wait_all_tasks_blocked(0.05)
+            await until(partial(is_lost, audit, count))
         place.unlink()
         assert await audit.reopen() == ""
         audit.note("login")
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await until(lambda: len(lines(place)) == 2)
         nursery.cancel_scope.cancel()
     noted = lines(place)
     assert [one["event"] for one in noted] == ["lost", "login"]

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,79 +13,73 @@ from infinistore.config import ServerConfig, load_server_config
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
-from tests.cluster_io.etcd import Etcd, needs_etcd
+from infinistore.statistics import MembershipStatistics
+from tests.cluster_io.etcd import Etcd
 from tests.ports import own_ports
+from tests.server.etcd_keys import needs_etcd, put, read
+from tests.server.http_client import ask
+from tests.server.running import KIB, RunningServer, make_config, running_server, until
 
-from .http_client import ask
-from .running import KIB, make_config, running_server
 
-
-async def cluster_of(server: Any) -> dict[str, Any]:
+async def cluster_of(server: RunningServer) -> dict[str, Any]:
     answer = await ask(server.server.addresses.management[0], "GET", "/cluster")
     found: dict[str, Any] = json.loads(answer.body)
     return found
 
 
-async def until(server: Any, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    with trio.fail_after(20):
-        while not holds(found := await cluster_of(server)):  # noqa: ASYNC110
-            await trio.sleep(0.01)
-    return found
+async def when(server: RunningServer, holds: Callable[[MembershipStatistics], object]) -> dict[str, Any]:
+    """Wait until the server knows this of its cluster, and return what it tells."""
+    seen = server.server.telemetry.cluster
+    assert seen is not None
+    await until(lambda: holds(seen()))
+    return await cluster_of(server)
 
 
-def listed(etcd: Etcd, cluster: str) -> dict[str, dict[str, Any]]:
-    found = json.loads(etcd.control("get", "--prefix", f"/infinistore/{cluster}/nodes/", "-w", "json"))
-    return {
-        b64decode(kv["key"]).decode().rpartition("/")[2]: json.loads(b64decode(kv["value"]))
-        for kv in found.get("kvs", [])
-    }
-
-
-async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
-    return await trio.to_thread.run_sync(call, *arguments)
+async def listed(etcd: Etcd, cluster: str) -> dict[str, dict[str, Any]]:
+    """The nodes that stand in etcd."""
+    found = await read(etcd, f"/infinistore/{cluster}/nodes/")
+    return {key.rpartition("/")[2]: json.loads(value) for key, value in found.items()}
 
 
 @needs_etcd
 async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etcd) -> None:
     config = make_config(cluster=etcd.url_of("plain"), node_id="a", node_weight=70, node_zone="rack 1")
     async with running_server(config) as server:
-        found = await until(server, lambda found: bool(found["nodes"]))
+        found = await when(server, lambda found: bool(found.nodes))
         (node,) = found["nodes"]
-        (written,) = (await in_thread(listed, etcd, "plain")).values()
+        (written,) = (await listed(etcd, "plain")).values()
         assert node["address"] == f"infinistore://127.0.0.1:{server.server.addresses.port}"
         assert (node["id"], node["weight"], node["state"], node["zone"]) == ("a", 70, "serving", "rack 1")
         assert node["instance"] == server.server.telemetry.instance == written["instance"]
         assert written["capacity_bytes"] == server.core.pool.capacity_bytes
         assert (found["registration"], found["registrations"], found["problem"]) == ("registered", 1, "")
         server.server.drain()
-        with trio.fail_after(10):
-            await server.finished.wait()
-    assert await in_thread(listed, etcd, "plain") == {}
+        await server.finished.wait()
+    assert await listed(etcd, "plain") == {}
 
 
 @needs_etcd
 async def test_a_server_purges_as_soon_as_the_cluster_is_purged(etcd: Etcd) -> None:
     config = make_config(cluster=etcd.url_of("purged"), node_id="a", advertise="there.example:7")
     async with running_server(config) as server:
-        found = await until(server, lambda found: bool(found["nodes"]))
+        found = await when(server, lambda found: bool(found.nodes))
         assert found["nodes"][0]["address"] == "infinistore://there.example:7"
-        await in_thread(etcd.control, "put", "/infinistore/purged/purge", "")
-        await until(server, lambda found: found["purged_revision"] > 0)
-        with trio.fail_after(20):
-            mark = "/infinistore/purged/purged/a"
-            while await in_thread(etcd.control, "get", "--print-value-only", mark) == b"0\n":  # noqa: ASYNC110
-                await trio.sleep(0.01)
+        await put(etcd, "/infinistore/purged/purge")
+        await when(server, lambda found: found.purged_revision > 0)
+        mark = "/infinistore/purged/purged/a"
+        while (await read(etcd, mark))[mark] == b"0":
+            pass
 
 
 async def refused(config: ServerConfig) -> str:
-    with pytest.raises(ConfigError) as error, trio.fail_after(20):
+    with pytest.raises(ConfigError) as error:
         await run_server(config, on_listening=lambda server: None)
     return str(error.value)
 
 
 @needs_etcd
 async def test_a_cluster_of_another_placement_version_is_refused_in_one_line(etcd: Etcd) -> None:
-    await in_thread(etcd.control, "put", "/infinistore/newer/config", '{"placement": 2}')
+    await put(etcd, "/infinistore/newer/config", '{"placement": 2}')
     assert "/infinistore/newer/config in etcd is of placement version 2, and this is 1" in await refused(
         make_config(cluster=etcd.url_of("newer"))
     )
@@ -94,10 +87,10 @@ async def test_a_cluster_of_another_placement_version_is_refused_in_one_line(etc
 
 @needs_etcd
 async def test_a_server_with_disks_serves_when_it_knows_that_it_missed_no_purge(etcd: Etcd, tmp_path: Path) -> None:
-    await in_thread(etcd.control, "put", "/infinistore/disks/purge", "")
+    await put(etcd, "/infinistore/disks/purge")
     disks = (DiskPlace(tmp_path / "disk", 64 * KIB * KIB),)
     async with running_server(make_config(cluster=etcd.url_of("disks"), node_id="a", disks=disks)) as server:
-        purged = await in_thread(etcd.control, "get", "--print-value-only", "/infinistore/disks/purged/a")
+        (purged,) = (await read(etcd, "/infinistore/disks/purged/a")).values()
         assert int(purged) > 0
         assert (await cluster_of(server))["registration"] == "registered"
 
@@ -106,7 +99,7 @@ async def test_a_server_without_disks_serves_while_etcd_is_away() -> None:
     port = own_ports(1)[0]
     config = make_config(cluster=f"infinistore+etcd://127.0.0.1:{port}/c")
     async with running_server(config) as server:
-        found = await until(server, lambda found: bool(found["problem"]))
+        found = await when(server, lambda found: bool(found.problem))
     assert (found["registration"], found["nodes"], found["view_age_s"]) == ("registering", [], -1)
     assert f"127.0.0.1:{port} cannot be reached" in found["problem"]
 
@@ -128,7 +121,7 @@ async def test_the_metrics_say_how_much_of_the_keys_a_server_owns(tmp_path: Path
     for name in ("a", "c", "not listed"):
         config = make_config(cluster=f"infinistore+file://{tmp_path}/nodes.json", node_id=name)
         async with running_server(config) as server:
-            await until(server, lambda found: bool(found["nodes"]))
+            await when(server, lambda found: bool(found.nodes))
             answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
         (line,) = (
             one for one in answer.body.decode().splitlines() if one.startswith("infinistore_cluster_share_ratio ")
@@ -154,22 +147,22 @@ async def test_a_server_that_is_not_in_the_file_says_so_until_it_is(
             if record.message == "this node is not in the file of its cluster"
         ]
 
-    async def gauge(server: Any) -> float:
+    async def gauge(server: RunningServer) -> float:
         answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
         lines = answer.body.decode().splitlines()
         return next(float(one.split()[1]) for one in lines if one.startswith("infinistore_cluster_registered "))
 
     write("a", "b")
     async with running_server(make_config(cluster=f"infinistore+file://{file}", node_id="c")) as server:
-        found = await until(server, lambda found: bool(found["nodes"]))
+        found = await when(server, lambda found: bool(found.nodes))
         said = f"{file} does not list c (--node-id), but a, b"
         assert (found["registration"], found["problem"], await gauge(server)) == ("not listed", said, 0.0)
         assert warnings() == [said]
         write("b")
-        await until(server, lambda found: len(found["nodes"]) == 1)
+        await when(server, lambda found: len(found.nodes) == 1)
         assert warnings() == [said, f"{file} does not list c (--node-id), but b"]
         write("b", "c")
-        found = await until(server, lambda found: len(found["nodes"]) == 2)
+        found = await when(server, lambda found: len(found.nodes) == 2)
         assert (found["registration"], found["problem"], await gauge(server)) == ("listed", "", 1.0)
         assert len(warnings()) == 2
 

@@ -14,8 +14,10 @@ from infinistore.client.api.store import AsyncStore
 from infinistore.errors import TlsFailed
 from infinistore.server import Server
 from infinistore.sizes import KIB
-from tests.cluster_io.etcd import Etcd, needs_etcd
-from tests.server.test_cluster import in_thread, listed
+from tests.cluster_io.etcd import Etcd
+from tests.server.etcd_keys import needs_etcd, put
+from tests.server.running import until
+from tests.server.test_cluster import listed
 from tests.server.test_tenants_go_over import KEYS, Place, block_of, place
 from tests.transports.certificates import Files, issue
 
@@ -46,8 +48,7 @@ async def test_clients_go_on_over_tls_with_the_certificate_of_the_next_server(pl
             if place.kept:
                 await stack.aclose()
             async with place.serving(None, take_over=not place.kept, **settings) as (new, _):
-                with trio.fail_after(20):
-                    await ended.wait()
+                await ended.wait()
                 assert url_of(new, files) == url
                 assert await has_all(store)
                 await store.put("new", bytes(KIB))
@@ -71,8 +72,7 @@ async def test_a_tenant_is_known_by_its_certificate_at_the_next_server(place: Pl
             if place.kept:
                 await stack.aclose()
             async with place.serving(text, take_over=not place.kept, **settings):
-                with trio.fail_after(20):
-                    await ended.wait()
+                await ended.wait()
                 assert await has_all(store, "ann")
                 other = issue(tmp_path, "ben.example", stem="ben")
                 async with infinistore.open_store(f"{url_of(old, files)}&cert={other.cert}&key={other.key}") as ben:
@@ -81,11 +81,10 @@ async def test_a_tenant_is_known_by_its_certificate_at_the_next_server(place: Pl
 
 async def registered(etcd: Etcd, cluster: str, server: Server) -> None:
     """Wait until this server is the only node, named a."""
-    with trio.fail_after(20):
-        while True:
-            nodes = await in_thread(listed, etcd, cluster)
-            if nodes.keys() == {"a"} and nodes["a"]["instance"] == server.telemetry.instance:
-                return
+    seen, instance = server.telemetry.cluster, server.telemetry.instance
+    assert seen is not None
+    await until(lambda: [(node.id, node.instance) for node in seen().nodes] == [("a", instance)])
+    assert {name: node["instance"] for name, node in (await listed(etcd, cluster)).items()} == {"a": instance}
 
 
 @needs_etcd
@@ -101,19 +100,15 @@ async def test_a_node_keeps_its_place_and_its_blocks(place: Place, etcd: Etcd, p
             if place.kept:
                 await stack.aclose()
             if purged:
-                await in_thread(etcd.control, "put", f"/infinistore/{cluster}/purge", "")
+                await put(etcd, f"/infinistore/{cluster}/purge")
             async with place.serving(None, take_over=not place.kept, **settings) as (new, _):
-                with trio.fail_after(20):
-                    await ended.wait()
+                await ended.wait()
                 await registered(etcd, cluster, new)
                 if purged:
-                    with trio.fail_after(20):
-                        while any(await store.exists_many(KEYS)):
-                            await trio.lowlevel.checkpoint()
-                    assert len(new.core) == 0
+                    await until(lambda: len(new.core) == 0)
+                    assert not any(await store.exists_many(KEYS))
                 else:
-                    with trio.fail_after(20):
-                        while not await has_all(store):  # the node may still be missing from the client's view
-                            await trio.lowlevel.checkpoint()
+                    while not await has_all(store):  # the node may still be missing from the client's view
+                        await trio.lowlevel.checkpoint()
                 await store.put("new", b"1")
                 assert await store.get("new") == b"1"

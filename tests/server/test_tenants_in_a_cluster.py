@@ -2,11 +2,11 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 import infinistore
 from infinistore.access.tokens import digest_of, make_token
@@ -16,8 +16,9 @@ from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError
 from infinistore.server.cluster.asking import Refusals
 from infinistore.server.composition import run_server
-from tests.cluster_io.etcd import Etcd, needs_etcd
-from tests.server.running import RunningServer, make_config, running_server
+from tests.cluster_io.etcd import Etcd
+from tests.server.etcd_keys import needs_etcd
+from tests.server.running import RunningServer, make_config, running_server, until
 
 TOKENS = {name: make_token(name, os.urandom) for name in ("ann", "ben", "nodes")}
 KEYS = [f"key {number}" for number in range(64)]
@@ -50,9 +51,7 @@ async def until_seen(*servers: RunningServer) -> None:
     for server in servers:
         seen = server.server.telemetry.cluster
         assert seen is not None
-        with trio.fail_after(30):
-            while len(seen().nodes) < len(servers):  # noqa: ASYNC110
-                await trio.sleep(0.01)
+        await until(partial(lambda seen: len(seen().nodes) == len(servers), seen))
 
 
 @needs_etcd

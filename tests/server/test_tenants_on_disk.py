@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 import infinistore
 from infinistore.access.tokens import digest_of, make_token
@@ -18,7 +17,7 @@ from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
 from infinistore.sizes import KIB, MIB
-from tests.server.running import RunningServer, make_config, running_server
+from tests.server.running import RunningServer, make_config, running_server, until
 
 TOKENS = {name: make_token(name, os.urandom) for name in ("ann", "ben", "cleo")}
 KEYS = [f"key {number}" for number in range(16)]
@@ -79,15 +78,17 @@ async def put_on_disk(store: AsyncStore, name: str) -> None:
 
 async def recovered(server: RunningServer) -> None:
     """Wait until the disks know what they have."""
-    with trio.fail_after(30):
-        while (found := server.server.telemetry.disk()) and any(one.state == "recovering" for one in found.disks):  # noqa: ASYNC110
-            await trio.sleep(0.01)
+
+    def holds() -> bool:
+        found = server.server.telemetry.disk()
+        return found is None or all(one.state != "recovering" for one in found.disks)
+
+    await until(holds)
 
 
 async def drained(server: RunningServer) -> None:
     server.server.drain()
-    with trio.fail_after(30):
-        await server.finished.wait()
+    await server.finished.wait()
 
 
 async def test_each_tenant_reads_its_own_blocks_from_disk(serving: Serving) -> None:
@@ -196,9 +197,7 @@ async def test_tenants_and_their_disks_come_and_go_while_others_are_served(servi
             assert await ben.match_prefix(KEYS) == len(KEYS)
             file.write_text(text_of(ann=DISK))
             assert await server.server.reloads.run() == []
-            with trio.fail_after(30):
-                while (folders / "ben").exists():  # noqa: ASYNC110
-                    await trio.sleep(0.01)
+            await until(lambda: not (folders / "ben").exists())
         file.write_text(text_of(ann=DISK, ben=DISK))
         assert await server.server.reloads.run() == []
         async with store_of(server, "ben") as ben:
