@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ import attrs
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
+KINDS = ["editable", "wheel"]
+"""Of installations that are made at night, besides the one that has been through all:
+an sdist, and the wheel of it.
+"""
 
 
 @attrs.frozen
@@ -86,9 +91,9 @@ def build(source: Path, target: str, into: Path) -> Path:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     place = tmp_path_factory.mktemp("distributions")
     sdist = build(PROJECT, "sdist", place / "sdist")
-    unpacked = place / "unpacked"
-    unpacked.mkdir()
-    run_or_fail(["tar", "xzf", sdist, "-C", unpacked, "--strip-components=1"], cwd=place)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(place / "unpacked", filter="data")
+    (unpacked,) = (place / "unpacked").iterdir()
     return Distributions(
         sdist=sdist,
         wheel=build(PROJECT, "wheel", place / "wheel"),
@@ -96,7 +101,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     )
 
 
-@pytest.fixture(scope="session", params=["editable", "wheel", "wheel of the sdist"])
+@pytest.fixture(
+    scope="session", params=[*(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS), "wheel of the sdist"]
+)
 def installation(
     request: pytest.FixtureRequest, distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
 ) -> Installation:

@@ -1,6 +1,7 @@
 """Tests use what neighbours of the code may use: few reach into its private names."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ The numbers may only shrink. Before you add to them, make what a test has to rep
 argument, or let the test look at statistics.
 """
 
+
+A_PRIVATE_WORD = re.compile(r"\b_\w+")
 
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 """Public, though their names do not look it."""
@@ -85,7 +88,10 @@ def reaches(folder: Path, private: set[str]) -> dict[str, int]:
     """Count the uses of private names in each file of a folder that has any."""
     counts: Counter[str] = Counter()
     for file in sorted(folder.rglob("*.py")):
-        found = [name for name in used_from_outside(ast.parse(file.read_text())) if name in private]
+        source = file.read_text()
+        if private.isdisjoint(A_PRIVATE_WORD.findall(source)):  # which is found out a hundred times as fast
+            continue
+        found = [name for name in used_from_outside(ast.parse(source)) if name in private]
         counts[str(file.relative_to(folder))] += len(found)
     return dict(+counts)
 

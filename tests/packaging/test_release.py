@@ -12,6 +12,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests import warm
+
 from .conftest import PROJECT
 
 WORKFLOW: dict[Any, Any] = yaml.safe_load((PROJECT / ".github" / "workflows" / "release.yml").read_text())
@@ -85,9 +87,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def release(project: Path, tag: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, project / "scripts" / "release.py", tag], capture_output=True, text=True, check=False
-    )
+    return warm.run([sys.executable, project / "scripts" / "release.py", tag], capture_output=True, text=True)
 
 
 def test_the_notes_of_a_release_are_its_part_of_the_changelog(project: Path) -> None:
