@@ -92,6 +92,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.states import CLIENT, SERVER, LocalProtocolError, State
 from infinistore.protocol.versions import OFFER
+from tests.tables import for_each
 
 from .strategies import pieces, puts, requests, texts
 from .wire import Wire, frame
@@ -164,9 +165,6 @@ EXAMPLES: dict[type[Message], Message] = {
 MESSAGE_KINDS: list[type[Message]] = sorted(KINDS.values(), key=lambda cls: cls.KIND)
 REQUEST_KINDS: list[type[Request]] = list(REPLIES)
 
-every_kind = pytest.mark.parametrize("kind", MESSAGE_KINDS, ids=lambda cls: cls.__name__)
-every_request = pytest.mark.parametrize("request_kind", REQUEST_KINDS, ids=lambda cls: cls.__name__)
-
 
 def payload_of(message: Message) -> bytes:
     return PAYLOAD if isinstance(message, (Put, GetReply)) else b""
@@ -235,8 +233,7 @@ def test_there_is_an_example_of_every_message() -> None:
     assert set(EXAMPLES) == set(KINDS.values())
 
 
-@every_kind
-@pytest.mark.parametrize("state", [State.HELLO, State.READY])
+@for_each(kind=MESSAGE_KINDS, state=[State.HELLO, State.READY])
 def test_a_server_takes_what_the_table_allows_and_refuses_the_rest(state: State, kind: type[Message]) -> None:
     connection = server(state)
     allowed = kind is Hello if state is State.HELLO else kind in (*REPLIES, *ONE_WAY) and kind is not Hello
@@ -277,13 +274,13 @@ def test_a_lease_reply_has_a_payload_only_if_nothing_is_leased(lease: int, paylo
     assert type(caught) is ProtocolError
 
 
-@pytest.mark.parametrize("state", [State.PAYLOAD, State.REPLYING, State.SENDING, State.CLOSED])
+@for_each(state=[State.PAYLOAD, State.REPLYING, State.SENDING, State.CLOSED])
 def test_a_server_does_not_listen_before_it_has_replied_or_after_the_end(state: State) -> None:
     with pytest.raises(LocalProtocolError):
         Wire(whole_frame(Purge)).run(server(state).receive())
 
 
-@pytest.mark.parametrize("state", [state for state in SERVER if state is not State.REPLYING])
+@for_each(state=[state for state in SERVER if state is not State.REPLYING])
 def test_a_server_replies_only_to_a_request_that_has_arrived_whole(state: State) -> None:
     wire = Wire()
     with pytest.raises(LocalProtocolError):
@@ -291,7 +288,7 @@ def test_a_server_replies_only_to_a_request_that_has_arrived_whole(state: State)
     assert not wire.sent
 
 
-@every_request
+@for_each(request_kind=REQUEST_KINDS)
 def test_a_server_answers_with_the_reply_that_belongs_to_the_request(request_kind: type[Request]) -> None:
     for kind in MESSAGE_KINDS:
         answer_with(request_kind, kind)
@@ -314,7 +311,7 @@ def answer_with(request_kind: type[Request], kind: type[Message]) -> None:
         assert not wire.sent
 
 
-@pytest.mark.parametrize("state", [state for state in SERVER if state is not State.SENDING])
+@for_each(state=[state for state in SERVER if state is not State.SENDING])
 def test_a_server_may_end_the_connection_with_an_error_in_any_state(state: State) -> None:
     connection = server(state)
     wire = Wire()
@@ -360,13 +357,13 @@ def test_a_server_sees_that_the_client_has_left_between_two_requests() -> None:
     assert connection.state is State.CLOSED
 
 
-@pytest.mark.parametrize("length", [1, HEADER_BYTES - 1, HEADER_BYTES, 63])
+@for_each(length=[1, HEADER_BYTES - 1, HEADER_BYTES, 63])
 def test_a_stream_that_ends_in_the_middle_of_a_frame_is_a_lost_connection(length: int) -> None:
     with pytest.raises(StoreUnavailable, match="in the middle of a frame"):
         Wire(whole_frame(Exists)[:length]).run(server(State.READY).receive())
 
 
-@pytest.mark.parametrize("discard", [False, True])
+@for_each(discard=[False, True])
 def test_a_stream_that_ends_in_a_payload_is_a_lost_connection(discard: bool) -> None:
     connection = server(State.READY)
     wire = Wire(whole_frame(Put)[:-2])
@@ -375,7 +372,7 @@ def test_a_stream_that_ends_in_a_payload_is_a_lost_connection(discard: bool) -> 
         wire.run(connection.discard_payload() if discard else connection.read_payload([memoryview(bytearray(5))]))
 
 
-@pytest.mark.parametrize("announced", [0, 4, 6, 13])
+@for_each(announced=[0, 4, 6, 13])
 def test_a_put_whose_payload_is_not_what_its_sizes_add_up_to_is_refused(announced: int) -> None:
     with pytest.raises(ProtocolError, match=f"a Put with {announced} bytes of payload, its sizes add up to 5"):
         Wire(frame(PUT, announced=announced)).run(server(State.READY).receive())
@@ -387,7 +384,7 @@ def test_the_checksums_of_a_put_count_as_payload() -> None:
         Wire(frame(put, announced=11)).run(server(State.READY).receive())
 
 
-@pytest.mark.parametrize("sizes", [[], [5, 0], [1, 1, 3]])
+@for_each(sizes=[[], [5, 0], [1, 1, 3]])
 def test_a_put_has_one_size_for_each_key(sizes: list[int]) -> None:
     with pytest.raises(ProtocolError, match=f"a Put of 1 keys and {len(sizes)} sizes"):
         Wire(frame(Put(ONE_KEY, pack_u64(sizes)), announced=5)).run(server(State.READY).receive())
@@ -408,7 +405,7 @@ def test_a_put_of_no_blocks_is_a_put() -> None:
     assert connection.state is State.READY
 
 
-@every_request
+@for_each(request_kind=REQUEST_KINDS)
 def test_a_request_other_than_a_put_has_no_payload(request_kind: type[Request]) -> None:
     if request_kind is Put:
         return
@@ -503,7 +500,7 @@ def test_a_client_that_has_said_hello_may_send_long_bodies() -> None:
 # What a client hears
 
 
-@every_request
+@for_each(request_kind=REQUEST_KINDS)
 def test_a_client_takes_the_reply_to_its_request_or_an_error_and_refuses_the_rest(request_kind: type[Request]) -> None:
     for kind in MESSAGE_KINDS:
         hear(request_kind, kind)
@@ -527,8 +524,7 @@ def hear(request_kind: type[Request], kind: type[Message]) -> None:
             assert not usable(connection)
 
 
-@every_request
-@pytest.mark.parametrize("state", list(CLIENT))
+@for_each(request_kind=REQUEST_KINDS, state=CLIENT)
 def test_a_client_asks_only_when_the_table_allows_it(state: State, request_kind: type[Request]) -> None:
     allowed = state is State.HELLO if request_kind is Hello else state is State.READY
     if allowed:
@@ -548,8 +544,7 @@ def test_a_client_asks_only_when_the_table_allows_it(state: State, request_kind:
     assert not wire.sent
 
 
-@pytest.mark.parametrize("reply", [CountReply(3), ErrorReply(OutOfMemory.code, "full")], ids=["reply", "error"])
-@pytest.mark.parametrize("request_id", [0, 1, 3])
+@for_each(reply=[CountReply(3), ErrorReply(OutOfMemory.code, "full")], request_id=[0, 1, 3])
 def test_a_reply_to_another_request_is_refused(reply: Reply, request_id: int) -> None:
     connection = client(State.READY)
     error = run_until_error(Wire(frame(reply, request_id=request_id)), connection, Purge())
@@ -566,8 +561,7 @@ def test_a_fatal_error_is_heard_whatever_request_it_names() -> None:
     assert connection.state is State.CLOSED
 
 
-@every_request
-@pytest.mark.parametrize("error", [False, True], ids=["reply", "error"])
+@for_each(request_kind=REQUEST_KINDS, error=[False, True])
 def test_a_reply_other_than_to_a_get_has_no_payload(request_kind: type[Request], error: bool) -> None:
     if request_kind is Get and not error:
         return
@@ -646,15 +640,13 @@ ERRORS: list[type[InfiniStoreException]] = [
     and issubclass(cls, errors.InfiniStoreException)
     and cls.__name__ == name  # a second name is no second error
 ]
-every_error = pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 
 
 def test_no_two_errors_have_the_same_code() -> None:
     assert sorted(cls.code for cls in set(ERRORS)) == list(range(1, 23))  # one has a second name
 
 
-@every_error
-@given(text=texts, fatal=st.booleans())
+@given(cls=st.sampled_from(ERRORS), text=texts, fatal=st.booleans())
 def test_an_error_comes_back_as_the_same_class_with_the_same_text(
     cls: type[InfiniStoreException], text: str, fatal: bool
 ) -> None:
@@ -664,7 +656,7 @@ def test_an_error_comes_back_as_the_same_class_with_the_same_text(
     assert connection.state is (State.CLOSED if fatal else State.READY)
 
 
-@every_error
+@for_each(cls=ERRORS)
 def test_an_error_without_text_travels_under_its_name(cls: type[InfiniStoreException]) -> None:
     wire = Wire()
     wire.run(server(State.READY).reply_fatal(cls()))
@@ -705,9 +697,7 @@ def put_in_groups(connection: ClientConnection, groups: int = 3) -> Callable[[Wi
     return lambda wire: wire.run(connection.request(put, blocks, payload_bytes=4 * groups))
 
 
-@pytest.mark.parametrize("cls", REFUSALS)
-@pytest.mark.parametrize("fatal", [False, True])
-@pytest.mark.parametrize("sends", [0, 1, 2])
+@for_each(cls=REFUSALS, fatal=[False, True], sends=[0, 1, 2])
 def test_a_client_whose_send_breaks_raises_the_error_that_the_server_has_left(
     cls: type[InfiniStoreException], fatal: bool, sends: int
 ) -> None:
@@ -833,7 +823,7 @@ def test_what_has_come_whole_is_taken_as_it_would_be_received(
     assert events[0] == events[1]
 
 
-@pytest.mark.parametrize("take", [ServerConnection.take, lambda connection: Wire().run(connection.receive())])
+@for_each(take=[ServerConnection.take, lambda connection: Wire().run(connection.receive())])
 def test_nothing_is_taken_before_the_last_request_is_answered(take: Callable[[ServerConnection], object]) -> None:
     connection = server(State.REPLYING)
     with pytest.raises(LocalProtocolError):
@@ -858,8 +848,10 @@ def test_a_payload_that_is_given_up_half_way_can_be_discarded(
     assert received.message == Purge()
 
 
-@pytest.mark.parametrize("body_bytes", [65_000, 65_504, 65_505, 70_000, 200_000, 1_000_000])
-@pytest.mark.parametrize("sizes", [[1000], [65_536], [2**30], [1, 65_535]])
+@for_each(
+    body_bytes=[65_000, 65_504, 65_505, 70_000, 200_000, 1_000_000],
+    sizes=[[1000], [65_536], [2**30], [1, 65_535]],
+)
 def test_a_body_around_and_over_the_buffer_arrives(body_bytes: int, sizes: list[int]) -> None:
     joined_bytes = body_bytes - (9 if body_bytes < 2**16 else 11)  # a map of one, its name, the length of the text
     keys = Keys(["x" * 999] * (joined_bytes // 1000) + ["y" * (joined_bytes % 1000)])

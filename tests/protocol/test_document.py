@@ -36,6 +36,7 @@ from infinistore.server.composition import MAX_BODY_BYTES
 from infinistore.server.connection import conversation
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.session import requests, session
+from tests.tables import for_each
 
 from .annotated import worked_example
 
@@ -53,7 +54,7 @@ TYPES: dict[Any, str] = {
 }
 ERRORS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)}
 
-every_message = pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
+every_message = for_each(cls=KINDS.values())
 
 
 def section(heading: str) -> str:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 
 import attrs
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError, StoreUnavailable
@@ -34,6 +34,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import MINOR, OFFER, Offer
+from tests.examples import examples
 
 from .strategies import messages, messages_of, notices, pieces, puts, requests
 from .wire import Wire, frame
@@ -179,6 +180,7 @@ def announcing(message: Message, body_bytes: int, payload_bytes: int = 0) -> byt
     return bytes(head)
 
 
+@settings(max_examples=examples(25))  # slow, for each allocation is traced
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
 @example(64 * MIB, 0)
 @example(2**32 - 1, 2**64 - 1)
@@ -191,6 +193,7 @@ def test_a_header_alone_costs_a_server_no_memory(body_bytes: int, payload_bytes:
         assert peak_bytes(lambda stream=stream: converse_as_server(Wire(stream))) < MIB  # type: ignore[misc]
 
 
+@settings(max_examples=examples(25))  # slow, for each allocation is traced
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
 @example(64 * MIB, 0)
 def test_a_header_alone_costs_a_client_no_memory(body_bytes: int, payload_bytes: int) -> None:

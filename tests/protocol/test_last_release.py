@@ -46,6 +46,7 @@ from infinistore.protocol.statistics_tree import statistics_from_tree
 from infinistore.protocol.versions import LAST_RELEASE, MINOR, OFFER, Capability, Offer
 from infinistore.transports.base import Stream
 from tests.server.running import simulated_server
+from tests.tables import for_each
 
 from .golden import record
 from .golden.values import CONVERSATION_BLOCKS, conversation, golden_messages
@@ -61,10 +62,8 @@ CONVERSATION = [
 SAID = b"".join(data for who, data in CONVERSATION if who == "client")
 ANSWERED = b"".join(data for who, data in CONVERSATION if who == "server")
 
-every_frame = pytest.mark.parametrize(
-    ("message", "golden"),
-    [(message, bytes.fromhex(data)) for message, (_, data) in zip(MESSAGES, FRAMES, strict=True)],
-    ids=[f"{index}-{name}" for index, (name, _) in enumerate(FRAMES)],
+every_frame = for_each(
+    said=[(message, bytes.fromhex(data)) for message, (_, data) in zip(MESSAGES, FRAMES, strict=True)]
 )
 
 
@@ -89,7 +88,8 @@ def split(stream: bytes) -> list[tuple[Header, Message, bytes]]:
 
 
 @every_frame
-def test_a_frame_of_the_last_release_is_understood(message: Message, golden: bytes) -> None:
+def test_a_frame_of_the_last_release_is_understood(said: tuple[Message, bytes]) -> None:
+    message, golden = said
     header = parse(golden)
     assert header == Header(message.KIND, record.REQUEST_ID, header.body_bytes, 2**40 + 5, record.DEADLINE_US)
     body = memoryview(golden)[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
@@ -97,7 +97,8 @@ def test_a_frame_of_the_last_release_is_understood(message: Message, golden: byt
 
 
 @every_frame
-def test_the_last_release_gets_the_bytes_that_it_would_send(message: Message, golden: bytes) -> None:
+def test_the_last_release_gets_the_bytes_that_it_would_send(said: tuple[Message, bytes]) -> None:
+    message, golden = said
     head = encode_head(
         message,
         request_id=record.REQUEST_ID,

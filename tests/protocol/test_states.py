@@ -29,6 +29,8 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.states import CLIENT, SERVER, Event, LocalProtocolError, State
+from tests.examples import examples
+from tests.tables import for_each
 
 from .wire import Wire, frame
 
@@ -176,8 +178,7 @@ def way(table: dict[State, dict[Event, State]], wanted: State) -> list[Event]:
     return ways[wanted]
 
 
-@pytest.mark.parametrize("event", SERVER_EVENTS, ids=lambda event: event.name)
-@pytest.mark.parametrize("state", SERVER, ids=lambda state: state.name)
+@for_each(event=SERVER_EVENTS, state=SERVER)
 def test_an_event_at_a_server_leads_where_the_table_says_or_is_refused(state: State, event: Event) -> None:
     end = server_in(state)
     if event in SERVER[state]:
@@ -191,8 +192,7 @@ def test_an_event_at_a_server_leads_where_the_table_says_or_is_refused(state: St
         assert isinstance(refused.value, ProtocolError) == (heard and state in (State.HELLO, State.READY))
 
 
-@pytest.mark.parametrize("event", CLIENT_EVENTS, ids=lambda event: event.name)
-@pytest.mark.parametrize("state", CLIENT, ids=lambda state: state.name)
+@for_each(event=CLIENT_EVENTS, state=CLIENT)
 def test_an_event_at_a_client_leads_where_the_table_says_or_is_refused(state: State, event: Event) -> None:
     end = client_in(state)
     if event in (Event.REQUEST, Event.HELLO) and end.owed:  # first the reply that is owed has to be read
@@ -278,5 +278,5 @@ class TwoEnds(RuleBasedStateMachine):
             self.client = ClientEnd()
 
 
-TwoEnds.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TwoEnds.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 test_events_in_any_order_lead_where_the_table_says = TwoEnds.TestCase

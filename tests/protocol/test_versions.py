@@ -26,7 +26,6 @@ from .strategies import counts, made_offers, messages
 
 NEWER = Offer(MINOR + 1, OFFER.capabilities)
 offers = made_offers | st.just(LAST_RELEASE)
-every_message = pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
 
 
 def body_of(message: Message, peer: Offer = OFFER) -> bytes:
@@ -77,9 +76,8 @@ def test_an_offer_changes_nothing_else_of_a_frame(message: Message, offer: Offer
 # Fields that a newer minor version has added, as this release hears them
 
 
-@every_message
-def test_every_message_says_what_becomes_of_newer_fields(cls: type[Message]) -> None:
-    assert isinstance(cls.NEWER_FIELDS, NewerFields)
+def test_every_message_says_what_becomes_of_newer_fields() -> None:
+    assert [cls for cls in KINDS.values() if not isinstance(cls.NEWER_FIELDS, NewerFields)] == []
 
 
 _plain_values = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
