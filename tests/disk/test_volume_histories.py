@@ -12,6 +12,11 @@ from tests.disk.volume_world import VolumeWorld
 KEYS = [f"key/{number}" for number in range(6)]
 
 
+some_seeds = pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(5, 40))]
+)
+
+
 def model_of(seed: int) -> VolumeModel:
     model = VolumeModel(VolumeWorld(seed), KEYS)
     model.settle()
@@ -39,7 +44,7 @@ def act(model: VolumeModel, chance: random.Random) -> None:
             model.put({key: chance.choice([0, 1, 700, 5000, 9000]) for key in some})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@some_seeds
 def test_with_room_nothing_durable_is_lost(seed: int) -> None:
     model, chance = model_of(seed), random.Random(seed)
     for _ in range(8):
@@ -52,7 +57,7 @@ def test_with_room_nothing_durable_is_lost(seed: int) -> None:
             model.restart()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@some_seeds
 def test_when_room_is_short_the_oldest_go_and_some_are_appended_again(seed: int) -> None:
     model, chance = model_of(seed), random.Random(seed)
     model.world.accept_offers = False
@@ -67,7 +72,7 @@ def test_when_room_is_short_the_oldest_go_and_some_are_appended_again(seed: int)
         model.crash(chance.randrange(-1, 40))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@some_seeds
 def test_errors_lose_no_more_than_what_they_hit(seed: int) -> None:
     model, chance = model_of(seed), random.Random(seed)
     faults = model.world.disk.faults
@@ -81,7 +86,7 @@ def test_errors_lose_no_more_than_what_they_hit(seed: int) -> None:
         model.crash(chance.randrange(-1, 25))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@some_seeds
 def test_rot_and_misdirected_writes_never_give_wrong_bytes(seed: int) -> None:
     model, chance = model_of(seed), random.Random(seed)
     model.damaged = True

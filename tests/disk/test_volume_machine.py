@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.disk.volume_model import VolumeModel
 from tests.disk.volume_world import SEGMENT_BYTES, VolumeWorld
+from tests.examples import examples
 
 KEYS = [f"key/{number}" for number in range(4)]
 lengths = st.dictionaries(st.sampled_from(KEYS), st.sampled_from([0, 1, 700, 5000, 9000]), min_size=1, max_size=4)
@@ -64,4 +65,4 @@ class VolumeMachine(RuleBasedStateMachine):
 
 
 def test_volume() -> None:
-    run_state_machine_as_test(VolumeMachine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(VolumeMachine, settings=settings(max_examples=examples(40), stateful_step_count=30))
