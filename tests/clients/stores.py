@@ -260,12 +260,12 @@ _DIFFERING = ("embedded-threads", "threads", "shm-trio", "rdma-asyncio")
 """Each way that blocks take, and each driver."""
 
 
-def differing(kinds: Iterable[str]) -> list[Any]:
+def differing(kinds: Iterable[str], *chosen: str) -> list[Any]:
     """These kinds as parameters of examples. What a call does depends on the way that
-    its blocks take, and not on who drives it, so that one kind for each way does; the
-    rest are nightly.
+    its blocks take, and not on who drives it, so that one kind for each way does, or
+    those that are `chosen`; the rest are nightly.
     """
-    return [kind if kind in _DIFFERING else pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
+    return [kind if kind in (chosen or _DIFFERING) else pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
 
 
 class _Silent(BlockingStore):

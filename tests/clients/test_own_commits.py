@@ -107,29 +107,26 @@ LOOK_UPS: dict[str, tuple[Callable[[BlockingStore], Any], Any]] = {
 # Seen at once
 
 
-@pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("reader", ["same", "another", "tcp"])
-def test_a_put_is_read_by_everybody_as_soon_as_it_has_returned(shared: Shared, name: str, reader: str) -> None:
+def test_a_put_is_read_by_everybody_as_soon_as_it_has_returned(shared: Shared, reader: str) -> None:
     store = shared.open()
-    other = reader_of(shared, reader, store)
-    with by_itself(shared, 2):
-        store.put_many(dict(OLD))
-        for _ in range(2):
-            assert READS[name](other) == list(OLD.values())
-        store.put_many(dict(LONG))
-    for _ in range(2):
-        assert READS[name](other) == list(LONG.values())
+    for name, read in READS.items():
+        other = reader_of(shared, reader, store)
+        for values in (OLD, LONG):
+            with by_itself(shared):
+                store.put_many(dict(values))
+                for _ in range(2):
+                    assert read(other) == list(values.values()), name
 
 
-@pytest.mark.parametrize("name", LOOK_UPS)
 @pytest.mark.parametrize("reader", ["same", "another", "tcp"])
-def test_a_put_is_found_by_everybody_as_soon_as_it_has_returned(one_kind: Shared, name: str, reader: str) -> None:
-    look, found = LOOK_UPS[name]
+def test_a_put_is_found_by_everybody_as_soon_as_it_has_returned(one_kind: Shared, reader: str) -> None:
     store = one_kind.open()
-    other = reader_of(one_kind, reader, store)
-    with by_itself(one_kind):
-        store.put_many(dict(LONG))
-    assert look(other) == found
+    for name, (look, found) in LOOK_UPS.items():
+        other = reader_of(one_kind, reader, store)
+        with by_itself(one_kind):
+            store.put_many(dict(LONG))
+        assert look(other) == found, name
 
 
 def test_a_put_is_there_when_its_store_is_closed_at_once(shared: Shared) -> None:

@@ -14,7 +14,7 @@ from infinistore.protocol.versions import Capability
 from tests.clients.own_reading import needs_tables
 from tests.clients.shared_serving import LONG, Shared
 from tests.clients.stores import REMOTE, SILENT, STORES, Loops, Opened, differing, servers_lack
-from tests.clients.test_disks import read, until_recovered, with_disk
+from tests.clients.test_disks import ON_DISK, read, until_recovered, with_disk
 from tests.server.running import KIB, MIB, make_config
 
 SIZES = {"short": 100, "long": 100_000}
@@ -158,7 +158,7 @@ def test_more_keys_than_a_request_takes_are_pinned_in_parts(opened: Opened) -> N
     assert opened.store.unpin(keys) == 10
 
 
-@pytest.mark.parametrize("kind", differing(STORES))
+@pytest.mark.parametrize("kind", ON_DISK)
 def test_what_ends_is_in_memory_only(kind: str, loops: Loops, tmp_path: Path) -> None:
     """Not even an earlier block of its key comes back."""
     config = with_disk(tmp_path / "disk")
@@ -178,7 +178,7 @@ def test_what_ends_is_in_memory_only(kind: str, loops: Loops, tmp_path: Path) ->
         assert read(opened.store, keys) == [None] * 4 + [b"3" * 1000]
 
 
-@pytest.mark.parametrize("kind", differing(STORES))
+@pytest.mark.parametrize("kind", ON_DISK)
 def test_an_evicted_block_that_ends_is_not_on_disk(kind: str, loops: Loops, tmp_path: Path) -> None:
     with STORES[kind](loops, with_disk(tmp_path / "disk"), {}, 1) as opened:
         store = opened.store

@@ -42,7 +42,7 @@ from infinistore.errors import (
     OutOfMemory,
     ValueTooLarge,
 )
-from tests.clients.stores import STORES, Loops, Opener
+from tests.clients.stores import STORES, Loops, Opener, differing
 from tests.core.model import Block, NoRoom, ReferenceStore
 from tests.server.running import KIB, make_config
 
@@ -520,7 +520,9 @@ class ClientMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", STORES)
 def test_every_store_does_what_the_model_does(kind: str, loops: Loops) -> None:
+    """Half as often for what differs in its driver alone."""
     machine = type("Machine", (ClientMachine,), {"opener": staticmethod(STORES[kind]), "loops": loops})
-
-    examples = settings.default.max_examples // 4 if settings.default else 25
+    examples = (settings.default.max_examples if settings.default else 100) // 4
+    if kind not in differing(STORES):
+        examples //= 2
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))

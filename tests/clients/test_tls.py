@@ -17,10 +17,13 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.cli.options import Target, unix_url
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
-from tests.clients.dresses import opened, serving, url_of
-from tests.clients.stores import Loops
+from tests.clients.dresses import DRESSES, opened, serving, url_of
+from tests.clients.stores import Loops, differing
 from tests.server.running import MIB
 from tests.transports.certificates import issue
+
+by_one_dress = pytest.mark.parametrize("dress", differing(DRESSES))
+"""For what the files say, which no dress reads by itself."""
 
 
 def read(store: BlockingStore, keys: Iterable[str]) -> dict[str, bytes]:
@@ -58,6 +61,7 @@ def test_many_small_blocks_share_records(loops: Loops, tmp_path: Path) -> None:
         assert read(store, blocks) == blocks
 
 
+@by_one_dress
 def test_a_context_says_the_same_as_files(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
     context = ssl.create_default_context(cafile=str(files.ca))
@@ -99,6 +103,7 @@ def test_a_server_that_asks_for_certificates_lets_in_who_has_one(loops: Loops, d
         assert "no authority in --tls-client-ca has signed it" in refusal(loops, dress, url_of(server, options))
 
 
+@by_one_dress
 def test_a_client_whose_certificate_has_expired_is_told_so_and_the_log_has_it(
     loops: Loops, dress: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,12 +131,14 @@ def test_a_certificate_of_a_stranger_is_refused(loops: Loops, dress: str, tmp_pa
         assert "ca=FILE" in refusal(loops, dress, url_of(server))  # the system's authorities
 
 
+@by_one_dress
 def test_an_expired_certificate_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path, expired=True)
     with serving(loops, files) as server:
         assert "has expired; the server needs a new one" in refusal(loops, dress, url_of(server, f"?ca={files.ca}"))
 
 
+@by_one_dress
 def test_a_certificate_for_another_name_is_refused(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path, "elsewhere.example")
     with serving(loops, files) as server:
@@ -179,6 +186,7 @@ def test_the_token_is_asked_for_inside_of_tls(loops: Loops, tmp_path: Path) -> N
             store.put("key", b"value")
 
 
+@by_one_dress
 def test_clients_on_the_host_share_memory_as_ever(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
     with serving(loops, files, unix_socket=str(tmp_path / "store.sock")) as server:
