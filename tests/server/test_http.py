@@ -287,15 +287,16 @@ HALF = [b"", b"G", b"GET / HTTP/1.1\r\nHost: t\r\n", b"POST / HTTP/1.1\r\nHost: 
 
 
 @pytest.mark.parametrize("said", HALF, ids=["nothing", "a byte", "half a head", "half a body"])
-async def test_nobody_waits_for_connections_that_ask_for_nothing(said: bytes) -> None:
+async def test_nobody_waits_for_connections_that_ask_for_nothing(
+    said: bytes, mock_clock: trio.testing.MockClock
+) -> None:
+    """The clock stands still: they make room although their time is not over."""
     async with serving(HttpLimits(connections=3)) as address:
         silent = [await connect_tcp(*address) for _ in range(10)]
         for stream in silent:
             with suppress(StoreUnavailable):
                 await stream.send_all([memoryview(said)])
-        start = trio.current_time()
         assert (await ask(address, "GET", "/")).status == 200
-        assert trio.current_time() - start < 5
         for stream in silent:
             stream.close()
 

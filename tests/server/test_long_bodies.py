@@ -58,14 +58,15 @@ def close(server: RunningServer, peers: list[Peer]) -> None:
         peer.close()
 
 
-async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_them() -> None:
+async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_them(
+    mock_clock: trio.testing.MockClock,
+) -> None:
+    """The clock stands still: nobody gives room back because its time is over."""
     async with with_little_room() as server:
         peers = await unfinished(server, 12)
         assert ROOM_BYTES - len(HEAD) < bodies(server).taken_bytes <= ROOM_BYTES
         other = await server.peer()
-        start = trio.current_time()
         assert await other.ask(asked(60)) == ExistsReply(bytes(60))  # fits the buffer of its connection
-        assert trio.current_time() - start < 0.5
         close(server, [*peers, other])
         await server.quiet()
 

@@ -154,7 +154,10 @@ async def listening(kind: str, folder: Path) -> AsyncGenerator[tuple[RunningServ
 
 
 @pytest.mark.parametrize("kind", ["IPv4", "IPv6", "unix"])
-async def test_a_client_with_little_time_is_served_beside_hundreds_of_strangers(kind: str, tmp_path: Path) -> None:
+async def test_a_client_with_little_time_is_served_beside_hundreds_of_strangers(
+    kind: str, tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    """The clock stands still: no stranger makes room because its time is over."""
     async with listening(kind, tmp_path) as (server, url):
         streams: list[Stream] = []
         for number in range(300):
