@@ -19,10 +19,17 @@ from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded,
 from infinistore.protocol.messages import MISSING
 from infinistore.statistics import StoreStatistics
 from tests.clients.conftest import Remotes
-from tests.clients.stores import SILENT, Opened
-from tests.server.running import KIB, MIB
+from tests.clients.stores import SILENT, STORES, Loops, Opened, differing
+from tests.server.running import KIB, MIB, make_config
 
 BLOCKS = {"a": b"a" * 70_000, "b": bytes(range(256)) * 512, "short": b"short"}
+
+
+@pytest.fixture(params=differing(STORES, "embedded-threads", "threads", "shm-trio"))
+def opened(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Opened]:
+    """A store whose views are of its pool, of a copy, and of the pool of a server."""
+    with STORES[request.param](loops, make_config(prealloc_bytes=4 * MIB), {}, 1) as store:
+        yield store
 
 
 @pytest.fixture(params=[False, True], ids=["", "with torch"])

@@ -18,7 +18,7 @@ from infinistore.errors import (
 )
 from infinistore.statistics import ServerStatistics
 from tests.clients.conftest import Remotes
-from tests.clients.stores import SILENT, Opened
+from tests.clients.stores import SILENT, STORES, Opened, differing
 from tests.server.running import KIB, MIB
 
 
@@ -387,6 +387,7 @@ def test_a_hold_of_no_keys_is_none(opened: Opened) -> None:
 # Many at once
 
 
+@pytest.mark.parametrize("opened", differing(STORES, "embedded-threads", "shm-threads"), indirect=True)
 def test_32_threads_on_one_store_get_what_they_put(opened: Opened) -> None:
     store = opened.store
     failures: list[object] = []
