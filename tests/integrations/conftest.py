@@ -1,12 +1,21 @@
 """Servers that the tests of several engines share."""
 
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess, running_server_process
-from tests.cluster_client.clusters import Cluster, running_cluster
+from tests.cluster_client.clusters import Cluster, Member, running_cluster
+
+PROCESSES: Final = {"shared_server", "mortal_server"}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests with a server in a process of its own are of that level."""
+    if PROCESSES.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.process)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +37,13 @@ def mortal_server() -> Iterator[ServerProcess]:
     """A server for tests that kill it."""
     with running_server_process() as server:
         yield server
+
+
+@pytest.fixture
+def own_server() -> Iterator[Member]:
+    """A server in this process, for tests that stop it and start it again."""
+    with running_cluster(1, prealloc_bytes=16 * 1024 * 1024) as running:
+        yield running.members[0]
 
 
 @pytest.fixture

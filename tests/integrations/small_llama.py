@@ -16,6 +16,8 @@ NAME = "a-small-llama"
 VOCABULARY = 100
 STEPS = 6
 
+torch.set_num_threads(1)  # several wait for each other longer than so few weights take
+
 
 def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(seed)

@@ -16,13 +16,14 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 from infinistore import blocking
 from infinistore.integrations.transformers import load_cache, save_cache
 from tests.bad_days.servers import running_server_process
-from tests.cluster_client.clusters import Cluster
+from tests.cluster_client.clusters import Cluster, Member
 from tests.documentation.blocks import programs
 from tests.integrations.disks import leave_on_disk
 from tests.integrations.owners import Owners
 from tests.integrations.small_llama import NAME, VOCABULARY, complete, make_model
 
 MIB = 1024 * 1024
+LOG = "infinistore.integrations.transformers"
 TOKENS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(100)]
 
 
@@ -68,8 +69,9 @@ def load(
     return load_cache(store, model, tokens, name=NAME, block_tokens=8, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch_bytes", [1, 20_000, 64 * MIB])
+@pytest.mark.parametrize(
+    ("dtype", "batch_bytes"), [(torch.float32, 1), (torch.bfloat16, 20_000), (torch.float16, 64 * MIB)]
+)
 def test_every_layer_comes_back_bit_by_bit(
     store: blocking.BlockingStore, dtype: torch.dtype, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +88,7 @@ def test_every_layer_comes_back_bit_by_bit(
 
 
 @pytest.mark.nightly
+@pytest.mark.process
 def test_another_process_goes_on_with_the_same_tokens_and_computes_only_the_rest(model: PreTrainedModel) -> None:
     cold_logits, cold = complete(model, DynamicCache(config=model.config), TOKENS)
     with running_server_process() as server:
@@ -193,14 +196,16 @@ def test_a_block_of_another_size_ends_the_prefix(store: blocking.BlockingStore, 
     assert complete(model, cache, TOKENS)[1] == complete(model, DynamicCache(config=model.config), TOKENS)[1]
 
 
-def test_a_lost_store_is_a_miss_and_is_logged(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    with running_server_process() as server, blocking.open_store(server.url) as store:
-        server.kill()
-        with caplog.at_level(logging.WARNING, logger="infinistore.integrations.transformers"):
+def test_a_lost_store_is_a_miss_and_is_logged(
+    model: PreTrainedModel, own_server: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    with blocking.open_store(f"tcp://{own_server.address}") as store:
+        own_server.stop()
+        with caplog.at_level(logging.WARNING, logger=LOG):
             cache, matched = load(store, model, TOKENS)
             assert save(store, model, TOKENS) == 0
     assert (matched, cache.get_seq_length()) == (0, 0)
-    assert len(caplog.records) == 2
+    assert [record.levelname for record in caplog.records if record.name == LOG] == ["WARNING"] * 2
 
 
 def test_in_a_cluster_a_group_is_on_one_server_and_a_lost_one_leaves_what_is_before_its_groups(
@@ -275,17 +280,18 @@ def test_tokens_that_stand_for_images_need_a_salt(store: blocking.BlockingStore)
     assert save(store, model, TOKENS, salt="hash of the image") == 96
 
 
-def test_the_program_of_the_page_runs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_page_runs(
+    model: PreTrainedModel, own_server: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model, "name_or_path", NAME)  # as of a model that was loaded
     (code,) = (one.code for one in programs("docs/transformers.md") if "load_cache" in one.code)
-    with running_server_process() as server:
-        code = code.replace("infinistore://127.0.0.1:22345", server.url)
-        found: list[dict[str, Any]] = [{"model": model, "token_ids": TOKENS} for _ in range(2)]
-        for names in found:
-            exec(code, names)
-        assert found[0]["matched"] == 0
-        assert found[1]["matched"] > 0
-        assert torch.equal(found[0]["output"].logits[:, -1], found[1]["output"].logits[:, -1])
+    code = code.replace("infinistore://127.0.0.1:22345", f"tcp://{own_server.address}")
+    found: list[dict[str, Any]] = [{"model": model, "token_ids": TOKENS} for _ in range(2)]
+    for names in found:
+        exec(code, names)
+    assert found[0]["matched"] == 0
+    assert found[1]["matched"] > 0
+    assert torch.equal(found[0]["output"].logits[:, -1], found[1]["output"].logits[:, -1])
 
 
 @pytest.mark.parametrize(

@@ -28,20 +28,31 @@ def run_server(unix_socket: str) -> RegisteredServer:
     return RegisteredServer(make_config(prealloc_bytes=32 * MIB, minimal_allocate_bytes=KIB, unix_socket=unix_socket))
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def server(request: pytest.FixtureRequest) -> Iterator[RegisteredServer]:
+BOTH = [("shm", "RDMA"), ("tcp", "TCP")]
+CROSSED = [("shm", "TCP"), ("tcp", "RDMA")]
+
+
+@pytest.fixture(params=[*BOTH, *(pytest.param(ways, marks=pytest.mark.nightly) for ways in CROSSED)], ids="-".join)
+def ways(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The best path that a server offers, and what AIBrix is told to use."""
+    chosen: tuple[str, str] = request.param
+    return chosen
+
+
+@pytest.fixture
+def server(ways: tuple[str, str]) -> Iterator[RegisteredServer]:
     """A server to which the best path is by shared memory, and one to which it
     is TCP.
     """
     with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
-        running = run_server(str(Path(folder, "s")) if request.param == "shm" else "off")
+        running = run_server(str(Path(folder, "s")) if ways[0] == "shm" else "off")
         yield running
         running.stop()
 
 
-@pytest.fixture(params=["RDMA", "TCP"])
+@pytest.fixture
 def new_manager(
-    request: pytest.FixtureRequest, server: RegisteredServer, monkeypatch: pytest.MonkeyPatch
+    ways: tuple[str, str], server: RegisteredServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NewManager]:
     """Makes cache managers as an engine does, by the environment, with the store as
     their only cache.
@@ -53,7 +64,7 @@ def new_manager(
         "CHUNK_SIZE": "64",
         "INFINISTORE_HOST_ADDR": "127.0.0.1",
         "INFINISTORE_SERVICE_PORT": str(server.addresses.port),
-        "INFINISTORE_CONNECTION_TYPE": request.param,
+        "INFINISTORE_CONNECTION_TYPE": ways[1],
         "INFINISTORE_VISIBLE_DEV_LIST": "mlx5_0:3",  # there is none; 3 is its GID
     }
     for name, value in settings.items():

@@ -88,6 +88,7 @@ def test_a_store_that_is_down_at_start_leaves_the_engine_without_it(mortal_serve
         assert worker.get(keys_of(1)) == [None]
 
 
+@pytest.mark.process
 def test_a_token_comes_from_the_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("secret\n")
     with running_server_process("--token-file", str(tmp_path / "token")) as server:

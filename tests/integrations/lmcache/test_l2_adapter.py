@@ -128,6 +128,7 @@ def test_what_is_there_is_not_stored_again(adapter: InfiniStoreL2Adapter, memory
     assert result.bytes_transferred() == memory.make_block(0).get_size()
 
 
+@pytest.mark.process
 def test_a_look_up_reads_ahead_what_is_on_disk_only_and_locks_it(tmp_path: Path, memory: Worker) -> None:
     with running_server_with_disk(tmp_path) as server, running_adapter(server.url) as adapter:
         keys, objects = object_keys(4), [memory.make_block(seed) for seed in range(4)]

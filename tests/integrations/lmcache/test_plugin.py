@@ -233,6 +233,7 @@ def test_a_pinned_look_up_holds_what_it_found_until_it_is_loaded(worker: Worker,
         assert store.stats().store.holds == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["for threads", "for the loop", "pinned"])
 def test_a_look_up_reads_ahead_what_is_on_disk_only(kind: str, tmp_path: Path) -> None:
     with (
@@ -431,6 +432,7 @@ def test_a_store_that_is_down_at_start_is_found_later(mortal_server: ServerProce
         assert_same(worker.get(keys_of(1))[0], worker.make_block(0))
 
 
+@pytest.mark.process
 def test_a_wrong_token_costs_misses_and_names_the_remedy(log: list[str], tmp_path: Any) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("secret\n")

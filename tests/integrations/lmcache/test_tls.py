@@ -14,7 +14,10 @@ from tests.bad_days.servers import ServerProcess, running_server_process
 from tests.integrations.lmcache.engine import PLUGIN, Worker, engine_config, engine_metadata, keys_of, running_worker
 from tests.transports.certificates import Files, issue
 
-pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning"),
+]
 
 
 @pytest.fixture

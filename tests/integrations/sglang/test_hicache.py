@@ -203,6 +203,7 @@ def test_what_a_look_up_found_is_held_until_it_is_loaded(server: ServerProcess) 
         assert store.stats().store.holds == 0
 
 
+@pytest.mark.process
 def test_what_a_look_up_finds_on_disk_only_is_read_ahead_and_held(tmp_path: Path) -> None:
     with (
         running_server_with_disk(tmp_path) as server,
@@ -313,6 +314,7 @@ def test_a_store_that_is_down_at_start_is_no_error(mortal_server: ServerProcess)
         assert backend.batch_set_v1(hashes(1), indices([0])) == [False]
 
 
+@pytest.mark.process
 def test_a_wrong_token_costs_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "token").write_text("secret\n")
     with (

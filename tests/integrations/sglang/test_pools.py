@@ -204,6 +204,7 @@ def test_what_is_of_no_use_is_not_held(server: ServerProcess) -> None:
         assert store.stats().store.holds == 0
 
 
+@pytest.mark.process
 def test_what_is_on_disk_only_is_read_ahead_for_every_pool(tmp_path: Path) -> None:
     with (
         running_server_with_disk(tmp_path) as server,

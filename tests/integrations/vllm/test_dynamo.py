@@ -32,6 +32,8 @@ def may_be_alone() -> bool:
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
     pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="needs Dynamo: make test-integrations"),
+    pytest.mark.process,
+    pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # what vLLM imports warns
 ]

@@ -23,7 +23,7 @@ from .running import BENCH, PROMPT, Engines, cached, made_prompts, tokens_of, tr
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 BLOCK = 32
 CACHED = PROMPT // BLOCK * BLOCK
@@ -115,6 +115,7 @@ def test_one_engine_prefills_and_another_decodes_from_the_store(
     assert "the engine goes on without" in engines.log("consumer")
 
 
+@pytest.mark.nightly
 def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small(
     engines: Engines, alone: Callable[[list[list[int]]], list[list[int]]]
 ) -> None:
@@ -138,6 +139,7 @@ def test_an_engine_starts_without_its_store_and_lives_with_one_that_is_too_small
             assert first_tokens() == expected
 
 
+@pytest.mark.nightly
 def test_within_a_multi_connector_where_a_lost_read_fails_a_request_vllm_does_not_start(engines: Engines) -> None:
     failing = engines.start("failing", kv_transfer_config=multi_config("infinistore://127.0.0.1:9"))
     with pytest.raises(RuntimeError, match="the engine ended"):
@@ -145,6 +147,7 @@ def test_within_a_multi_connector_where_a_lost_read_fails_a_request_vllm_does_no
     assert re.search('add "kv_load_failure_policy": "recompute".* beside .*MultiConnector', engines.log("failing"))
 
 
+@pytest.mark.nightly
 def test_within_a_multi_connector_what_cannot_be_read_is_computed(
     engines: Engines, alone: Callable[[list[list[int]]], list[list[int]]]
 ) -> None:
@@ -163,6 +166,7 @@ def test_within_a_multi_connector_what_cannot_be_read_is_computed(
         assert tokens_of(engine.ask(prompts)) == expected
 
 
+@pytest.mark.nightly
 def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engines: Engines) -> None:
     engine = engines.start("nameless", extra={"deadline_s": 3})
     with pytest.raises(RuntimeError, match="the engine ended"):
@@ -170,6 +174,7 @@ def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engine
     assert "the connector's settings name no store" in engines.log("nameless")
 
 
+@pytest.mark.nightly
 def test_an_engine_pins_the_system_prompts_of_its_list(engines: Engines, tmp_path: Path) -> None:
     prompts = [[max(token, 2) for token in prompt] for prompt in made_prompts(31)]
     system = prompts[0][: PROMPT // 3]

@@ -24,6 +24,7 @@ from .running import BENCH, Engines, made_prompts, tokens_of, url_of
 # What vLLM imports warns.
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
+    pytest.mark.process,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -101,6 +102,7 @@ class Follower:
                 parent = name
 
 
+@pytest.mark.nightly
 def test_who_follows_the_events_knows_what_is_stored(tmp_path: Path) -> None:
     import zmq
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved

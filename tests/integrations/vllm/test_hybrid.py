@@ -20,7 +20,7 @@ from .running import BENCH, Engines, cached, made_prompts, tokens_of, url_of
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 WINDOWS: dict[str, Any] = {}
 STATES: dict[str, Any] = {"dtype": "bfloat16", "mamba_cache_mode": "align", "enable_prefix_caching": True}
@@ -47,7 +47,7 @@ def make(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("gemma3", WINDOWS), pytest.param("gpt-oss", WINDOWS, marks=pytest.mark.nightly), ("qwen3-next", STATES)],
+    [("gemma3", WINDOWS), ("gpt-oss", WINDOWS), ("qwen3-next", STATES)],
 )
 def test_a_model_with_layers_of_several_kinds_answers_the_same_cold_and_warm(
     folder: Path, server: ServerProcess, kind: str, settings: dict[str, Any]

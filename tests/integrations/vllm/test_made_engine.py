@@ -403,6 +403,7 @@ def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_se
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
+@pytest.mark.process
 def test_a_reset_fails_as_long_as_blocks_may_be_on_disk_alone(opened: Open, tmp_path: Path) -> None:
     with running_server_with_disk(tmp_path) as server, blocking.open_store(server.url) as store:
         engine = opened(server)
@@ -418,6 +419,7 @@ def test_a_reset_fails_as_long_as_blocks_may_be_on_disk_alone(opened: Open, tmp_
         assert engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))])
 def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int) -> None:
     """Prompts with beginnings in common, two engines, little room, blocks that are lost

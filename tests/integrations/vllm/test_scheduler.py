@@ -18,7 +18,7 @@ from infinistore.integrations.vllm.names import BlockNames, block_names
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.step import Load, Step
-from tests.bad_days.servers import running_server_process
+from tests.cluster_client.clusters import Member
 from tests.integrations.disks import leave_on_disk, no_prefetch, wait_until_in_memory
 
 from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_scheduler
@@ -350,16 +350,18 @@ def test_blocks_of_a_request_that_is_given_up_just_after_it_was_preempted_are_no
     assert not scheduler.finished(request)
 
 
-def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(
+    own_server: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
     now = 0.0
-    with running_server_process() as server, blocking.open_store(server.url, lazy=True) as store:
-        server.kill()
+    with blocking.open_store(f"tcp://{own_server.address}", lazy=True) as store:
+        own_server.stop()
         scheduler, request = make_scheduler(store, clock=lambda: now), MadeRequest.of(TOKENS)
 
         assert start(scheduler, request) == 0
         assert len(run(scheduler, request, 22).saves) == 1  # it may be back by then
-        server.start()
+        own_server.start()
         fill(store, 5)
         assert start(scheduler, MadeRequest.of(TOKENS, "later")) == 20
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 PROGRAM = Path(__file__).parents[3] / "bench" / "serve_bench.py"
 SMALL = ("--prompts", "2", "--tokens", "96", "--layers", "2", "--hidden", "192")
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 def command(*arguments: str) -> list[str]:

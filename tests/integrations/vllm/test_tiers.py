@@ -20,7 +20,7 @@ from .running import BENCH, EngineProcess, Engines, cached, made_prompts, tokens
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 CACHED = 288
 """Whole blocks of 32 tokens of a prompt of 300."""
@@ -113,7 +113,6 @@ def test_the_store_has_what_vllms_own_offloading_has_evicted(
         assert store.stats().store.hits >= before + KEYS
 
 
-@pytest.mark.nightly
 def test_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

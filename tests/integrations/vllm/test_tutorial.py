@@ -19,7 +19,7 @@ from .running import Bench
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
 ADDRESS = "127.0.0.1:22345"

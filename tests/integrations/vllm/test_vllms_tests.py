@@ -20,6 +20,8 @@ FOLDER = Path(sys.prefix) / "vllms-tests"
 
 pytestmark = [
     pytest.mark.skipif(not FOLDER.is_dir(), reason="needs vLLM's tests: make test-integrations gets them"),
+    pytest.mark.process,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
 ]
 
