@@ -17,19 +17,19 @@ NAMES = [f"one/{number}" for number in range(60)]
 
 @pytest.fixture
 def store(three: Cluster) -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(three.url(), deadline_s=600.0, lookup_deadline_s=0.4) as store:
+    with blocking.open_store(three.url(), deadline_s=600.0, lookup_deadline_s=60.0) as store:
         store.put_many(dict.fromkeys([*NAMES, "two"], b"block"))
         yield store
 
 
-def test_pages_of_every_node_have_what_the_others_have_and_end_with_the_one_that_is_silent(
+def test_pages_of_every_node_have_what_the_others_have_and_end_with_the_one_that_is_lost(
     three: Cluster, store: blocking.BlockingStore
 ) -> None:
-    silent = three.members[1]
-    lost = silent.keys()
-    silent.silence()
+    stopped = three.members[1]
+    lost = stopped.keys()
+    stopped.stop()
     pages: list[list[str]] = []
-    with pytest.raises(StoreUnavailable, match=silent.address):
+    with pytest.raises(StoreUnavailable, match=stopped.address):
         pages.extend(key_pages(store, "one/", every_node=True))
     left = sorted(set(NAMES) - lost)
     assert pages == [left]
@@ -42,7 +42,7 @@ def test_a_node_that_is_lost_between_the_listing_and_the_work_is_told_of(
     lost = three.members[1].keys()
 
     def delete_after_a_loss(page: list[str]) -> int:
-        three.members[1].silence()
+        three.members[1].stop()
         return store.delete(page)
 
     count, error = do_by_prefix(store, "one/", delete_after_a_loss)
