@@ -36,6 +36,7 @@ def test_stores_are_measured_with_their_limits_in_one_run(tmp_path: Path) -> Non
     assert "## Not measured" not in out
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_not_there_is_named_with_the_remedy_and_others_are_measured(tmp_path: Path) -> None:
     names = ["TCP", "memcpy", "Mooncake"]
     out, found = compare(

@@ -19,6 +19,7 @@ from infinistore import blocking
 from infinistore.demo.layout import KVLayout, block_key, chunk_names
 from infinistore.demo.text import token_ids
 from tests import warm
+from tests.cli.in_process import run_here
 
 from .conftest import command, started
 
@@ -39,14 +40,38 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return warm.run(command("demo", *arguments), capture_output=True, text=True, check=False)
 
 
+def refused(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run a demo, in this process, that starts none."""
+    return run_here("demo", *arguments, environment=os.environ, cwd=folder)
+
+
 def demo_as_json(*arguments: str) -> Any:
     done = run_demo("--json", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
 
-def test_every_byte_is_right_and_a_second_prompt_uses_what_the_first_left(text_file: Path) -> None:
-    found = demo_as_json(*SMALL, "--input", str(text_file), "--pool-size", "64MiB")
+def without_last_byte(block: bytearray) -> bytearray:
+    return block[:-1]
+
+
+def other_byte_in_the_middle(block: bytearray) -> bytearray:
+    block[1000] ^= 1
+    return block
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        pytest.param(other_byte_in_the_middle, r"byte 1000 is 0x\w\w and should be 0x\w\w", id="one-bit"),
+        pytest.param(without_last_byte, "byte 32767 is missing", id="too-short", marks=pytest.mark.nightly),
+    ],
+)
+def test_every_byte_is_right_and_a_second_run_finds_all_and_a_wrong_block_fails_a_third(
+    url: str, text_file: Path, spoil: Callable[[bytearray], bytearray], complaint: str
+) -> None:
+    arguments = [*SMALL, "--input", str(text_file), "--url", url]
+    found = demo_as_json(*arguments)
 
     tokens = len(token_ids(TEXT))
     first, second = found["prompts"]
@@ -61,10 +86,6 @@ def test_every_byte_is_right_and_a_second_prompt_uses_what_the_first_left(text_f
     assert found["checked_bytes"] == sum(moved)
     assert first["decode"]["loaded_bytes"] == whole // CHUNK_TOKENS * LAYERS * 2048 * CHUNK_TOKENS
 
-
-def test_a_server_that_runs_already_is_used_and_a_second_run_finds_everything(url: str, text_file: Path) -> None:
-    arguments = [*SMALL, "--input", str(text_file), "--url", url]
-    demo_as_json(*arguments)
     again = demo_as_json(*arguments)
 
     for prompt in again["prompts"]:
@@ -72,24 +93,6 @@ def test_a_server_that_runs_already_is_used_and_a_second_run_finds_everything(ur
         assert prompt["prefill"]["hit_tokens"] == prompt["decode"]["hit_tokens"]
         assert prompt["prefill"]["computed_tokens"] == prompt["tokens"] - prompt["prefill"]["hit_tokens"]
 
-
-def other_byte_in_the_middle(block: bytearray) -> bytearray:
-    block[1000] ^= 1
-    return block
-
-
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        pytest.param(other_byte_in_the_middle, r"byte 1000 is 0x\w\w and should be 0x\w\w", id="one-bit"),
-        pytest.param(lambda block: block[:-1], "byte 32767 is missing", id="too-short"),
-    ],
-)
-def test_a_wrong_block_in_the_store_fails_the_demo(
-    url: str, text_file: Path, spoil: Callable[[bytearray], bytearray], complaint: str
-) -> None:
-    arguments = [*SMALL, "--input", str(text_file), "--url", url]
-    demo_as_json(*arguments)
     key = block_key(chunk_names(LAYOUT, token_ids(TEXT))[2], 1)
     with blocking.open_store(url) as store:
         store.put(key, spoil(store.get(key)))
@@ -104,7 +107,7 @@ def test_a_wrong_block_in_the_store_fails_the_demo(
 
 
 def test_failure_as_json_is_one_object_with_the_reason(tmp_path: Path) -> None:
-    done = run_demo("--json", "--input", str(tmp_path / "none.txt"))
+    done = refused(tmp_path, "--json", "--input", str(tmp_path / "none.txt"))
 
     assert done.returncode == 2
     report = json.loads(done.stdout)
@@ -116,14 +119,16 @@ def test_a_text_shorter_than_a_chunk_is_refused_with_a_remedy(tmp_path: Path) ->
     short = tmp_path / "short.txt"
     short.write_text("three words only")
 
-    done = run_demo("--input", str(short), "--pool-size", "64MiB")
+    done = refused(tmp_path, "--input", str(short), "--pool-size", "64MiB")
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "3 tokens" in done.stderr
-    assert "--chunk-tokens" in done.stderr
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"3 tokens" in done.stderr
+    assert b"--chunk-tokens" in done.stderr
 
 
-def test_a_long_text_is_cut_to_what_the_pool_takes_and_says_so(tmp_path: Path) -> None:
+def test_without_a_terminal_the_output_is_plain_lines_and_a_table_and_a_long_text_is_cut_to_what_the_pool_takes(
+    tmp_path: Path,
+) -> None:
     long = tmp_path / "long.txt"
     long.write_text(TEXT * 40)
 
@@ -133,6 +138,11 @@ def test_a_long_text_is_cut_to_what_the_pool_takes_and_says_so(tmp_path: Path) -
     assert re.search(
         r"The text has [\d,]+ tokens, more than .* a pool of 32 MiB: the first [\d,]+ are used\.", done.stdout
     )
+    assert "\x1b" not in done.stdout
+    for who in ("server", "prefill", "decode"):
+        assert re.search(rf"^{who} +process \d+ ", done.stdout, flags=re.MULTILINE)
+    assert "simulated" in done.stdout
+    assert re.search(r"bytes that differ +│ +0 │ +0 │", done.stdout)
 
 
 def test_a_server_that_does_not_start_is_reported_in_its_own_words(text_file: Path) -> None:
@@ -143,17 +153,16 @@ def test_a_server_that_does_not_start_is_reported_in_its_own_words(text_file: Pa
     assert "--prealloc-size" in done.stderr
 
 
-def test_an_address_where_nobody_listens_is_reported(text_file: Path, url: str) -> None:
-    nobody = url.rpartition(":")[0] + ":1"
-
-    done = run_demo("--input", str(text_file), "--url", nobody)
+def test_an_address_where_nobody_listens_is_reported(text_file: Path) -> None:
+    done = refused(text_file.parent, "--input", str(text_file), "--url", "tcp://127.0.0.1:1")
 
     assert done.returncode == 3
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_pool_size_for_somebody_elses_server_is_refused() -> None:
-    assert run_demo("--url", "tcp://127.0.0.1:1", "--pool-size", "1GiB").returncode == 2
+def test_a_pool_size_or_a_disk_for_somebody_elses_server_is_refused(tmp_path: Path) -> None:
+    for flags in (["--pool-size", "1GiB"], ["--disk"]):
+        assert refused(tmp_path, "--url", "tcp://127.0.0.1:1", *flags).returncode == 2
 
 
 def test_after_a_restart_on_its_disk_the_server_has_what_its_pool_had_lost(
@@ -170,10 +179,7 @@ def test_after_a_restart_on_its_disk_the_server_has_what_its_pool_had_lost(
     assert list(tmp_path.iterdir()) == [text_file]
 
 
-def test_a_disk_for_somebody_elses_server_is_refused() -> None:
-    assert run_demo("--url", "tcp://127.0.0.1:1", "--disk").returncode == 2
-
-
+@pytest.mark.nightly
 def test_signals_while_the_server_restarts_leave_no_disk_behind(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,17 +196,6 @@ def test_signals_while_the_server_restarts_leave_no_disk_behind(
     assert demo.returncode == 128 + signal.SIGINT
     assert errors == "infinistore: stopped by SIGINT; the server and the workers have ended\n"
     assert list(tmp_path.iterdir()) == [text_file]
-
-
-def test_without_a_terminal_the_output_is_plain_lines_and_a_table(text_file: Path) -> None:
-    done = run_demo(*SMALL, "--input", str(text_file), "--pool-size", "64MiB")
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    for who in ("server", "prefill", "decode"):
-        assert re.search(rf"^{who} +process \d+ ", done.stdout, flags=re.MULTILINE)
-    assert "simulated" in done.stdout
-    assert re.search(r"bytes that differ +│ +0 │ +0 │", done.stdout)
 
 
 @contextmanager
@@ -228,7 +223,7 @@ def is_running(process: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)], ids=str)
 def test_a_signal_ends_all_processes_and_then_the_demo(text_file: Path, number: signal.Signals) -> None:
     with demo_at_work(text_file) as (demo, processes):
         demo.send_signal(number)
@@ -239,7 +234,7 @@ def test_a_signal_ends_all_processes_and_then_the_demo(text_file: Path, number: 
     assert [who for who, process in processes.items() if is_running(process)] == []
 
 
-@pytest.mark.parametrize("victim", ["server", "prefill"])
+@pytest.mark.parametrize("victim", ["server", pytest.param("prefill", marks=pytest.mark.nightly)])
 def test_a_process_that_is_killed_ends_the_demo_which_says_so(text_file: Path, victim: str) -> None:
     with demo_at_work(text_file) as (demo, processes):
         os.kill(processes[victim], signal.SIGKILL)

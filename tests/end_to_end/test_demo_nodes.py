@@ -15,7 +15,7 @@ import pytest
 from infinistore.demo.layout import KVLayout, block_key, chunk_names
 
 from .conftest import started
-from .test_demo import CHUNK_TOKENS, LAYERS, SMALL, demo_as_json, is_running, run_demo, text_file
+from .test_demo import CHUNK_TOKENS, LAYERS, SMALL, demo_as_json, is_running, refused, text_file
 
 __all__ = ["text_file"]
 
@@ -63,6 +63,7 @@ def test_with_etcd_the_lease_of_a_killed_node_runs_out(
     assert list(tmp_path.iterdir()) == [text_file]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_etcd")
 def test_a_signal_ends_all_nodes_and_removes_the_folder(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,8 +100,8 @@ def test_a_node_that_ends_by_itself_is_named(text_file: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [["--disk"], ["--url", "tcp://127.0.0.1:1"], ["--nodes", "1"]], ids=str)
-def test_what_does_not_go_together_is_refused(other: list[str]) -> None:
-    assert run_demo("--nodes", "3", *other).returncode == 2
+def test_what_does_not_go_together_is_refused(other: list[str], tmp_path: Path) -> None:
+    assert refused(tmp_path, "--nodes", "3", *other).returncode == 2
 
 
 def test_chunks_of_a_group_have_one_hash_tag() -> None:

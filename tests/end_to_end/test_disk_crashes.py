@@ -2,6 +2,7 @@
 nothing else is anything but what was put.
 """
 
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from tests import warm
+from tests.cli.in_process import run_here
 
 KIB = 1024
 ROUNDS = 4
@@ -101,10 +103,19 @@ def test_what_waited_is_written_when_the_server_is_stopped(tmp_path: Path) -> No
         assert [bytes(block or b"") for block in store.get_many(list(blocks))] == list(blocks.values())
 
 
+def refusal_of(disk: str, folder: Path) -> str:
+    """What a server says that may not have this disk; it leaves the folder alone."""
+    (folder / "file").write_text("mine")
+    flags = ("--service-port", "0", "--manage-port", "off", "--unix-socket", "off", "--prealloc-size", "4MiB")
+    ended = run_here("serve", *flags, "--disk", disk, environment=os.environ, cwd=folder)
+    assert ended.returncode == 2
+    assert (folder / "file").read_text() == "mine"
+    return ended.stderr.decode().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("disk", "message"),
     [
-        ("{0}/disk:64MiB", "is in use by process"),
         ("{0}/file:64MiB", "file"),
         ("{0}/none/disk:64MiB", "none"),
         ("{0}/full:1MiB", "has a size of 1MiB"),
@@ -114,13 +125,10 @@ def test_what_waited_is_written_when_the_server_is_stopped(tmp_path: Path) -> No
 def test_a_disk_that_cannot_be_used_is_refused_before_anything_is_changed(
     disk: str, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("mine")
-    with served(tmp_path):
-        command = [
-            *(sys.executable, "-m", "infinistore", "serve", "--service-port", "0", "--manage-port", "off"),
-            *("--unix-socket", "off", "--prealloc-size", "4MiB", "--disk", disk.format(tmp_path)),
-        ]
-        ended = warm.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert message in ended.stderr.splitlines()[-1]
-    assert (tmp_path / "file").read_text() == "mine"
+    assert message in refusal_of(disk.format(tmp_path), tmp_path)
+
+
+def test_a_disk_of_another_server_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as (server, _):
+        refusal = refusal_of(f"{tmp_path}/disk:64MiB", tmp_path)
+        assert f"is in use by process {server.pid}" in refusal

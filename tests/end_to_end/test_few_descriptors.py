@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,16 +17,23 @@ import pytest
 from infinistore import blocking
 from infinistore.errors import LimitExceeded
 from tests import warm
-from tests.end_to_end.conftest import SERVER, command
+from tests.end_to_end.conftest import SERVER
+
+LIMITED = """
+import resource, sys
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+from infinistore.cli import main
+main(sys.argv[2:])
+"""
 
 
 @contextmanager
 def serving(descriptors: int) -> "Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]":
     """A server that may open so many, and what it says that it listens on."""
-    limited = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh"]
-    arguments = command(*SERVER, "--prealloc-size", "1MiB", "--json")
+    arguments = [sys.executable, "-P", "-c", LIMITED, str(descriptors), *SERVER, "--prealloc-size", "1MiB", "--json"]
     pipe = subprocess.PIPE
-    with warm.Popen([*limited, *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+    with warm.Popen(arguments, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

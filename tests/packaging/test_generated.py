@@ -38,6 +38,7 @@ def test_the_generated_files_are_up_to_date() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_not_what_its_source_makes_of_it_is_named_and_left_alone_until_it_is_made_again(
     copy: Path,
 ) -> None:
