@@ -29,9 +29,9 @@ def make_allocator(name: str, unit_bytes: int = UNIT_BYTES) -> Allocator:
     return FirstFitAllocator(unit_bytes) if name == "first-fit" else create_allocator(name, unit_bytes)
 
 
-@pytest.fixture(params=["first-fit", "bitmap"])
+@pytest.fixture(params=["bitmap", pytest.param("first-fit", marks=pytest.mark.nightly)])
 def allocator_name(request: pytest.FixtureRequest) -> str:
-    """Every test of the store runs with every strategy that is named here."""
+    """What every test of the store runs with. The state machine has more of them."""
     name: str = request.param
     return name
 

@@ -268,16 +268,6 @@ def test_one_that_is_aborted_is_never_seen(make_core: MakeCore) -> None:
     assert core.statistics().used_bytes == 64
 
 
-def test_one_that_was_written_before_it_is_aborted_was_committed(make_core: MakeCore) -> None:
-    """Whoever wrote it may have read it by now: it is like any other block."""
-    core = make_core()
-    client = core.open_client("a")
-    writer = prepare(core, client, {"k": b"value"})
-    writer.write()
-    core.abort(writer.reservation)
-    assert get(core, client, "k") == [b"value"]
-
-
 @pytest.mark.parametrize("quarantined", [False, True])
 @pytest.mark.parametrize("written", [False, True])
 def test_one_whose_client_is_closed_stays_if_it_was_written(

@@ -235,26 +235,7 @@ def test_a_lease_of_bounded_bytes_takes_the_leading_blocks_and_at_least_one(make
     assert core.statistics().misses == 1
 
 
-def test_a_prefix_ends_at_the_first_hole(make_core: MakeCore) -> None:
-    core = make_core()
-    put(core, core.open_client("a"), blocks("a", "b", "d"))
-    assert core.match_prefix(["a", "b", "c", "d"]) == 2
-    assert core.match_prefix(["c", "d"]) == 0
-    assert core.match_prefix(["b", "a", "d"]) == 3
-
-
 # Recency
-
-
-def test_a_batch_is_touched_from_last_to_first(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
-    put(core, client, blocks("1", "2", "3", "4"))
-    assert recency(core) == ["4", "3", "2", "1"]
-    assert core.match_prefix(["4", "3", "missing", "1"]) == 2
-    assert recency(core) == ["2", "1", "3", "4"]
-    get(core, client, "1", "missing", "2")
-    assert recency(core) == ["3", "4", "2", "1"]
 
 
 def test_exists_verify_and_keys_do_not_touch(make_core: MakeCore) -> None:
@@ -565,13 +546,6 @@ def test_reserve_ends_holds_whose_time_is_over(make_core: MakeCore, clock: FakeC
         core.reserve(client, [64])
     clock.now += 2.0
     core.reserve(client, [64])
-
-
-def test_a_prefix_that_is_not_there_makes_no_hold(make_core: MakeCore) -> None:
-    core = make_core()
-    assert core.hold_prefix(core.open_client("a"), ["a"], 1.0) == (0, 0)
-    assert core.statistics().holds == 0
-    assert not core.release_hold(0)
 
 
 def test_holds_are_bounded_in_time_and_bytes(make_core: MakeCore) -> None:

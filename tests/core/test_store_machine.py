@@ -894,7 +894,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert error is ValueError or issubclass(error, InfiniStoreException)
 
 
-@pytest.mark.parametrize("allocator", ["first-fit", "bitmap", "slab"])
+@pytest.mark.parametrize("allocator", ["bitmap", "slab", pytest.param("first-fit", marks=pytest.mark.nightly)])
 def test_the_store_does_what_the_model_does(allocator: str) -> None:
     machine = type("Machine", (StoreMachine,), {"allocator_name": allocator})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=60, report_multiple_bugs=False))

@@ -31,6 +31,7 @@ from infinistore.core.tenants import Tenants
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator
+from tests.examples import examples
 
 UNITS = 64  # a page
 NAMES = ["a", "b", "c"]
@@ -357,4 +358,4 @@ class TenantsMachine(RuleBasedStateMachine):
 
 
 def test_tenants_against_a_model_of_quotas() -> None:
-    run_state_machine_as_test(TenantsMachine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(TenantsMachine, settings=settings(max_examples=examples(50), stateful_step_count=40))
