@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clients.dresses import DRESSES
-from tests.clients.shared_serving import CLIENTS, Shared, shared_serving
+from tests.clients.shared_serving import Shared, shared_serving
 from tests.clients.stores import REMOTE, STORES, Loops, Opened, differing
 from tests.server.running import KIB, MIB, make_config
 
@@ -59,7 +59,7 @@ def remotes(request: pytest.FixtureRequest, loops: Loops) -> Iterator[Remotes]:
         yield Remotes(request.param, loops, stack)
 
 
-@pytest.fixture(params=differing(CLIENTS))
+@pytest.fixture(params=differing(DRESSES))
 def kind(request: pytest.FixtureRequest) -> str:
     """Of what kind the clients of `shared` are."""
     name: str = request.param

@@ -7,8 +7,7 @@ from typing import Any
 import infinistore
 from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
-from tests.clients.event_loops import as_blocking
-from tests.clients.stores import Loops
+from tests.clients.event_loops import Loops, as_blocking
 from tests.server.running import MIB, RunningServer, make_config, running_server
 from tests.transports.certificates import Files
 
@@ -18,7 +17,7 @@ DRESSES = ("threads", "trio", "asyncio")
 
 
 @contextmanager
-def opened(loops: Loops, dress: str, url: str, **options: Any) -> Iterator[BlockingStore]:
+def opened(loops: Loops, dress: str, url: str | None, **options: Any) -> Iterator[BlockingStore]:
     """A store of each dress, as a blocking one."""
     if dress == "threads":
         with blocking.open_store(url, **options) as store:

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, Self, TypeVar, cast
 
+import attrs
 import trio
 
 from infinistore.blocking import BlockingStore
 
-__all__ = ["AsyncioThread", "LoopThread", "TrioThread", "as_blocking"]
+__all__ = ["AsyncioThread", "LoopThread", "Loops", "TrioThread", "as_blocking"]
 
 _T = TypeVar("_T")
 
@@ -158,6 +159,20 @@ class AsyncioThread:
             self.run(finish)
 
 
+@attrs.frozen
+class Loops:
+    """The loops that stores and servers live in."""
+
+    trio: TrioThread
+    asyncio: AsyncioThread
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator["Loops"]:
+        with TrioThread() as trio_thread, AsyncioThread() as asyncio_thread:
+            yield cls(trio_thread, asyncio_thread)
+
+
 class _AsBlocking:
     def __init__(self, store: Any, loop: LoopThread) -> None:
         self._store = store
@@ -165,7 +180,8 @@ class _AsBlocking:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
-
+        if not callable(method):
+            return method
         if name in ("lease", "reserve"):
             return lambda *arguments, **options: _entered_in(self._loop, method(*arguments, **options))
 

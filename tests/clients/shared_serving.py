@@ -5,42 +5,19 @@ client, for tests of shared memory.
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
-import infinistore
-from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.core import StoreCore
 from infinistore.server.environment import Environment
-from tests.clients.event_loops import as_blocking
+from tests.clients.dresses import opened
 from tests.clients.stores import Loops, when_idle
 from tests.server.running import KIB, MIB, RunningServer, make_config, running_server
 
-__all__ = ["CLIENTS", "LONG", "Shared", "shared_serving"]
+__all__ = ["LONG", "Shared", "shared_serving"]
 
 LONG = {"a": bytes(range(256)) * 400, "b": b"b" * 70_000}
 """Blocks that do not go inline."""
-
-_Open: TypeAlias = Callable[[Loops, str, dict[str, Any]], AbstractContextManager[BlockingStore]]
-
-
-def _threads(loops: Loops, url: str, options: dict[str, Any]) -> AbstractContextManager[BlockingStore]:
-    return blocking.open_store(url, **options)
-
-
-@contextmanager
-def _trio(loops: Loops, url: str, options: dict[str, Any]) -> Iterator[BlockingStore]:
-    with loops.trio.entered(lambda: infinistore.open_store(url, **options)) as store:
-        yield as_blocking(store, loops.trio)
-
-
-@contextmanager
-def _asyncio(loops: Loops, url: str, options: dict[str, Any]) -> Iterator[BlockingStore]:
-    with loops.asyncio.entered(lambda: aio.open_store(url, **options)) as store:
-        yield as_blocking(store, loops.asyncio)
-
-
-CLIENTS: dict[str, _Open] = {"threads": _threads, "trio": _trio, "asyncio": _asyncio}
 
 
 class Shared:
@@ -48,11 +25,11 @@ class Shared:
     before.
     """
 
-    def __init__(self, loops: Loops, client: _Open, server: RunningServer, stack: ExitStack) -> None:
+    def __init__(self, loops: Loops, dress: str, server: RunningServer, stack: ExitStack) -> None:
         self.server = server
         self.url = f"shm://{server.unix_path}"
         self._loops = loops
-        self._client = client
+        self._dress = dress
         self.stack = stack
 
     @property
@@ -63,7 +40,7 @@ class Shared:
         return self.stack.enter_context(self.entered(**options))
 
     def entered(self, **options: Any) -> AbstractContextManager[BlockingStore]:
-        return self._client(self._loops, self.url, options)
+        return opened(self._loops, self._dress, self.url, **options)
 
     def look(self, function: Callable[[], Any]) -> Any:
         """Run a function where the server may be looked at: in its loop, when that is
@@ -119,5 +96,5 @@ def shared_serving(
         plain: dict[str, Any] = {"prealloc_bytes": 4 * MIB, "minimal_allocate_bytes": KIB}
         config = make_config(unix_socket=f"{folder}/store.sock", **{**plain, **settings})
         with loops.trio.entered(lambda: running_server(config, environment)) as server, ExitStack() as stack:
-            shared = Shared(loops, CLIENTS[kind], server, stack)
+            shared = Shared(loops, kind, server, stack)
             yield shared

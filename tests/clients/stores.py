@@ -18,7 +18,6 @@ import pytest
 import trio
 
 import infinistore
-from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client import AsyncStore
 from infinistore.client.extension import Environment
@@ -27,7 +26,8 @@ from infinistore.core import StoreCore
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server.session import handshake
-from tests.clients.event_loops import AsyncioThread, LoopThread, TrioThread, as_blocking
+from tests.clients.dresses import DRESSES, opened
+from tests.clients.event_loops import Loops, LoopThread, as_blocking
 from tests.server.running import RunningServer, running_server, simulated_server
 from tests.transports.fake_rdma import fabric_in_use
 from tests.transports.memory_network import MemoryStream, random_chunks
@@ -52,20 +52,6 @@ def servers_lack(missing: Capability) -> AbstractContextManager[object]:
     """Servers that are started within cannot do this, as those of an older release."""
     offer = Offer(MINOR, OFFER.capabilities & ~missing)
     return mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=offer))
-
-
-@attrs.frozen
-class Loops:
-    """The loops that stores and servers live in."""
-
-    trio: TrioThread
-    asyncio: AsyncioThread
-
-    @classmethod
-    @contextmanager
-    def running(cls) -> Iterator["Loops"]:
-        with TrioThread() as trio_thread, AsyncioThread() as asyncio_thread:
-            yield cls(trio_thread, asyncio_thread)
 
 
 def shorten_deadline(store: Any, deadline_s: float) -> None:
@@ -107,25 +93,15 @@ def _embedded_options(config: ServerConfig, options: dict[str, Any]) -> dict[str
     }
 
 
-@contextmanager
-def _embedded_threads(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
-    with blocking.open_store(**_embedded_options(config, options)) as store:
-        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
-        yield Opened(store, core, lambda function: function(), _EVERYTHING)
+def _embedded(dress: str) -> Opener:
+    @contextmanager
+    def opener(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+        with opened(loops, dress, None, **_embedded_options(config, options)) as store:
+            core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
+            look = (lambda function: function()) if dress == "threads" else getattr(loops, dress).run_sync
+            yield Opened(store, core, look, _EVERYTHING)
 
-
-@contextmanager
-def _embedded_trio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
-    with loops.trio.entered(lambda: infinistore.open_store(**_embedded_options(config, options))) as store:
-        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
-        yield Opened(as_blocking(store, loops.trio), core, loops.trio.run_sync, _EVERYTHING)
-
-
-@contextmanager
-def _embedded_asyncio(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
-    with loops.asyncio.entered(lambda: aio.open_store(**_embedded_options(config, options))) as store:
-        core: StoreCore = store.embedded.core  # type: ignore[attr-defined]
-        yield Opened(as_blocking(store, loops.asyncio), core, loops.asyncio.run_sync, _EVERYTHING)
+    return opener
 
 
 async def when_idle(function: Callable[[], Any]) -> Any:
@@ -140,14 +116,6 @@ def looker(loops: Loops) -> Callable[[Callable[[], Any]], Any]:
     return lambda function: loops.trio.run(when_idle, function)
 
 
-@contextmanager
-def _served(
-    loops: Loops, config: ServerConfig, open_store: Callable[[RunningServer], AbstractContextManager[BlockingStore]]
-) -> Iterator[Opened]:
-    with loops.trio.entered(lambda: running_server(config)) as server, open_store(server) as store:
-        yield Opened(store, server.core, looker(loops), config.max_batch_keys, server)
-
-
 def _address(server: RunningServer, config: ServerConfig, options: dict[str, Any]) -> str:
     if "device" in options:
         return f"rdma://127.0.0.1:{server.server.addresses.port}"
@@ -155,45 +123,29 @@ def _address(server: RunningServer, config: ServerConfig, options: dict[str, Any
     return server.url if config.unix_socket == "off" else f"{scheme}://{server.unix_path}"
 
 
-def _remote_threads(
-    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
-) -> AbstractContextManager[Opened]:
-    return _served(loops, config, lambda server: blocking.open_store(_address(server, config, options), **options))
-
-
-def _remote_trio(
-    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
-) -> AbstractContextManager[Opened]:
+def _remote(dress: str) -> Opener:
     @contextmanager
-    def open_store(server: RunningServer) -> Iterator[BlockingStore]:
-        with loops.trio.entered(lambda: infinistore.open_store(_address(server, config, options), **options)) as store:
-            yield as_blocking(store, loops.trio)
+    def opener(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+        with (
+            loops.trio.entered(lambda: running_server(config)) as server,
+            opened(loops, dress, _address(server, config, options), **options) as store,
+        ):
+            yield Opened(store, server.core, looker(loops), config.max_batch_keys, server)
 
-    return _served(loops, config, open_store)
-
-
-def _remote_asyncio(
-    loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int
-) -> AbstractContextManager[Opened]:
-    @contextmanager
-    def open_store(server: RunningServer) -> Iterator[BlockingStore]:
-        with loops.asyncio.entered(lambda: aio.open_store(_address(server, config, options), **options)) as store:
-            yield as_blocking(store, loops.asyncio)
-
-    return _served(loops, config, open_store)
+    return opener
 
 
 def _shared(opener: Opener) -> Opener:
     """The same by shared memory, and every block by it, however short."""
 
     @contextmanager
-    def opened(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+    def wrapped(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
         with tempfile.TemporaryDirectory() as folder:
             config = attrs.evolve(config, unix_socket=f"{folder}/store.sock")
             with opener(loops, config, {"inline_bytes": 0, **options}, seed) as store:
                 yield store
 
-    return opened
+    return wrapped
 
 
 def _by_rdma(opener: Opener) -> Opener:
@@ -202,12 +154,12 @@ def _by_rdma(opener: Opener) -> Opener:
     """
 
     @contextmanager
-    def opened(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
+    def wrapped(loops: Loops, config: ServerConfig, options: dict[str, Any], seed: int) -> Iterator[Opened]:
         given = {"device": "fake1", "inline_bytes": 0, "staging_bytes": 16 * 1024, **options}
         with fabric_in_use(), opener(loops, config, given, seed) as store:
             yield store
 
-    return opened
+    return wrapped
 
 
 @contextmanager
@@ -237,22 +189,12 @@ async def simulated_store(
             yield store, server
 
 
-EMBEDDED: dict[str, Opener] = {
-    "embedded-threads": _embedded_threads,
-    "embedded-trio": _embedded_trio,
-    "embedded-asyncio": _embedded_asyncio,
-}
+EMBEDDED: dict[str, Opener] = {f"embedded-{dress}": _embedded(dress) for dress in DRESSES}
 REMOTE: dict[str, Opener] = {
-    "threads": _remote_threads,
-    "trio": _remote_trio,
-    "asyncio": _remote_asyncio,
+    **{dress: _remote(dress) for dress in DRESSES},
     "simulated": _simulated,
-    "shm-threads": _shared(_remote_threads),
-    "shm-trio": _shared(_remote_trio),
-    "shm-asyncio": _shared(_remote_asyncio),
-    "rdma-threads": _by_rdma(_remote_threads),
-    "rdma-trio": _by_rdma(_remote_trio),
-    "rdma-asyncio": _by_rdma(_remote_asyncio),
+    **{f"shm-{dress}": _shared(_remote(dress)) for dress in DRESSES},
+    **{f"rdma-{dress}": _by_rdma(_remote(dress)) for dress in DRESSES},
 }
 STORES: dict[str, Opener] = {**EMBEDDED, **REMOTE}
 

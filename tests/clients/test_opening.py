@@ -6,8 +6,6 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from infinistore import aio, blocking
 from infinistore.errors import AuthenticationFailed, LimitExceeded, OutOfMemory, StoreUnavailable
 from tests.bad_days.refused_threads import refused_threads
 from tests.clients.conftest import Remotes
-from tests.clients.event_loops import as_blocking
+from tests.clients.dresses import opened
 from tests.clients.stores import STORES, Loops, differing
 from tests.server.running import MIB, make_config, running_server
 
@@ -175,24 +173,10 @@ def _open_another(opened: Any) -> None:
 # Lazily
 
 
-@contextmanager
-def _as_blocking(loop: Any, opener: Any) -> Iterator[blocking.BlockingStore]:
-    with loop.entered(opener) as store:
-        yield as_blocking(store, loop)
-
-
-LAZY_OPENERS: dict[str, Callable[[Loops, str], AbstractContextManager[blocking.BlockingStore]]] = {
-    "threads": lambda _, url: blocking.open_store(url, lazy=True),
-    "trio": lambda loops, url: _as_blocking(loops.trio, lambda: infinistore.open_store(url, lazy=True)),
-    "asyncio": lambda loops, url: _as_blocking(loops.asyncio, lambda: aio.open_store(url, lazy=True)),
-}
-
-
 @pytest.mark.usefixtures("no_pauses")
-@pytest.mark.parametrize("kind", LAZY_OPENERS)
-def test_a_lazy_store_opens_before_its_server_and_finds_it_later(kind: str, loops: Loops, tmp_path: Path) -> None:
+def test_a_lazy_store_opens_before_its_server_and_finds_it_later(dress: str, loops: Loops, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
-    with LAZY_OPENERS[kind](loops, f"unix://{path}") as store:
+    with opened(loops, dress, f"unix://{path}", lazy=True) as store:
         with pytest.raises(StoreUnavailable):
             store.exists("a")
         with loops.trio.entered(lambda: running_server(make_config(unix_socket=path))):

@@ -27,7 +27,8 @@ from hypothesis.stateful import (
 from infinistore.blocking import BlockingStore
 from infinistore.errors import BufferTooSmall, LimitExceeded, OutOfMemory
 from infinistore.protocol.shared_tables import tables_are_safe_here
-from tests.clients.shared_serving import CLIENTS, shared_serving
+from tests.clients.dresses import DRESSES
+from tests.clients.shared_serving import shared_serving
 from tests.clients.stores import Loops
 from tests.server.running import KIB
 
@@ -211,7 +212,7 @@ class OwnReadsMachine(RuleBasedStateMachine):
             self.shared.until(leases=0, pinned_bytes=0, condemned_bytes=0)
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("kind", DRESSES)
 def test_three_clients_read_what_was_put_last_or_miss(kind: str, loops: Loops) -> None:
     """Half as often for what differs in its driver alone."""
     machine = type("Machine", (OwnReadsMachine,), {"loops": loops, "kind": kind})
