@@ -57,6 +57,7 @@ def raw_peer(*, unix: bool) -> Iterator[str]:
             yield process.stdout.readline().decode().strip()
         finally:
             process.stdin.close()
+            process.wait()  # after Ctrl-C, Popen would wait a quarter of a second at most
 
 
 def _connect(address: str) -> socket.socket:

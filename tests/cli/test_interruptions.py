@@ -15,10 +15,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from infinistore import blocking
+from infinistore.cli import raw_peer
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess
 from tests.cli.in_process import FREE_PORTS, ServerHere
@@ -59,6 +62,24 @@ def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: ServerHere, en
         assert process.communicate() == (b"", b"")
         assert store.keys("infinistore-bench") == []
     assert process.returncode == 130
+
+
+@pytest.mark.process
+def test_a_benchmark_that_is_interrupted_waits_for_its_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Impatient(warm.Popen):
+        """After Ctrl-C, Popen waits a quarter of a second at most; this one less."""
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self._sigint_wait_secs = 0
+            started.append(self)
+
+    monkeypatch.setattr(raw_peer, "subprocess", SimpleNamespace(Popen=Impatient, PIPE=subprocess.PIPE))
+    with pytest.raises(KeyboardInterrupt), raw_peer.raw_peer(unix=True):
+        raise KeyboardInterrupt
+    assert [process.returncode for process in started] == [0]
 
 
 @pytest.mark.process
