@@ -16,6 +16,7 @@ import trio
 import trio.testing
 
 from infinistore.allocators import create_allocator
+from infinistore.client.api.store import AsyncStore
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.protocol.client_connection import ClientConnection, Encoded
@@ -53,6 +54,7 @@ __all__ = [
     "Peer",
     "RunningServer",
     "connect_tls",
+    "fill_twice",
     "let_linger",
     "make_config",
     "peer_with",
@@ -293,6 +295,13 @@ async def let_linger(peer: Peer, clock: trio.testing.MockClock) -> None:
     while await peer.stream.receive_into(buffer):
         pass
     clock.jump(LINGER_S)
+
+
+async def fill_twice(store: AsyncStore, pool_bytes: int, block: bytes) -> None:
+    """Write twice as many of these blocks as the pool has room for."""
+    count = 2 * pool_bytes // len(block)
+    for first in range(0, count, 64):
+        await store.put_many({f"fill {number}": block for number in range(first, min(first + 64, count))})
 
 
 async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:

@@ -6,18 +6,19 @@ which they were made: each waits in the processor's buffer until it is flushed, 
 moment, and all of them at a fence. What is loaded is what is in memory then. Each
 number is loaded and stored as a whole.
 
-Actors are threads of which one runs at a time, as a seed says: at each access to shared
-numbers another may go on, and a store may become visible. So the same seed gives the
-same run, and ordinary code can be stopped at every access.
+Actors are greenlets of which one runs at a time, as a seed says: at each access to
+shared numbers another may go on, and a store may become visible. So the same seed gives
+the same run, and ordinary code can be stopped at every access.
 """
 
 import random
-import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from greenlet import greenlet
 
 __all__ = ["Actor", "Numbers", "Processors"]
 
@@ -27,13 +28,12 @@ class Ended(BaseException):
 
 
 class Actor:
-    """A thread that waits for its turn; `processor` is the one that it runs on."""
+    """Code that waits for its turn; `processor` is the one that it runs on."""
 
     def __init__(self, processor: str, act: Callable[[], object]) -> None:
         self.name = self.processor = processor
         self.act = act
         self.stopped_until = 0
-        self.turn = threading.Semaphore(0)
 
 
 class Processors:
@@ -47,19 +47,15 @@ class Processors:
         self._actors: list[Actor] = []
         self._running: Actor | None = None
         self._error: BaseException | None = None
-        self._over = threading.Semaphore(0)
+        self._greenlets: dict[Actor, Any] = {}
 
     def run(self, *actors: Actor) -> None:
         """Run actors to their ends, and raise what one of them raised."""
         self._actors = list(actors)
-        threads = [threading.Thread(target=self._act, args=(actor,), daemon=True) for actor in actors]
-        for thread in threads:
-            thread.start()
+        self._greenlets = {actor: greenlet(self._act) for actor in actors}
         self._running = self._actors[0]
-        self._running.turn.release()
-        self._over.acquire()
-        for thread in threads:
-            thread.join()
+        while self._running is not None:  # one that ends comes back to here
+            self._greenlets[self._running].switch(self._running)
         if self._error is not None:
             raise self._error
 
@@ -139,15 +135,11 @@ class Processors:
         return True
 
     def _hand_over(self, to: Actor) -> None:
-        actor = self._running
-        if to is not actor:
-            assert actor is not None
+        if to is not self._running:
             self._running = to
-            to.turn.release()
-            actor.turn.acquire()
+            self._greenlets[to].switch(to)
 
     def _act(self, actor: Actor) -> None:
-        actor.turn.acquire()
         try:
             if self._error is None:
                 actor.act()
@@ -158,10 +150,6 @@ class Processors:
             self._error = error
         self._actors.remove(actor)
         self._running = self.random.choice(self._actors) if self._actors else None
-        if self._running is None:
-            self._over.release()
-        else:
-            self._running.turn.release()
 
 
 class Numbers:

@@ -27,7 +27,7 @@ from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.session.session import Session
 from infinistore.service_manager import ServiceManager
-from tests.server.running import make_config
+from tests.server.running import fill_twice, make_config
 
 BLOCK = b"b" * 5000
 KEYS = [f"{n}" for n in range(20)]
@@ -285,8 +285,7 @@ async def test_what_clients_lease_is_not_reused_although_their_connections_are_t
         async with running(config, Keeper(keeper, most_kept=most)) as server:
             assert server.core.statistics().quarantined_bytes > 0
             await stores[0].delete(KEYS)
-            for number in range(2 * server.core.pool.capacity_bytes // len(BLOCK)):
-                await stores[0].put(f"fill {number}", bytes(len(BLOCK)))
+            await fill_twice(stores[0], server.core.pool.capacity_bytes, bytes(len(BLOCK)))
             assert all(bytes(view or b"") == BLOCK for views in leases for view in views)
             del leases
             await stack.aclose()

@@ -51,7 +51,7 @@ from infinistore.protocol.messages import (
     ReserveReply,
 )
 from infinistore.protocol.states import State
-from infinistore.server.connection.holdings import MOST_OPEN
+from infinistore.server.connection import holdings
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_unix
@@ -384,24 +384,28 @@ async def test_a_lease_that_does_not_fit_the_room_at_the_client_pins_nothing(tmp
         peer.close()
 
 
-async def test_open_reservations_are_bounded_even_if_they_take_no_room(tmp_path: Path) -> None:
+async def test_open_reservations_are_bounded_even_if_they_take_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "MOST_OPEN", 9)
     async with serving(tmp_path) as server:
         peer = await local_peer(server)
-        for _ in range(MOST_OPEN):
+        for _ in range(9):
             await reserve(peer)
         with pytest.raises(LimitExceeded):
             await reserve(peer)
-        assert server.core.statistics().reservations == MOST_OPEN
+        assert server.core.statistics().reservations == 9
         assert await present(peer, "key") == [False]
         peer.close()
         await server.quiet()
 
 
-async def test_open_leases_are_bounded(tmp_path: Path) -> None:
+async def test_open_leases_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "MOST_OPEN", 9)
     async with serving(tmp_path) as server:
         peer = await local_peer(server)
         await put(peer, "key", b"value")
-        for _ in range(MOST_OPEN):
+        for _ in range(9):
             await lease(peer, "key")
         with pytest.raises(LimitExceeded):
             await lease(peer, "key")

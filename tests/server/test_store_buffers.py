@@ -306,16 +306,19 @@ def no_fence(writes: list[Write]) -> list[Write]:
     return [write for write in writes if write is not FENCE]
 
 
-@pytest.mark.parametrize("order", [epoch_first, epoch_behind_the_fence, no_epoch, no_fence])
+@pytest.mark.parametrize(
+    ("order", "found_by"), [(epoch_first, 21), (epoch_behind_the_fence, 0), (no_epoch, 0), (no_fence, 0)]
+)
 def test_hazards_that_are_written_in_another_order_are_found(
-    order: Callable[[list[Write]], list[Write]], monkeypatch: pytest.MonkeyPatch
+    order: Callable[[list[Write]], list[Write]], found_by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HazardTable, "add", reordered(HazardTable.add, order))
-    assert is_found(monkeypatch)
+    assert is_found(monkeypatch, found_by)
 
 
-def is_found(monkeypatch: pytest.MonkeyPatch, *, counts_late: bool = False) -> bool:
-    for seed in range(MOST_RUNS):
+def is_found(monkeypatch: pytest.MonkeyPatch, found_by: int, *, counts_late: bool = False) -> bool:
+    """Whether any run finds the fault; the one that did so last goes first."""
+    for seed in (*range(found_by, MOST_RUNS), *range(found_by)):
         try:
             run(seed, monkeypatch, counts_late=counts_late)
         except AssertionError:
@@ -333,7 +336,7 @@ def test_a_server_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     right = RemovalTable.note
     monkeypatch.setattr(RemovalTable, "note", note)
-    assert is_found(monkeypatch)
+    assert is_found(monkeypatch, 12)
 
 
 def test_a_server_that_drops_all_pins_of_who_tells_of_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,4 +351,4 @@ def test_a_server_that_drops_all_pins_of_who_tells_of_too_many_is_found(monkeypa
         self._set(client, [] if too_many else reading)
 
     monkeypatch.setattr(HazardPins, "scan_client", scan_client)
-    assert is_found(monkeypatch, counts_late=True)
+    assert is_found(monkeypatch, 70, counts_late=True)

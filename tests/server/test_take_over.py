@@ -41,7 +41,7 @@ from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
-from tests.server.running import Peer, make_config, until
+from tests.server.running import Peer, fill_twice, make_config, until
 
 BLOCK = b"b" * 5000
 
@@ -357,8 +357,7 @@ async def test_views_of_a_lease_stay_until_their_client_is_gone(config: ServerCo
             await old_ended.wait()
             assert new.core.statistics().quarantined_bytes > 0
             await store.delete(["leased"])
-            for number in range(2 * new.core.pool.capacity_bytes // len(BLOCK)):
-                await store.put(f"fill {number}", bytes(len(BLOCK)))
+            await fill_twice(store, new.core.pool.capacity_bytes, bytes(len(BLOCK)))
             assert bytes(views[0] or b"") == BLOCK
 
 
@@ -386,8 +385,7 @@ async def test_views_of_a_lease_outlive_any_number_of_servers(config: ServerConf
                 await trio.testing.wait_all_tasks_blocked()  # whatever is to be seen of its end
                 assert new.core.statistics().quarantined_bytes > 0
                 await store.delete(["leased"])
-                for number in range(2 * new.core.pool.capacity_bytes // len(BLOCK)):
-                    await store.put(f"fill {number}", bytes(len(BLOCK)))
+                await fill_twice(store, new.core.pool.capacity_bytes, bytes(len(BLOCK)))
                 assert bytes(views[0] or b"") == BLOCK
                 await lease.aclose()
                 while new.core.statistics().quarantined_bytes:
