@@ -231,6 +231,7 @@ async def test_an_embedded_store_of_a_node_that_is_not_there_is_refused() -> Non
 
 
 @for_real
+@pytest.mark.process
 def test_a_thread_that_is_bound_and_what_it_starts_stay_on_the_node() -> None:
     """In a process of its own, because it cannot be taken back."""
     node = min(HERE)

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.access.parsing import parse_tenants
@@ -11,6 +11,7 @@ from infinistore.access.tenants import Tenant, Tenants
 from infinistore.access.tokens import digest_of
 from infinistore.errors import ConfigError
 from infinistore.tenant_limits import TenantLimits
+from tests.examples import examples
 
 ONE, TWO, THREE = (digest_of(f"alice.{number}") for number in range(3))
 WHOLE = f"""\
@@ -137,6 +138,7 @@ def test_what_is_no_tenants_file_is_refused_in_one_line(text: str, problem: str)
     assert "\n" not in str(refused.value)
 
 
+@settings(max_examples=examples(40))
 @given(st.text() | st.text(alphabet="tenants:{}[]-, \n\"'&*!|>%@#aroles0"))
 def test_any_text_is_tenants_or_a_config_error(text: str) -> None:
     try:
