@@ -90,7 +90,7 @@ class MemoryStream:
         self.closed = False
 
     async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
-        with _until(trio.current_time() + within_s):
+        with _until(trio.current_time() + within_s):  # real time: as its callers say
             await self._send_all(views)
 
     async def receive_into(self, views: Sequence[memoryview], deadline: float = math.inf) -> int:

@@ -10,14 +10,18 @@ import pytest
 from infinistore.errors import StoreUnavailable
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
-FAR = 1e6
-"""Seconds: a deadline that no test reaches."""
+FAR_S = 1e6
+"""A deadline that no test reaches."""
 
 
-def pair(deadline_s: float = FAR) -> tuple[BlockingSocketStream, BlockingSocketStream]:
+def after(seconds: float = FAR_S) -> float:
+    return time.monotonic() + seconds  # real time: deadlines are never reached, or certain to be
+
+
+def pair(deadline_s: float = FAR_S) -> tuple[BlockingSocketStream, BlockingSocketStream]:
     streams = tuple(map(BlockingSocketStream, socket.socketpair()))
     for stream in streams:
-        stream.deadline = time.monotonic() + deadline_s
+        stream.deadline = after(deadline_s)
     return streams[0], streams[1]
 
 
@@ -79,7 +83,7 @@ def test_a_later_deadline_is_kept_after_an_earlier_one() -> None:
     left, right = pair(0.001)
     with pytest.raises(TimeoutError):
         left.receive_into([memoryview(bytearray(1))])
-    left.deadline = right.deadline = time.monotonic() + FAR
+    left.deadline = right.deadline = after()
     answer = threading.Thread(target=right.send_all, args=([memoryview(b"x")],))
     answer.start()
     assert left.receive_into([memoryview(bytearray(1))]) == 1
@@ -106,17 +110,17 @@ def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Path) ->
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*is the server running there"):
-            connect_tcp("127.0.0.1", port, time.monotonic() + FAR)
+            connect_tcp("127.0.0.1", port, after())
     with pytest.raises(StoreUnavailable, match="is the server running there"):
-        connect_unix(str(tmp_path / "nothing"), time.monotonic() + FAR)
+        connect_unix(str(tmp_path / "nothing"), after())
     with pytest.raises(StoreUnavailable):
-        connect_unix("/" + "long/" * 50, time.monotonic() + FAR)
+        connect_unix("/" + "long/" * 50, after())
 
 
 @pytest.mark.parametrize("host", ["a" * 300, "name.invalid", "..", "a..b", "[", "\u2024", "-"])
 def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
     with pytest.raises(StoreUnavailable):
-        connect_tcp(host, 1, time.monotonic() + FAR)
+        connect_tcp(host, 1, after())
 
 
 def test_a_listener_that_accepts_nobody_does_not_keep_a_client_for_ever(tmp_path: Path) -> None:
@@ -137,6 +141,6 @@ def test_a_listener_that_accepts_nobody_does_not_keep_a_client_for_ever(tmp_path
         except BlockingIOError:
             pass
         with pytest.raises(TimeoutError):
-            connect_unix(path, time.monotonic() + 0.01)
+            connect_unix(path, after(0.01))
         for sock in waiting:
             sock.close()

@@ -245,7 +245,9 @@ def port_of(system: RdmaSystem, chosen: ChosenPort) -> RdmaPort:
 
 
 @given(systems(), WISHES)
-def test_what_is_chosen_can_be_used_and_is_what_was_asked_for(system: RdmaSystem, wanted: Wanted) -> None:
+def test_what_is_chosen_can_be_used_and_was_asked_for_and_is_the_hint_or_the_best(
+    system: RdmaSystem, wanted: Wanted
+) -> None:
     chosen = outcome(system, wanted)
     if isinstance(chosen, str):
         return
@@ -259,28 +261,14 @@ def test_what_is_chosen_can_be_used_and_is_what_was_asked_for(system: RdmaSystem
         assert gid.interface is not None
         assert system.interfaces[gid.interface].is_up
         assert system.addresses is None or gid.address.is_link_local or gid.address in system.addresses
-
-
-@given(systems(), WISHES)
-def test_a_hint_wins_exactly_if_its_gid_can_be_used(system: RdmaSystem, wanted: Wanted) -> None:
-    chosen = outcome(system, wanted)
-    if not isinstance(chosen, str):
-        usable = {one.gid.index for one in judge_gids(system, port_of(system, chosen), wanted) if one.usable}
-        assert (chosen.gid_index == wanted.hint_gid_index) >= (wanted.hint_gid_index in usable)
-
-
-@given(systems(), WISHES.map(lambda wanted: attrs.evolve(wanted, hint_gid_index=-1)))
-def test_no_older_or_narrower_address_is_chosen_where_a_better_can_be_used(system: RdmaSystem, wanted: Wanted) -> None:
-    chosen = outcome(system, wanted)
-    if isinstance(chosen, str):
+    usable = [one.gid for one in judge_gids(system, port, wanted) if one.usable]
+    if wanted.hint_gid_index in [one.index for one in usable]:
+        assert chosen.gid_index == wanted.hint_gid_index
         return
-    verdicts = [one for one in judge_gids(system, port_of(system, chosen), wanted) if one.usable]
-    (own,) = (one.gid for one in verdicts if one.gid.index == chosen.gid_index)
-    kinds = {one.gid.kind for one in verdicts}
-    assert own.kind is V2 or V2 not in kinds
-    same_kind = [one.gid.address for one in verdicts if one.gid.kind is own.kind]
-    if own.kind is V2 and wanted.near not in same_kind:
-        assert not own.address.is_link_local or all(one.is_link_local or one.is_loopback for one in same_kind)
+    assert gid.kind is V2 or V2 not in {one.kind for one in usable}
+    same_kind = [one.address for one in usable if one.kind is gid.kind]
+    if gid.kind is V2 and wanted.near not in same_kind:
+        assert not gid.address.is_link_local or all(one.is_link_local or one.is_loopback for one in same_kind)
 
 
 @given(systems(), WISHES, st.randoms(use_true_random=False))

@@ -20,7 +20,7 @@ TICK_S = 10e-6
 SLICE = 70  # in ticks, as the next ones
 WAKING_IDLE, WAKING = 6, 1
 SENDING, SERVING, RECEIVING = 1, 3, 2
-WARM_UP, COUNTED = 5_000, 20_000
+WARM_UP, COUNTED = 5_000, 10_000
 
 
 class Task:
@@ -185,7 +185,7 @@ class Machine:
 
 
 def calls_made(spin: Spin, clients: int, programs: type[Task] | None) -> int:
-    """Return how many calls clients make together in 200 ms."""
+    """Return how many calls clients make together in 100 ms."""
     machine = Machine()
     server = Server(machine, spin)
     server.asleep = True
