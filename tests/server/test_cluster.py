@@ -167,6 +167,7 @@ async def test_a_server_that_is_not_in_the_file_says_so_until_it_is(
         assert len(warnings()) == 2
 
 
+@pytest.mark.process
 async def test_a_server_without_a_cluster_says_so_and_loads_none_of_it() -> None:
     async with running_server(make_config()) as server:
         answer = await ask(server.server.addresses.management[0], "GET", "/cluster")

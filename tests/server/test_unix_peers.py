@@ -3,9 +3,7 @@
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,20 +14,10 @@ from infinistore.access.unix_access import UnixAccess
 from infinistore.errors import AuthenticationFailed
 from infinistore.server.listeners import open_listeners
 from infinistore.transports.sockets.trio_streams import SocketStream
+from tests.server.other_users import connect_as, needs_root
 from tests.server.running import Peer, make_config, running_server
 
 USER, GROUP, STRANGE_GROUP = 4321, 4322, 4323
-needs_root = pytest.mark.skipif("os.getuid() != 0", reason="only root can become another user")
-CONNECT = """
-import os, socket, sys
-path, uid, gid, groups, back = sys.argv[1:]
-os.setgroups([int(group) for group in groups.split()])
-os.setgid(int(gid))
-os.setuid(int(uid))
-with socket.socket(socket.AF_UNIX) as sock, socket.socket(fileno=int(back)) as back:
-    sock.connect(path)
-    socket.send_fds(back, [b"."], [sock.fileno()])
-"""
 
 
 @pytest.fixture
@@ -38,18 +26,6 @@ def path() -> Iterator[Path]:
     with TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder) / "socket"
-
-
-def connect_as(path: Path, uid: int, gid: int, groups: Sequence[int] = ()) -> Peer:
-    """Have another user connect, and take the connection over."""
-    here, there = socket.socketpair()
-    with here, there:
-        command = [sys.executable, "-c", CONNECT, str(path), str(uid), str(gid), " ".join(map(str, groups))]
-        subprocess.run([*command, str(there.fileno())], check=True, pass_fds=[there.fileno()])
-        _, (descriptor,), *_ = socket.recv_fds(here, 1, 1)
-    sock = socket.socket(fileno=descriptor)
-    sock.setblocking(False)
-    return Peer(SocketStream(sock))
 
 
 @needs_root
@@ -72,7 +48,9 @@ async def test_the_settings_hold_for_a_socket_whose_mode_somebody_has_changed(
     async with running_server(config) as server:
         os.chmod(path, 0o666)
         os.chown(path, -1, STRANGE_GROUP)
-        peer = connect_as(path, USER, gid, groups)
+        sock = connect_as(path, USER, gid, groups)
+        sock.setblocking(False)
+        peer = Peer(SocketStream(sock))
         if lets_in:
             await peer.hello()
         else:
