@@ -1,14 +1,22 @@
 """Runs etcd on loopback, with fresh folders and ports of its own, by its process id."""
 
+import atexit
+import copy
+import functools
+import itertools
+import json
 import os
 import shutil
 import signal
 import ssl
 import subprocess
+import tempfile
 import time
 import urllib.request
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -28,6 +36,7 @@ class Etcd:
 
     def __init__(self, folder: Path, members: int = 1, *, tls: bool = False) -> None:
         self._tls = tls
+        self.cluster = "test"
         ports = own_ports(2 * members)
         self.folder = folder
         self.ports = ports[:members]
@@ -40,7 +49,13 @@ class Etcd:
 
     @property
     def url(self) -> str:
-        return self.url_of("test")
+        return self.url_of(self.cluster)
+
+    def of(self, cluster: str) -> Self:
+        """The same etcd, whose `url` is that of another cluster in it."""
+        other = copy.copy(self)
+        other.cluster = cluster
+        return other
 
     def url_of(self, cluster: str) -> str:
         """The URL of one of the clusters in it."""
@@ -61,12 +76,12 @@ class Etcd:
             self.wait_healthy(member)
 
     def wait_healthy(self, member: int) -> None:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 100
         while True:
             try:
                 url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self.ports[member]}/health"
                 context = ssl.create_default_context(cafile=self.certificate(member)) if self._tls else None
-                with urllib.request.urlopen(url, timeout=1, context=context) as answer:
+                with urllib.request.urlopen(url, timeout=60, context=context) as answer:
                     if b'"true"' in answer.read():
                         return
             except OSError:
@@ -92,17 +107,60 @@ class Etcd:
         assert process is not None
         process.send_signal(signal.SIGSTOP)
 
+    def ask(self, what: str, **fields: Any) -> Any:
+        """Call etcd's gateway for JSON, without a process."""
+        encoded = {name: b64encode(one).decode() if isinstance(one, bytes) else one for name, one in fields.items()}
+        url = f"http://127.0.0.1:{self.ports[0]}/v3/{what}"
+        with urllib.request.urlopen(url, json.dumps(encoded).encode(), timeout=100) as answer:
+            return json.load(answer)
+
+    def put(self, key: str, value: str) -> None:
+        self.ask("kv/put", key=key.encode(), value=value.encode())
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that begin like this."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        found = self.ask("kv/range", key=prefix.encode(), range_end=end.encode(), keys_only=True)
+        return [b64decode(one["key"]).decode() for one in found.get("kvs", [])]
+
     def control(self, *words: str) -> bytes:
         """Run etcdctl, and return what it prints."""
         command = ["etcdctl", *words]
         if "--endpoints" not in words:
             command += ["--endpoints", f"127.0.0.1:{self.ports[0]}"]
         environment = {**os.environ, "ETCDCTL_API": "3"}
-        return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30).stdout
+        return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100).stdout
+
+    def revive(self) -> None:
+        """Start what was killed."""
+        for member, process in enumerate(self._processes):
+            if process is None:
+                self.start(member)
 
     def close(self) -> None:
         for member in range(len(self._processes)):
             self.kill(member)
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _etcd_of_all() -> Etcd:
+    folder = tempfile.TemporaryDirectory(prefix="infinistore-etcd-")
+    running = Etcd(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(running.close)
+    return running
+
+
+def shared_etcd() -> Etcd:
+    """The one etcd of all tests in this process, with a cluster that no other one has.
+    It runs, and may be killed and started again: what it has stays.
+    """
+    shared = _etcd_of_all()
+    shared.revive()
+    return shared.of(f"test-{next(_numbers)}")
 
 
 @pytest.fixture(scope="module")
