@@ -14,9 +14,9 @@ def test_every_bug_of_the_past_can_be_put_back_and_its_tests_are_there() -> None
         assert [test for test in bug.tests if not (PROJECT / test.partition("::")[0]).exists()] == [], bug.name
 
 
-def test_the_first_failed_test_of_a_summary_is_named() -> None:
-    assert failed_test("F\n=== short test summary info ===\nFAILED tests/a.py::test[x - y] - assert 0\n1 failed\n") == (
-        "tests/a.py::test[x - y]"
-    )
-    assert failed_test("ERROR tests/a.py::test\nFAILED tests/b.py::test\n") == "tests/a.py::test"
-    assert failed_test("1 passed\n") == ""
+def test_the_first_failed_test_is_named_whatever_became_of_the_summary() -> None:
+    said = "tests/a.py::test[FAILED x] PASSED  [ 33%]\ntests/a.py::test[x - y] FAILED  [ 66%]\n"
+    said += "tests/b.py::test ERROR  [100%]"
+    assert failed_test(f"{said}\n\nTraceback (most recent call last):\n") == "tests/a.py::test[x - y]"
+    assert failed_test("tests/b.py::test ERROR\n") == "tests/b.py::test"
+    assert failed_test("tests/a.py::test PASSED  [100%]\n1 passed\n") == ""
