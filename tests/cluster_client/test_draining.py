@@ -3,6 +3,7 @@ while.
 """
 
 import json
+import logging
 import os
 import re
 import signal
@@ -209,13 +210,18 @@ def test_a_drain_that_is_taken_back_stops(etcd: Etcd, capsys: pytest.CaptureFixt
         leaving.wait_until_quiet()
 
 
-def test_while_etcd_is_away_a_node_drains_on(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
-    with nodes_of(etcd, capsys, count=2) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+def test_while_etcd_is_away_a_node_drains_on(
+    etcd: Etcd, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "infinistore.audit")
+    slow = {"node_drain_bytes_per_s": 50_000}
+    with nodes_of(etcd, capsys, count=2, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
         leaving, other = nodes.cluster.members
         store.put_many(BLOCKS)
         with reading(store) as wrong:
             # The node hears of it, and then etcd is gone.
             assert nodes.drain(leaving, "--timeout", "0")[0] == 0
+            nodes.until(lambda: any(record.getMessage() == "node-drain" for record in caplog.records))
             etcd.kill()
             code, _, errors = nodes.drain(leaving, "--timeout", "0.2")
             assert (code, errors.count("\n")) == (3, 1)
