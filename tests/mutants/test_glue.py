@@ -18,5 +18,5 @@ def test_the_first_failed_test_is_named_whatever_became_of_the_summary() -> None
     said = "tests/a.py::test[FAILED x] PASSED  [ 33%]\ntests/a.py::test[x - y] FAILED  [ 66%]\n"
     said += "tests/b.py::test ERROR  [100%]"
     assert failed_test(f"{said}\n\nTraceback (most recent call last):\n") == "tests/a.py::test[x - y]"
-    assert failed_test("tests/b.py::test ERROR\n") == "tests/b.py::test"
+    assert failed_test("tests/b.py::test ERRORTraceback (most recent call last):\n") == "tests/b.py::test"
     assert failed_test("tests/a.py::test PASSED  [100%]\n1 passed\n") == ""
