@@ -3,8 +3,6 @@ room, and the memory of their own group.
 """
 
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import trio
 from trio.testing import MockClock
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
-from infinistore.client.api.store import AsyncStore
 from infinistore.errors import ConfigError, LimitExceeded, PermissionDenied
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
@@ -37,46 +33,12 @@ from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_unix
 from tests.server.http_client import ask
-from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
+from tests.server.running import KIB, Peer, RunningServer, until
+from tests.server.tenants_files import TOKENS, Serving, store_of, text_of, write
 
-NAMES = ("ann", "ben", "cleo", "ops")
-TOKENS = {name: make_token(name, os.urandom) for name in NAMES}
 BLOCK = b"x" * KIB
 GROUPS = "groups: {team: 64KiB, solo: 64KiB}\n"
-Serving = Callable[..., AbstractAsyncContextManager[RunningServer]]
-
-
-def entry(name: str, **keys: str) -> str:
-    keys = {"roles": "[read, write, monitor, admin]", **keys}
-    lines = [f"  {name}:", f"    tokens: [{digest_of(TOKENS[name])}]", *(f"    {key}: {keys[key]}" for key in keys)]
-    return "\n".join(lines) + "\n"
-
-
-def text_of(groups: str = "", **tenants: dict[str, str]) -> str:
-    return groups + "tenants:\n" + "".join(entry(name, **keys) for name, keys in tenants.items())
-
-
 TEAM = text_of(GROUPS, ann={"group": "team"}, ben={"group": "team"}, cleo={"group": "solo"})
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Serving:
-    """Returns serving(text of the tenants file, **settings): a running server."""
-
-    @asynccontextmanager
-    async def serve(text: str, **settings: Any) -> AsyncIterator[RunningServer]:
-        file = tmp_path / "tenants.yaml"
-        file.write_text(text)
-        file.chmod(0o600)
-        settings = {"prealloc_bytes": 128 * KIB, "unix_socket": str(tmp_path / "s"), **settings}
-        async with running_server(make_config(tenants=file, **settings)) as server:
-            yield server
-
-    return serve
-
-
-def store_of(server: RunningServer, name: str) -> AbstractAsyncContextManager[AsyncStore]:
-    return infinistore.open_store(f"infinistore://127.0.0.1:{server.server.addresses.port}", token=TOKENS[name])
 
 
 async def test_one_tenant_learns_nothing_of_anothers_keys(serving: Serving) -> None:
@@ -215,7 +177,7 @@ async def test_room_is_given_back_also_by_who_may_no_longer_write(serving: Servi
         room = await cleo.ask(Reserve(pack_u64([KIB])))
         assert isinstance(room, ReserveReply)
         assert server.core.statistics().reserved_bytes == KIB
-        (tmp_path / "tenants.yaml").write_text(TEAM.replace("[read, write, monitor, admin]", "[read]"))
+        write(tmp_path, TEAM.replace("[read, write, monitor, admin]", "[read]"))
         assert await server.server.reloads.run() == []
         await drive(cleo.connection.notify(Abort(room.reservation)), cleo.stream)
         await cleo.ask(Exists(Keys(["k"])))
@@ -245,7 +207,7 @@ async def test_limits_change_while_clients_are_served(serving: Serving, tmp_path
     text = text_of(ann={}, ben={})
     async with serving(text) as server, store_of(server, "ann") as ann, store_of(server, "ben") as ben:
         await ann.put_many([(str(number), BLOCK) for number in range(20)])
-        (tmp_path / "tenants.yaml").write_text(text_of(ann={"max_bytes": "2KiB"}))
+        write(tmp_path, text_of(ann={"max_bytes": "2KiB"}))
         assert await server.server.reloads.run() == []
         await ann.put("new", BLOCK)
         assert (await ann.stats()).store.keys == 2
@@ -259,7 +221,7 @@ async def test_the_blocks_of_a_tenant_that_is_removed_go(
     async with serving(text_of(ann={}, ben={})) as server:
         async with store_of(server, "ben") as ben:
             await ben.put_many([(str(number), BLOCK) for number in range(20)])
-            (tmp_path / "tenants.yaml").write_text(text_of(ann={}))
+            write(tmp_path, text_of(ann={}))
             assert await server.server.reloads.run() == []
             await until(lambda: server.server.telemetry.statistics().errors)
             mock_clock.jump(LINGER_S)  # which the session gives its client to leave
@@ -282,7 +244,7 @@ async def test_limits_that_cannot_hold_change_nothing(
     serving: Serving, tmp_path: Path, text: str, problem: str
 ) -> None:
     async with serving(text_of(ann={"max_bytes": "2KiB"})) as server, store_of(server, "ann") as ann:
-        (tmp_path / "tenants.yaml").write_text(text)
+        write(tmp_path, text)
         problems = await server.server.reloads.run()
         assert len(problems) == 1
         with pytest.raises(ConfigError, match=problem):
@@ -295,20 +257,20 @@ async def test_limits_that_cannot_hold_change_nothing(
 async def test_a_group_opened_for_one_tenant_takes_no_other(serving: Serving, tmp_path: Path) -> None:
     async with serving(TEAM) as server:
         moved = text_of(GROUPS, ann={"group": "team"}, ben={"group": "solo"}, cleo={"group": "solo"})
-        (tmp_path / "tenants.yaml").write_text(moved)
+        write(tmp_path, moved)
         (problem,) = await server.server.reloads.run()
         assert "group 'solo' had one tenant when the server started" in problem
 
 
 async def test_nobody_comes_after_the_one_tenant_of_a_group_that_writes_to_it(serving: Serving, tmp_path: Path) -> None:
     async with serving(TEAM) as server:
-        file, tenants = tmp_path / "tenants.yaml", {"ann": {"group": "team"}}
-        file.write_text(text_of(GROUPS, **tenants))
+        tenants = {"ann": {"group": "team"}}
+        write(tmp_path, text_of(GROUPS, **tenants))
         assert await server.server.reloads.run() == []
-        file.write_text(text_of(GROUPS, ops={"group": "solo"}, **tenants))
+        write(tmp_path, text_of(GROUPS, ops={"group": "solo"}, **tenants))
         (problem,) = await server.server.reloads.run()
         assert "group 'solo' had one tenant when the server started" in problem
-        file.write_text(text_of(GROUPS, cleo={"group": "solo"}, **tenants))
+        write(tmp_path, text_of(GROUPS, cleo={"group": "solo"}, **tenants))
         assert await server.server.reloads.run() == []
 
 

@@ -1,9 +1,6 @@
 """The sessions of tenants: their places, their pauses, and what a reload ends."""
 
-import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
 from infinistore.errors import LimitExceeded, PermissionDenied, ServerReplaced, StoreUnavailable
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
@@ -35,46 +31,11 @@ from infinistore.server.connection.conversation import Traffic
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.tenant_limits import TenantLimits
 from tests.server.raw_tables import map_tables
-from tests.server.running import KIB, Peer, RunningServer, make_config, peer_with, running_server, until
+from tests.server.running import KIB, Peer, RunningServer, peer_with, until
+from tests.server.tenants_files import TOKENS, Serving, text_of, write
 from tests.transports.certificates import Files, issue
 
-TOKENS = {name: make_token(name, os.urandom) for name in ("ann", "ben")}
 BLOCK = b"x" * KIB
-Serving = Callable[..., AbstractAsyncContextManager[RunningServer]]
-
-
-def entry(name: str, **keys: str) -> str:
-    lines = [f"  {name}:", f"    tokens: [{digest_of(TOKENS[name])}]", *(f"    {key}: {keys[key]}" for key in keys)]
-    return "\n".join(lines) + "\n"
-
-
-def text_of(groups: str = "", **tenants: dict[str, str]) -> str:
-    return (
-        groups
-        + "tenants:"
-        + (" {}\n" if not tenants else "\n")
-        + "".join(entry(name, **keys) for name, keys in tenants.items())
-    )
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Serving:
-    """Returns serving(text of the tenants file, **settings): a running server."""
-
-    @asynccontextmanager
-    async def serve(text: str, **settings: Any) -> AsyncIterator[RunningServer]:
-        write(tmp_path, text)
-        settings = {"prealloc_bytes": 128 * KIB, "unix_socket": str(tmp_path / "s"), **settings}
-        async with running_server(make_config(tenants=tmp_path / "tenants.yaml", **settings)) as server:
-            yield server
-
-    return serve
-
-
-def write(folder: Path, text: str) -> None:
-    file = folder / "tenants.yaml"
-    file.write_text(text)
-    file.chmod(0o600)
 
 
 async def reload(server: RunningServer, folder: Path, text: str) -> None:

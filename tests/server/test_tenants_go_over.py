@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 import infinistore
-from infinistore.access.tokens import SUCCESSOR, digest_of, make_token
+from infinistore.access.tokens import SUCCESSOR
 from infinistore.client.api.store import AsyncStore
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace
@@ -25,12 +25,12 @@ from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.sizes import KIB, MIB
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from tests.server import tenants_files
 from tests.server.running import Peer, make_config
+from tests.server.tenants_files import TOKENS, write
 from tests.server.test_kept import Keeper, reasons
 
 Tenants = dict[str, dict[str, str]]
-NAMES = ("ann", "ben", "cleo")
-TOKENS = {name: make_token(name, os.urandom) for name in NAMES}
 KEYS = [f"key {number}" for number in range(12)]
 SOLO: Tenants = {"ann": {"group": "a"}, "ben": {"group": "b"}}
 GROUPS = "groups: {a: 128KiB, b: 128KiB, default: 128KiB}\n"
@@ -42,11 +42,7 @@ def block_of(name: str, key: str) -> bytes:
 
 
 def text_of(tenants: Tenants, groups: str = "") -> str:
-    lines = [f"{groups}tenants:"]
-    for name, given in tenants.items():
-        keys = {"roles": "[read, write, monitor, admin]", **given}
-        lines += [f"  {name}:", f"    tokens: [{digest_of(TOKENS[name])}]", *(f"    {k}: {v}" for k, v in keys.items())]
-    return "\n".join(lines) + "\n"
+    return tenants_files.text_of(groups, **tenants)
 
 
 @attrs.define
@@ -59,11 +55,8 @@ class Place:
     keeper: Keeper = attrs.field(factory=Keeper)
 
     def config(self, text: str | None, **settings: Any) -> ServerConfig:
-        file = self.folder / "tenants.yaml"
         if text is not None:
-            file.write_text(text)
-            file.chmod(0o600)
-            settings["tenants"] = file
+            settings["tenants"] = write(self.folder, text)
         plain: dict[str, Any] = {"prealloc_bytes": 512 * KIB, "unix_socket": str(self.folder / "socket")}
         return make_config(**{**plain, "drain_timeout_s": 600.0, **settings})
 
@@ -279,7 +272,7 @@ async def test_whoever_could_write_stays_alone_also_where_nobody_may_write_any_m
     text = text_of(SOLO, GROUPS)
     async with place.upgraded(text, text, lambda: place.fill("ann"), then={"shm_writes": "off"}) as server:
         await place.check("ann")
-        (place.folder / "tenants.yaml").write_text(text_of({**SOLO, "cleo": {"group": "a"}}, GROUPS))
+        write(place.folder, text_of({**SOLO, "cleo": {"group": "a"}}, GROUPS))
         (problem,) = await server.reloads.run()
         assert "group 'a' had one tenant" in problem
 
@@ -374,7 +367,7 @@ async def test_a_tenant_gets_disks_while_clients_of_its_last_run_are_still_there
 
     async with place.upgraded(before, after, act, disks=disks) as server:
         again = {**ann, "ben": {"group": "b", "disk_max_bytes": "64MiB"}}
-        (place.folder / "tenants.yaml").write_text(text_of(again, GROUPS))
+        write(place.folder, text_of(again, GROUPS))
         (problem,) = await server.reloads.run()
         assert "clients of tenant 'ben' from before the last restart still use its memory" in problem
         await lease.aclose()

@@ -2,36 +2,23 @@
 of those who are gone.
 """
 
-import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import infinistore
-from infinistore.access.tokens import digest_of, make_token
 from infinistore.client.api.store import AsyncStore
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
 from infinistore.sizes import KIB, MIB
 from tests.server.running import RunningServer, make_config, running_server, until
+from tests.server.tenants_files import Serving, store_of, text_of, write
 
-TOKENS = {name: make_token(name, os.urandom) for name in ("ann", "ben", "cleo")}
 KEYS = [f"key {number}" for number in range(16)]
 DISK = {"disk_max_bytes": "64MiB"}
 SPREAD = {"disk_max_bytes": "128MiB"}  # on two disks
-Serving = Callable[..., AbstractAsyncContextManager[RunningServer]]
-
-
-def text_of(**tenants: dict[str, str]) -> str:
-    lines = ["tenants:"]
-    for name, given in tenants.items():
-        keys = {"roles": "[read, write, monitor, admin]", **given}
-        lines += [f"  {name}:", f"    tokens: [{digest_of(TOKENS[name])}]", *(f"    {k}: {v}" for k, v in keys.items())]
-    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture
@@ -40,13 +27,10 @@ def configured(tmp_path: Path) -> Callable[..., Any]:
     disk."""
 
     def configure(text: str, *, disks: Any = 1, **settings: Any) -> Any:
-        file = tmp_path / "tenants.yaml"
-        file.write_text(text)
-        file.chmod(0o600)
         if isinstance(disks, int):
             disks = tuple(DiskPlace(tmp_path / f"disk{number}", 256 * MIB) for number in range(disks))
         settings = {"prealloc_bytes": 8 * MIB, "disk_admission": "eager", "disks": disks, **settings}
-        return make_config(tenants=file, **settings)
+        return make_config(tenants=write(tmp_path, text), **settings)
 
     return configure
 
@@ -54,17 +38,7 @@ def configured(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def serving(configured: Callable[..., Any]) -> Serving:
     """Returns serving(text of the tenants file, **settings): a running server."""
-
-    @asynccontextmanager
-    async def serve(text: str, **settings: Any) -> AsyncIterator[RunningServer]:
-        async with running_server(configured(text, **settings)) as server:
-            yield server
-
-    return serve
-
-
-def store_of(server: RunningServer, name: str) -> AbstractAsyncContextManager[AsyncStore]:
-    return infinistore.open_store(f"infinistore://127.0.0.1:{server.server.addresses.port}", token=TOKENS[name])
+    return lambda text, **settings: running_server(configured(text, **settings))
 
 
 def blocks_of(name: str) -> list[tuple[str, bytes]]:
@@ -186,19 +160,18 @@ async def test_a_tenant_overwrites_its_own_blocks_when_its_disk_is_full(serving:
 
 async def test_tenants_and_their_disks_come_and_go_while_others_are_served(serving: Serving, tmp_path: Path) -> None:
     folders = tmp_path / "disk0" / "tenants"
-    file = tmp_path / "tenants.yaml"
     async with serving(text_of(ann=DISK)) as server, store_of(server, "ann") as ann:
         await put_on_disk(ann, "ann")
-        file.write_text(text_of(ann=DISK, ben=DISK))
+        write(tmp_path, text_of(ann=DISK, ben=DISK))
         assert await server.server.reloads.run() == []
         async with store_of(server, "ben") as ben:
             await put_on_disk(ben, "ben")
             await ben.evict(0.0, 0.0)
             assert await ben.match_prefix(KEYS) == len(KEYS)
-            file.write_text(text_of(ann=DISK))
+            write(tmp_path, text_of(ann=DISK))
             assert await server.server.reloads.run() == []
             await until(lambda: not (folders / "ben").exists())
-        file.write_text(text_of(ann=DISK, ben=DISK))
+        write(tmp_path, text_of(ann=DISK, ben=DISK))
         assert await server.server.reloads.run() == []
         async with store_of(server, "ben") as ben:
             assert not any(await ben.exists_many(KEYS))
@@ -209,9 +182,8 @@ async def test_tenants_and_their_disks_come_and_go_while_others_are_served(servi
 
 
 async def test_a_file_that_the_disks_have_no_room_for_changes_nothing(serving: Serving, tmp_path: Path) -> None:
-    file = tmp_path / "tenants.yaml"
     async with serving(text_of(ann=DISK)) as server, store_of(server, "ann") as ann:
-        file.write_text(text_of(ann=DISK, ben={"disk_max_bytes": "193MiB"}))
+        write(tmp_path, text_of(ann=DISK, ben={"disk_max_bytes": "193MiB"}))
         (problem,) = await server.server.reloads.run()
         assert problem.startswith("tenants may have 257 MiB on disk together, and the disks have 256 MiB; lower")
         await put_on_disk(ann, "ann")
