@@ -195,10 +195,13 @@ def run_with(*kinds: str, events: int = 4, seed: int = 6, operations: int = 30, 
     )
 
 
-@pytest.mark.parametrize("kind", EVENTS)
-def test_each_event_happens_and_breaks_nothing(kind: str) -> None:
-    outcome = run_with(kind)
-    assert outcome.faults[f"ETCD_{kind.upper()}"]
+TOGETHER = [EVENTS[:3], EVENTS[3:6], EVENTS[6:9], EVENTS[9:11], EVENTS[11:]]
+
+
+@pytest.mark.parametrize("kinds", [*TOGETHER, *(pytest.param((kind,), marks=pytest.mark.nightly) for kind in EVENTS)])
+def test_each_event_happens_and_breaks_nothing(kinds: tuple[str, ...]) -> None:
+    outcome = run_with(*kinds, events=4 * len(kinds))
+    assert {f"ETCD_{kind.upper()}" for kind in kinds} <= outcome.faults.keys()
     assert outcome.violations == []
     assert outcome.ends["RETURNED"] > outcome.calls / 2
 
