@@ -12,7 +12,11 @@ from infinistore.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
-PREPARED = {**os.environ, "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384"}
+PREPARED = {
+    "HYPOTHESIS_PROFILE": "quick",
+    **os.environ,
+    "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384",
+}
 """The environment in which a process can load libjemalloc."""
 
 

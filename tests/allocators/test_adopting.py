@@ -3,10 +3,11 @@
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.allocators import Allocator, Extent, create_allocator
+from tests.examples import examples
 
 UNIT = 64
 STRATEGIES = ["bitmap", "slab"]
@@ -20,6 +21,7 @@ def made(strategy: str, arenas: list[int]) -> Allocator:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=examples(40))
 @given(
     arenas=st.lists(st.integers(0, 1500), min_size=1, max_size=3),
     batches=st.lists(st.lists(st.integers(1, 200 * UNIT), min_size=1, max_size=12), max_size=30),
@@ -52,6 +54,7 @@ def test_all_that_was_placed_is_adopted_and_can_be_freed(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=examples(40))
 @given(
     wanted=st.lists(
         st.tuples(st.integers(-1, 2), st.integers(-UNIT, 600 * UNIT), st.integers(-1, 300 * UNIT)), max_size=40

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
+from hypothesis import settings
 
 from examples.first_fit_allocator import FirstFitAllocator
 from infinistore.allocators import Allocator, allocator_class, create_allocator
 from infinistore.allocators.contract import UNIT, AllocatorContract
 from tests.allocators.processes import STRATEGIES, needs_jemalloc
+from tests.examples import examples
 
 
 class OurContract(AllocatorContract):
     """Ours also say the same things in the same words."""
 
+    settings = settings(max_examples=examples(50))
     refused_arena = r"is next, of zero bytes or more"
     refused_free = r"allocated|twice"
     refused_size = r"at least one byte"
@@ -45,9 +48,10 @@ class TestJemalloc(OurContract):
 
 
 class TestFirstFit(AllocatorContract):
-    """The example, with nothing but its class given."""
+    """The example: what the contract leaves to a strategy is as by default."""
 
     allocator: ClassVar[type[Allocator]] = FirstFitAllocator
+    settings = settings(max_examples=examples(20))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

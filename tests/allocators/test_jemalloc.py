@@ -5,6 +5,7 @@ contract run again in one that was.
 """
 
 import ctypes.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,13 @@ needs_library = pytest.mark.skipif(
 )
 
 
-@needs_library
-@pytest.mark.skipif(is_prepared, reason="this process runs them itself")
+def starts_processes(test: Callable[[], None]) -> Callable[[], None]:
+    """Mark a test that the process which runs the tests of the contract leaves out."""
+    once = pytest.mark.skipif(is_prepared, reason="the process that started this one has done so")
+    return needs_library(pytest.mark.process(once(test)))
+
+
+@starts_processes
 def test_jemalloc_keeps_the_contract_in_a_process_that_was_prepared() -> None:
     done = run_python("-m", "pytest", "tests/allocators", "-v", "-W", "error", "-k", "jemalloc", environment=PREPARED)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +54,7 @@ print(allocator.allocate([64, 128]), sys.argv[1:], flush=True)
 """
 
 
-@needs_library
+@starts_processes
 def test_a_process_prepares_itself_by_starting_again_once_with_the_same_arguments() -> None:
     environment = {name: value for name, value in PREPARED.items() if name != "GLIBC_TUNABLES"}
     done = run_python("-c", PROGRAM, "--one", "two three", environment=environment)
@@ -58,7 +64,7 @@ def test_a_process_prepares_itself_by_starting_again_once_with_the_same_argument
     assert lines[-1] == "[(0, 0, 64), (0, 64, 128)] ['--one', 'two three']"
 
 
-@needs_library
+@starts_processes
 def test_other_tunables_survive_the_new_start() -> None:
     environment = {**PREPARED, "GLIBC_TUNABLES": "glibc.malloc.check=0"}
     program = PROGRAM + "import os; print(os.environ['GLIBC_TUNABLES'])"
@@ -80,7 +86,7 @@ print("done")
 """
 
 
-@needs_library
+@starts_processes
 def test_the_c_plus_plus_runtime_keeps_its_own_memory() -> None:
     """A string that libstdc++ made can be freed by the process's `free`, which would
     abort at one of jemalloc's.

@@ -569,7 +569,7 @@ def test_every_rule_of_the_suite_finds_something() -> None:
 
 
 def test_what_is_broken_is_named_without_pytest() -> None:
-    assert broken_rules(contract_of(FirstFitAllocator, examples=20)) == {}
-    broken = broken_rules(contract_of(NoName, examples=20))
+    assert broken_rules(contract_of(FirstFitAllocator, examples=5)) == {}
+    broken = broken_rules(contract_of(NoName, examples=5))
     assert NAME in broken
     assert broken[NAME] == "ContractViolation: a strategy has a name; found \"''\""
