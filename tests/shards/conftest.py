@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,6 @@ import attrs
 import pytest
 
 from tests import warm
-from tests.cluster_io.etcd import etcd
-
-__all__ = ["etcd"]
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
@@ -59,7 +57,7 @@ class RunningShards:
     def wait_for_restart(self, index: int, restarts: int) -> None:
         """Wait until a shard serves again. The test's own timeout is the limit."""
         while (shard := self.shards()[index])["state"] != "serving" or shard["restarts"] < restarts:
-            pass
+            time.sleep(0.02)
 
 
 @contextmanager
@@ -93,8 +91,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return inherited | {"XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("run"))}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_shards(environment: dict[str, str]) -> Iterator[RunningShards]:
-    """One server with two shards for the tests of a module."""
+    """One server with two shards for all tests that leave it running."""
     with running_shards(environment) as started:
         yield started

@@ -3,6 +3,7 @@
 import os
 import signal
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,12 +16,18 @@ from infinistore.cluster.locate import parse_cluster_url
 from infinistore.cluster.view import NodeState
 from infinistore.cluster_io.thread import open_membership
 from tests.cluster_client.clusters import Member
-from tests.cluster_io.etcd import Etcd, needs_etcd
+from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 from tests.transports.certificates import issue
 
 from .conftest import RunningShards, running_shards
 
+pytestmark = [needs_etcd, pytest.mark.process]
 KEYS = [f"key {number}" for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Etcd:
+    return shared_etcd()
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +35,10 @@ def two_nodes(environment: dict[str, str], etcd: Etcd) -> Iterator[RunningShards
     flags = ("--cluster", etcd.url, "--node-id", "machine", "--node-weight", "50", "--node-warm-up", "0")
     with running_shards(environment, *flags) as started:
         while [node["weight"] for node in started.told("/cluster")["nodes"]] != [25, 25]:
-            pass  # the test's own timeout is the limit
+            time.sleep(0.05)  # the test's own timeout is the limit
         yield started
 
 
-@needs_etcd
 def test_shards_register_one_by_one(two_nodes: RunningShards) -> None:
     told = two_nodes.told("/cluster")
     assert [node["id"] for node in told["nodes"]] == ["machine/0", "machine/1"]
@@ -44,7 +50,6 @@ def test_shards_register_one_by_one(two_nodes: RunningShards) -> None:
     ]
 
 
-@needs_etcd
 def test_a_client_of_the_cluster_uses_all_by_shared_memory(two_nodes: RunningShards, etcd: Etcd) -> None:
     with blocking.open_store(etcd.url, inline_bytes=0) as store:
         store.put_many([(key, key.encode()) for key in KEYS])
@@ -57,14 +62,13 @@ def test_a_client_of_the_cluster_uses_all_by_shared_memory(two_nodes: RunningSha
     assert min(stats.store.keys for stats in found if stats) > 0
 
 
-@needs_etcd
 def test_a_shard_that_was_killed_is_the_same_node_again(two_nodes: RunningShards) -> None:
 
     before = two_nodes.shards()[1]
     os.kill(before["pid"], signal.SIGKILL)
     two_nodes.wait_for_restart(1, before["restarts"] + 1)
     while two_nodes.told("/cluster")["shards"][1]["registration"] != "registered":
-        pass
+        time.sleep(0.05)
     nodes = two_nodes.told("/cluster")["nodes"]
     assert [(node["id"], node["address"]) for node in nodes][1] == (
         "machine/1",
@@ -72,9 +76,8 @@ def test_a_shard_that_was_killed_is_the_same_node_again(two_nodes: RunningShards
     )
 
 
-@needs_etcd
 def test_a_shard_whose_id_another_server_has_ends_all_with_one_line(etcd: Etcd, environment: dict[str, str]) -> None:
-    url = etcd.url.replace("/test", "/taken")
+    url = etcd.url_of(f"{etcd.cluster}-taken")
     other = Member(cluster=url, node_id="machine/1")
     try:
         flags = ("--cluster", url, "--node-id", "machine")
@@ -88,17 +91,16 @@ def test_a_shard_whose_id_another_server_has_ends_all_with_one_line(etcd: Etcd, 
     assert "give each its own --node-id" in line
 
 
-@needs_etcd
 def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority(
     etcd: Etcd, environment: dict[str, str], tmp_path: Path
 ) -> None:
     files = issue(tmp_path)
-    url = etcd.url.replace("/test", "/tls")
+    url = etcd.url_of(f"{etcd.cluster}-tls")
     flags = ["--cluster", url, "--node-id", "secure", "--node-warm-up", "0", "--tls-cert", str(files.cert)]
     flags += ["--tls-key", str(files.key), "--tls-peer-ca", str(files.ca)]
     with running_shards(environment, *flags) as started, closing(open_membership(parse_cluster_url(url))) as membership:
         while [node.state for node in membership.view.nodes] != [NodeState.SERVING] * 2:
-            pass  # the test's own timeout is the limit
+            time.sleep(0.05)  # the test's own timeout is the limit
         ports = [int(node.address.rpartition(":")[2]) for node in membership.view.nodes]
 
         def shown() -> list[str]:
@@ -109,7 +111,7 @@ def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority
         issue(tmp_path, ca="two", into=files)
         started.process.send_signal(signal.SIGHUP)
         while set(before).intersection(shown()):
-            pass
+            time.sleep(0.05)
         with blocking.open_store(f"{url}?ca={files.ca}") as store:
             store.put_many({key: key.encode() for key in KEYS})
             # It passes its blocks on to the other, which has the new authority only.

@@ -35,6 +35,7 @@ def events_of(server: RunningShards, name: str) -> list[dict[str, object]]:
     return [one for one in found if one["event"] == name]
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_shard_that_hangs_is_started_again_and_the_other_one_is_undisturbed(server: RunningShards) -> None:
     before = server.shards()
@@ -56,6 +57,7 @@ def test_a_shard_that_hangs_is_started_again_and_the_other_one_is_undisturbed(se
     assert (said["shard"], said["pid"], said["silent_s"]) == (1, before[1]["pid"], BOUND_S)
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_shard_that_stood_still_for_less_than_the_bound_is_left_alone(server: RunningShards) -> None:
     before = server.shards()
@@ -68,6 +70,7 @@ def test_a_shard_that_stood_still_for_less_than_the_bound_is_left_alone(server: 
     assert events_of(server, "a shard hangs, and is killed") == []
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_shard_that_was_stopped_together_with_its_supervisor_is_left_alone(server: RunningShards) -> None:
     before = server.shards()

@@ -69,6 +69,7 @@ async def test_a_server_in_this_process_has_no_shards() -> None:
         await serve(ServerConfig(shards=2))
 
 
+@pytest.mark.process
 def test_a_plain_server_loads_nothing_of_shards() -> None:
     program = (
         "import sys; from infinistore.server import serve; print([n for n in sys.modules if 'server.shards' in n])"

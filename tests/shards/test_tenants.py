@@ -4,6 +4,7 @@ what a tenant may take.
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 from infinistore import blocking
 from infinistore.access.tokens import digest_of, make_token
 from infinistore.blocking import BlockingStore
+from infinistore.cli.failures import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
-from tests import warm
 
-from .conftest import INFINISTORE, POOL, RunningShards, running_shards
+from .conftest import POOL, RunningShards, running_shards
 
+FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")
 TOKENS = {name: make_token(name, os.urandom) for name in NAMES}
 GROUPS = "groups: {team: 2MiB}\n"
@@ -58,6 +60,7 @@ def tenanted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFacto
         yield Tenanted(server, file)
 
 
+@pytest.mark.process
 def test_each_tenant_has_its_own_keys_in_all_shards(tenanted: Tenanted) -> None:
     with tenanted.open("ann") as ann, tenanted.open("ben") as ben:
         ann.put_many([(key, b"ann") for key in KEYS])
@@ -69,6 +72,7 @@ def test_each_tenant_has_its_own_keys_in_all_shards(tenanted: Tenanted) -> None:
         assert ann.purge() == 64
 
 
+@pytest.mark.process
 def test_the_shards_together_are_within_a_tenants_limits(tenanted: Tenanted) -> None:
     with tenanted.open("ann") as ann:
         for key in KEYS * 3:
@@ -80,6 +84,7 @@ def test_the_shards_together_are_within_a_tenants_limits(tenanted: Tenanted) -> 
         ann.purge()
 
 
+@pytest.mark.process
 def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
     before = tenanted.file.read_text()
     tenanted.file.write_text(text_of(ann=LIMITED, ops=OPS))
@@ -91,6 +96,7 @@ def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
                     pass
             except AuthenticationFailed:
                 break
+            time.sleep(0.02)
     with tenanted.open("ann") as ann:
         ann.put_many([(key, b"ann") for key in KEYS])
     tenanted.file.write_text(before)
@@ -100,6 +106,7 @@ def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
         assert ben.purge() == 64
 
 
+@pytest.mark.process
 def test_a_file_that_no_shard_can_use_changes_nothing_in_any(tenanted: Tenanted) -> None:
     before = tenanted.file.read_text()
     tenanted.file.write_text(text_of(ann="    group: team\n    reserved_bytes: 3MiB\n", ops=OPS))
@@ -125,21 +132,21 @@ def test_a_file_that_no_shard_can_use_changes_nothing_in_any(tenanted: Tenanted)
     ],
 )
 def test_what_does_not_fit_is_refused_once_in_the_sizes_of_the_whole(
-    environment: dict[str, str], tmp_path: Path, text: str, problem: str
+    tmp_path: Path, text: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(text)
-    command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL]
-    done = warm.run(
-        [*command, "--tenants", str(file)], env=environment, capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode != 0
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "shard 0" not in done.stderr
+    assert run(["--shards", "2", *FREE_PORTS, "--tenants", str(file)]) != 0
+    said = capsys.readouterr().err
+    assert problem in said
+    assert "Traceback" not in said
+    assert "shard 0" not in said
 
 
-def test_each_shard_has_its_part_of_a_tenants_disk(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.process
+def test_each_shard_has_its_part_of_a_tenants_disk(
+    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, disk = tmp_path / "tenants.yaml", tmp_path / "disk"
     file.write_text(text_of("", ann="    roles: [read, write, monitor, admin]\n    disk_max_bytes: 128MiB\n"))
     flags = ("--tenants", str(file), "--disk", f"{disk}:256MiB", "--disk-admission", "eager")
@@ -157,10 +164,8 @@ def test_each_shard_has_its_part_of_a_tenants_disk(environment: dict[str, str], 
         "shard-1-of-2/tenants/ann",
     ]
     file.write_text(text_of("", ann="    disk_max_bytes: 100MiB\n"))
-    command = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", *POOL, *flags]
-    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    assert "give it a disk_max_bytes of 128 MiB or more, or none" in done.stderr
+    assert run(["--shards", "2", *FREE_PORTS, *flags]) != 0
+    assert "give it a disk_max_bytes of 128 MiB or more, or none" in capsys.readouterr().err
     file.write_text(text_of("", ann="    disk_max_bytes: 128MiB\n"))
-    alone = [*INFINISTORE, "--service-port", "0", "--manage-port", "0", *POOL, *flags]
-    done = warm.run(alone, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    assert "is not empty (shard-0-of-2, shard-1-of-2) and not a disk of tenants" in done.stderr
+    assert run([*FREE_PORTS, *flags]) != 0
+    assert "is not empty (shard-0-of-2, shard-1-of-2) and not a disk of tenants" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.transports.certificates import Files, issue
 
 from .conftest import RunningShards, running_shards
 
+pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]
 
 
@@ -70,7 +72,7 @@ def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypt
         assert encrypted.on_disk != before
         encrypted.server.process.send_signal(signal.SIGHUP)
         while encrypted.shown() != [encrypted.on_disk] * 3:
-            pass
+            time.sleep(0.05)
         assert store.get_many(KEYS) == [bytearray(b"value")] * len(KEYS)
     with blocking.open_store(url) as store:
         assert all(store.exists_many(KEYS))
@@ -93,5 +95,5 @@ def test_a_shard_that_is_started_again_has_the_certificate_of_now(encrypted: Enc
     shard = encrypted.ask("/shards")[1]["shards"][1]
     os.kill(shard["pid"], signal.SIGKILL)
     while (now := encrypted.ask("/shards")[1]["shards"][1])["state"] != "serving" or now["pid"] == shard["pid"]:
-        pass
+        time.sleep(0.05)
     assert encrypted.shown() == [encrypted.on_disk] * 3
