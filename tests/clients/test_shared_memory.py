@@ -449,7 +449,7 @@ def test_many_threads_share_one_mapping(one_kind: Shared) -> None:
         def work(name: str) -> None:
             try:
                 for index in range(10):
-                    value = name.encode() * 100_000 + bytes([index])
+                    value = name.encode() * 20_000 + bytes([index])
                     store.put(name, value)
                     assert store.get(name) == value
             except BaseException as error:  # noqa: BLE001
