@@ -122,6 +122,8 @@ class RunningServer:
     scope: trio.CancelScope
     listener: MemoryListener | None = None
     finished: trio.Event = attrs.field(factory=trio.Event)
+    peers: list["Peer"] = attrs.field(factory=list)
+    """Those that it has connected."""
 
     @property
     def core(self) -> StoreCore:
@@ -150,9 +152,23 @@ class RunningServer:
 
     async def peer(self) -> "Peer":
         """A connection that has said hello."""
-        peer = Peer(await self.connect())
+        return await self.greet(await self.connect())
+
+    async def local_peer(self) -> "Peer":
+        """One by its Unix socket."""
+        return await self.greet(await connect_unix(str(self.unix_path)))
+
+    async def greet(self, stream: Stream) -> "Peer":
+        """Say hello by a stream."""
+        self.peers.append(peer := Peer(stream))
         await peer.hello()
         return peer
+
+    async def left_by_all(self) -> None:
+        """Close its peers, and wait until nothing is left of them."""
+        for peer in self.peers:
+            peer.close()
+        await self.quiet()
 
     async def until(self, **figures: int) -> StoreStatistics:
         """Wait until the statistics of its store say so."""

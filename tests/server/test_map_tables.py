@@ -26,7 +26,7 @@ from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, let_linger, running_server
-from tests.server.test_shared_memory import lease, local_peer, present, put, release, serving
+from tests.server.test_shared_memory import lease, present, put, release, serving
 
 
 def begin(mapped: Tables, known: LeaseReply) -> int | None:
@@ -56,7 +56,7 @@ async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
     tmp_path: Path, inline_bytes: int
 ) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         mapped = await map_tables(peer)
         await put(other, "a", b"x" * KIB)
         await put(other, "b", b"y" * KIB)
@@ -72,27 +72,21 @@ async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
         assert server.core.statistics().used_bytes == 2 * KIB
         mapped.hazards.remove(slots)
         assert server.core.statistics().used_bytes == KIB
-        for who in (peer, other):
-            who.close()
-        await server.quiet()
 
 
 async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         known = await known_block(peer)
         first, again, of_another = await map_tables(peer), await map_tables(peer), await map_tables(other)
         assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
         assert again.hazards.numbers[1] == 1
         assert of_another.hazards.numbers[1] == 0
-        for who in (peer, other):
-            who.close()
-        await server.quiet()
 
 
 async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         mapped = await map_tables(peer)
         known = await known_block(peer)
         assert begin(mapped, known) is not None
@@ -102,15 +96,13 @@ async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_p
         await server.until(clients=1, used_bytes=0)
         assert mapped.hazards.closed
         assert begin(mapped, known) is None
-        other.close()
-        await server.quiet()
 
 
 async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(
     tmp_path: Path, mock_clock: MockClock
 ) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         mapped = await map_tables(peer)
         known = await known_block(peer)
         assert begin(mapped, known) is not None
@@ -126,13 +118,11 @@ async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_
         assert server.core.statistics().used_bytes == POOL_BYTES - 63 * KIB
         peer.close()
         await server.until(quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
-        other.close()
-        await server.quiet()
 
 
 async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         mapped = await map_tables(peer)
         await put(peer, "a", b"x" * KIB)
         await drive(peer.connection.notify(Touch(Keys(["a", "gone"]))), peer.stream)
@@ -141,20 +131,16 @@ async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(tmp_p
         assert await present(peer, "a") == [True]
         statistics = server.core.statistics()
         assert (statistics.hits, statistics.hit_bytes, statistics.misses) == (2, 2 * KIB, 0)
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_touch_of_too_many_keys_ends_the_connection(tmp_path: Path) -> None:
     too_many = Keys([str(number) for number in range(CoreLimits().max_batch_keys + 1)])
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await drive(peer.connection.notify(Touch(too_many)), peer.stream)
         with pytest.raises(LimitExceeded):
             await present(peer, "a")
         assert await peer.is_closed()
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_touch_may_come_over_tcp() -> None:
@@ -170,7 +156,7 @@ async def test_a_touch_may_come_over_tcp() -> None:
 
 async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: Path) -> None:
     async with serving(tmp_path, Environment(tables_are_safe=lambda: False)) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         descriptors: list[int] = []
         reply = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
         assert (reply, descriptors) == (MapTablesReply(0), [])
@@ -178,8 +164,6 @@ async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: 
         known = await lease(peer, "a", inline_bytes=1)
         assert (known.removals, len(known.places)) == (0, 1)
         await peer.payload()
-        peer.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(
@@ -196,25 +180,20 @@ async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_wer
         return create_arena(index, length, **options)
 
     async with serving(tmp_path, Environment(create_arena=create)) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         assert await peer.ask(MapTables()) == MapTablesReply(0)
         await put(peer, "a", b"x")
         assert await present(peer, "a") == [True]
         refuses = False
         assert not (await map_tables(peer)).hazards.closed
-        peer.close()
-        await server.quiet()
 
 
 async def test_junk_in_a_connections_memory_ends_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         mapped = await map_tables(peer)
         mapped.log.append(b"junk" * 100)
         mapped.hazards.add(pack_u64([2**64 - 1, 5]), pack_u64([2**64 - 1, 7]), pack_u64([0, 0]))
         for who in (peer, other):
             await put(who, "a", b"x" * KIB)
             assert await present(who, "a") == [True]
-        for who in (peer, other):
-            who.close()
-        await server.quiet()

@@ -39,7 +39,6 @@ from tests.server.test_shared_memory import (
     abort,
     commit,
     lease,
-    local_peer,
     present,
     put,
     release,
@@ -69,7 +68,7 @@ def refused(error: type[Exception], match: str) -> Iterator[None]:
 
 async def test_a_prepared_batch_is_visible_when_its_number_is_in_the_commit_word(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await server.peer()
+        peer, other = await server.local_peer(), await server.peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5, 6)
         reply = await prepare(peer, room.reservation, "a", "b", checksums=True)
@@ -80,14 +79,11 @@ async def test_a_prepared_batch_is_visible_when_its_number_is_in_the_commit_word
         assert await present(other, "a", "b") == [True, True]
         assert list((await lease(peer, "a", "b")).checksums) == [11, 12]
         assert server.core.statistics().reservations == 0
-        peer.close()
-        other.close()
-        await server.quiet()
 
 
 async def test_a_prepare_can_take_the_room_as_well(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await server.peer()
+        peer, other = await server.local_peer(), await server.peer()
         tables = await map_tables(peer)
         for index in range(3):
             reply = await prepare(peer, 0, f"a {index}", "b", sizes=[5, 6], checksums=True)
@@ -98,14 +94,11 @@ async def test_a_prepare_can_take_the_room_as_well(tmp_path: Path) -> None:
             tables.word.commit(reply.reservation, pack_u64([11, index]))
             assert await present(other, f"a {index}", "b") == [True, True]
         assert list((await lease(peer, "a 2", "b")).checksums) == [11, 2]
-        peer.close()
-        other.close()
-        await server.quiet()
 
 
 async def test_the_room_that_a_prepare_took_is_the_clients_even_if_the_names_are_somebody_elses(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        first, second = await local_peer(server), await local_peer(server)
+        first, second = await server.local_peer(), await server.local_peer()
         tables, _ = await map_tables(first), await map_tables(second)
         before = await prepare(first, 0, "key", sizes=[5])
         reply = await prepare(second, 0, "new", "key", sizes=[5, 5])
@@ -116,22 +109,18 @@ async def test_the_room_that_a_prepare_took_is_the_clients_even_if_the_names_are
         reply = await prepare(second, 0, "another", sizes=[5])
         await abort(second, reply.reservation)
         await server.until(keys=2, reservations=0)
-        first.close()
-        second.close()
-        await server.quiet()
 
 
 async def test_the_tables_tell_how_much_a_client_may_pin_and_in_which_units_it_counts(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         assert (tables.reply.max_pinned_bytes, tables.reply.unit_bytes) == (POOL_BYTES // 2, KIB)
-        peer.close()
 
 
 async def test_nobody_may_remember_a_block_while_its_key_is_being_written(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         await put(other, "key", b"value")
         await put(other, "another", b"value")
@@ -142,13 +131,11 @@ async def test_nobody_may_remember_a_block_while_its_key_is_being_written(tmp_pa
         assert (await lease(other, "another")).removals == reply.removals
         tables.word.commit(room.reservation, pack_u64())
         assert (await lease(other, "key")).removals > reply.removals
-        peer.close()
-        other.close()
 
 
 async def test_a_batch_whose_key_somebody_else_writes_needs_a_commit(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        first, second = await local_peer(server), await local_peer(server)
+        first, second = await server.local_peer(), await server.local_peer()
         tables, other_tables = await map_tables(first), await map_tables(second)
         room, other_room = await reserve(first, 5), await reserve(second, 5, 5)
         assert (await prepare(first, room.reservation, "key")).accepted
@@ -161,14 +148,11 @@ async def test_a_batch_whose_key_somebody_else_writes_needs_a_commit(tmp_path: P
         tables.word.commit(room.reservation, pack_u64())
         assert await present(second, "new", "key") == [True, True]
         assert server.core.statistics().puts == 3
-        first.close()
-        second.close()
-        await server.quiet()
 
 
 async def test_one_connection_can_commit_one_batch_after_the_other(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         for index in range(20):
             room = await reserve(peer, 5)
@@ -177,13 +161,11 @@ async def test_one_connection_can_commit_one_batch_after_the_other(tmp_path: Pat
         assert await present(peer, "key 0", "key 1", "key 2") == [True] * 3
         assert list((await lease(peer, "key 0", "key 1", "key 2")).checksums) == [19, 20, 18]
         assert server.core.statistics().used_bytes == 3 * KIB
-        peer.close()
-        await server.quiet()
 
 
 async def test_traffic_and_statistics_count_what_a_client_committed_by_itself(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 500, 600)
         await prepare(peer, room.reservation, "a", "b")
@@ -203,7 +185,7 @@ async def test_traffic_and_statistics_count_what_a_client_committed_by_itself(tm
 @pytest.mark.parametrize("by_log", [False, True])
 async def test_a_read_of_what_nobody_has_looked_at_yet_counts_as_a_hit(tmp_path: Path, by_log: bool) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 500)
         await prepare(peer, room.reservation, "key")
@@ -215,7 +197,6 @@ async def test_a_read_of_what_nobody_has_looked_at_yet_counts_as_a_hit(tmp_path:
         await present(peer, "key")
         statistics = server.core.statistics()
         assert (statistics.hits, statistics.hit_bytes) == (1, 500)
-        peer.close()
 
 
 # Clients that go, and servers
@@ -224,7 +205,7 @@ async def test_a_read_of_what_nobody_has_looked_at_yet_counts_as_a_hit(tmp_path:
 @pytest.mark.parametrize("written", [False, True])
 async def test_a_client_that_leaves_leaves_what_it_has_written_and_nothing_else(tmp_path: Path, written: bool) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         await put(peer, "key", b"old value")
         room = await reserve(peer, 5)
@@ -242,7 +223,7 @@ async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(
     tmp_path: Path, mock_clock: MockClock
 ) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         await prepare(peer, room.reservation, "key")
@@ -259,12 +240,11 @@ async def test_a_client_in_quarantine_may_still_write_what_it_has_prepared(
         peer.close()
         await server.until(clients=1)
         assert await present(other, "key") == [True]
-        other.close()
 
 
 async def test_a_server_that_drains_does_not_wait_for_a_client_that_has_written_all(tmp_path: Path) -> None:
     async with serving(tmp_path, drain_timeout_s=1000) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         await prepare(peer, room.reservation, "key")
@@ -278,7 +258,7 @@ async def test_a_server_that_drains_does_not_wait_for_a_client_that_has_written_
 
 async def test_a_server_that_drains_waits_for_a_client_that_is_writing_and_tells_it(tmp_path: Path) -> None:
     async with serving(tmp_path, drain_timeout_s=1000) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         await prepare(peer, room.reservation, "key")
@@ -297,23 +277,19 @@ async def test_a_server_that_drains_waits_for_a_client_that_is_writing_and_tells
 
 async def test_a_prepare_without_tables_is_no_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         room = await reserve(peer, 5)
         with refused(ProtocolError, "MapTables"):
             await prepare(peer, room.reservation, "key")
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_server_without_tables_takes_no_prepare(tmp_path: Path) -> None:
     async with serving(tmp_path, Environment(tables_are_safe=lambda: False)) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         assert await peer.ask(MapTables()) == MapTablesReply(0)
         room = await reserve(peer, 5)
         with refused(ProtocolError, "MapTables"):
             await prepare(peer, room.reservation, "key")
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_prepare_by_tcp_is_no_request() -> None:
@@ -337,7 +313,7 @@ async def is_unharmed(server: RunningServer, peer: Peer, tables: Tables, reserva
 
 async def test_a_prepare_of_what_is_not_open_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         room, aborted, others = await reserve(peer, 5), await reserve(peer, 5), await reserve(other, 5)
         await abort(peer, aborted.reservation)
@@ -350,7 +326,7 @@ async def test_a_prepare_of_what_is_not_open_is_refused(tmp_path: Path) -> None:
 
 async def test_a_prepare_that_does_not_fit_its_reservation_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, max_key_bytes=10) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         for keys in ([], ["key", "another"], ["much longer than that"]):
@@ -365,7 +341,7 @@ async def test_a_prepare_that_does_not_fit_its_reservation_is_refused(tmp_path: 
 
 async def test_a_prepare_that_is_refused_takes_no_room(tmp_path: Path) -> None:
     async with serving(tmp_path, max_key_bytes=10) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables, room = await map_tables(peer), await reserve(peer, 5)
         for keys in ([], ["key"], ["key", "another", "one more"], ["key", "much longer than that"], ["key", "key"]):
             with refused(InvalidRequest, "."):
@@ -379,18 +355,16 @@ async def test_a_prepare_that_is_refused_takes_no_room(tmp_path: Path) -> None:
 
 async def test_a_prepare_of_a_reservation_that_asks_for_room_is_no_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await map_tables(peer)
         room = await reserve(peer, 5)
         with refused(ProtocolError, "asks for room"):
             await prepare(peer, room.reservation, "key", sizes=[5])
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_prepare_takes_no_more_reservations_than_a_connection_may_have(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await map_tables(peer)
         with mock.patch.object(holdings, "MOST_OPEN", 1):
             room = await reserve(peer, 5)
@@ -398,13 +372,11 @@ async def test_a_prepare_takes_no_more_reservations_than_a_connection_may_have(t
                 await prepare(peer, 0, "key", sizes=[5])
             await abort(peer, room.reservation)
             assert (await prepare(peer, 0, "key", sizes=[5])).accepted
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_prepare_of_more_keys_than_there_is_room_for_checksums_is_no_request(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         most = [f"{index}" for index in range(HAZARD_SLOTS)]
         room = await reserve(peer, *[1] * HAZARD_SLOTS)
@@ -416,15 +388,13 @@ async def test_a_prepare_of_more_keys_than_there_is_room_for_checksums_is_no_req
         room = await reserve(peer, *[1] * (HAZARD_SLOTS + 1))
         with refused(ProtocolError, "there is room for"):
             await prepare(peer, room.reservation, *most, "one more")
-        peer.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize("same", [False, True])
 async def test_a_second_prepare_before_the_first_is_written_is_no_request(tmp_path: Path, same: bool) -> None:
     """There is one commit word: it could tell of one of them only."""
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         await map_tables(peer)
         first, second = await reserve(peer, 5), await reserve(peer, 5)
         assert (await prepare(peer, first.reservation, "key")).accepted
@@ -433,13 +403,11 @@ async def test_a_second_prepare_before_the_first_is_written_is_no_request(tmp_pa
         peer.close()
         await server.until(clients=1)
         assert await present(other, "key", "another") == [False, False]
-        other.close()
-        await server.quiet()
 
 
 async def test_another_batch_can_be_prepared_when_the_first_is_given_up_or_was_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         await map_tables(other)
         given_up, kept, others = await reserve(peer, 5), await reserve(peer, 5), await reserve(other, 5)
@@ -454,7 +422,7 @@ async def test_another_batch_can_be_prepared_when_the_first_is_given_up_or_was_r
 
 async def test_what_is_prepared_can_be_committed_by_its_word_only(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         await prepare(peer, room.reservation, "key")
@@ -465,13 +433,11 @@ async def test_what_is_prepared_can_be_committed_by_its_word_only(tmp_path: Path
             with refused(UnknownReservation, "."):
                 await prepare(peer, room.reservation, "another")
         assert await present(peer, "key", "another") == [True, False]
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_junk_commit_word_commits_nothing_that_was_not_prepared(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         room, others = await reserve(peer, 5), await reserve(other, 5)
         for junk in (0, room.reservation, others.reservation, 12345, 2**64 - 1):
@@ -486,20 +452,15 @@ async def test_a_junk_commit_word_commits_nothing_that_was_not_prepared(tmp_path
         other.close()
         tables.word.commit(room.reservation, pack_u64([7]))
         assert isinstance(await peer.ask(Get(Keys(["key"]), pack_u64())), GetReply)
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_word_that_was_there_before_its_prepare_counts_from_then_on(tmp_path: Path) -> None:
     """It is its own room that such a client shows before it has written it."""
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         tables = await map_tables(peer)
         room = await reserve(peer, 5)
         tables.word.commit(room.reservation, pack_u64([2**64 - 1]))
         assert await present(other, "key") == [False]
         await prepare(peer, room.reservation, "key", checksums=True)
         assert await present(other, "key") == [True]
-        for who in (peer, other):
-            who.close()
-        await server.quiet()

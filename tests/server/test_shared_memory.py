@@ -54,7 +54,6 @@ from infinistore.protocol.states import State
 from infinistore.server.connection import holdings
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
-from infinistore.transports.sockets.trio_streams import connect_unix
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, make_config, running_server
 
 OFFSET_MASK = 2**48 - 1
@@ -64,15 +63,14 @@ OFFSET_MASK = 2**48 - 1
 async def serving(
     folder: Path, environment: Environment | None = None, **settings: Any
 ) -> AsyncGenerator[RunningServer, None]:
+    """A server with a Unix socket, of which its clients leave nothing behind unless it
+    ends before.
+    """
     config = make_config(unix_socket=str(folder / "store.sock"), **settings)
     async with running_server(config, environment) as server:
         yield server
-
-
-async def local_peer(server: RunningServer) -> Peer:
-    peer = Peer(await connect_unix(str(server.unix_path)))
-    await peer.hello()
-    return peer
+        if not server.ended:
+            await server.left_by_all()
 
 
 async def arenas(peer: Peer, first: int = 0) -> tuple[MapArenasReply, list[int]]:
@@ -88,7 +86,7 @@ async def arenas(peer: Peer, first: int = 0) -> tuple[MapArenasReply, list[int]]
 
 async def test_a_pipe_that_comes_with_the_arenas_hangs_up_when_the_server_has_ended(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         descriptors: list[int] = []
         await drive(peer.connection.request(MapArenas(99), descriptors=descriptors), peer.stream)
         (pipe,) = descriptors
@@ -150,7 +148,7 @@ def commit(reservation: int, *keys: str, checksums: int = 0) -> Commit:
 
 async def test_spare_room_is_granted_while_little_is_reserved(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         spare = await reserve_spare(peer, POOL_BYTES // 16, POOL_BYTES // 16)
         assert spare
         assert not await reserve_spare(other, KIB)  # an eighth is reserved
@@ -164,13 +162,12 @@ async def test_spare_room_is_granted_while_little_is_reserved(tmp_path: Path) ->
 
 async def test_nothing_is_evicted_for_spare_room(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         full = (await reserve(peer, *[64 * KIB] * (POOL_BYTES * 9 // 10 // (64 * KIB)))).places
         keys = [str(number) for number in range(len(full))]
         await peer.ask(commit(1, *keys))
         assert not await reserve_spare(peer, POOL_BYTES // 16)
         assert all(await present(peer, *keys))
-        peer.close()
 
 
 # Descriptors
@@ -178,7 +175,7 @@ async def test_nothing_is_evicted_for_spare_room(tmp_path: Path) -> None:
 
 async def test_an_arena_that_was_handed_out_cannot_be_resized_sealed_or_opened_again_by_others(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         reply, (descriptor,) = await arenas(peer)
         assert (list(reply.lengths), reply.writable) == ([POOL_BYTES], True)
         assert os.fstat(descriptor).st_size == POOL_BYTES
@@ -191,12 +188,11 @@ async def test_an_arena_that_was_handed_out_cannot_be_resized_sealed_or_opened_a
         with pytest.raises(PermissionError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         os.close(descriptor)
-        peer.close()
 
 
 async def test_without_shared_writes_no_writable_mapping_can_be_made(tmp_path: Path) -> None:
     async with serving(tmp_path, shm_writes="off") as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         reply, (descriptor,) = await arenas(peer)
         assert not reply.writable
         with pytest.raises(PermissionError):
@@ -209,7 +205,6 @@ async def test_without_shared_writes_no_writable_mapping_can_be_made(tmp_path: P
             start = found.places[0] & OFFSET_MASK
             assert pool[start : start + found.sizes[0]] == b"the server itself can write"
         os.close(descriptor)
-        peer.close()
 
 
 def test_sharing_an_arena_twice_gives_the_same_descriptor() -> None:
@@ -220,23 +215,21 @@ def test_sharing_an_arena_twice_gives_the_same_descriptor() -> None:
 
 async def test_arenas_are_asked_for_from_a_number_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         for first in (1, 2**63):
             reply, descriptors = await arenas(peer, first)
             assert (list(reply.lengths), descriptors) == ([], [])
         assert await present(peer, "key") == [False]
-        peer.close()
 
 
 async def test_descriptors_that_nobody_takes_are_not_kept(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await present(peer, "key")
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(10):
             assert isinstance(await peer.ask(MapArenas(0)), MapArenasReply)
         assert len(os.listdir("/proc/self/fd")) == before
-        peer.close()
 
 
 # What is refused
@@ -269,7 +262,7 @@ async def test_a_release_or_abort_over_tcp_ends_the_connection(send: Callable[[P
 
 async def test_what_is_committed_must_be_reserved_on_this_connection_and_not_committed_yet(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         reserved = await reserve(peer, 100)
         for who, number in ((peer, reserved.reservation + 1), (other, reserved.reservation), (peer, 0)):
             with pytest.raises(UnknownReservation):
@@ -280,9 +273,6 @@ async def test_what_is_committed_must_be_reserved_on_this_connection_and_not_com
         with pytest.raises(UnknownReservation):
             await peer.ask(commit(reserved.reservation, "key"))
         assert await present(other, "key") == [True]
-        for who in (peer, other):
-            who.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(
@@ -293,20 +283,18 @@ async def test_a_commit_that_does_not_fit_leaves_the_reservation_open(
     tmp_path: Path, keys: tuple[str, ...], checksums: int
 ) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         reserved = await reserve(peer, 100, 200)
         with pytest.raises(InvalidRequest):
             await peer.ask(commit(reserved.reservation, *keys, checksums=checksums))
         assert await present(peer, "a", "b", "c") == [False] * 3
         assert isinstance(await peer.ask(commit(reserved.reservation, "a", "b", checksums=2)), PutReply)
         assert await present(peer, "a", "b", "c") == [True, True, False]
-        peer.close()
-        await server.quiet()
 
 
 async def test_to_release_what_is_not_leased_ends_the_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         await put(peer, "key", b"value")
         leased = await lease(peer, "key")
         await release(other, leased.lease)
@@ -317,14 +305,11 @@ async def test_to_release_what_is_not_leased_ends_the_connection(tmp_path: Path)
         await release(peer, leased.lease)
         with pytest.raises(ProtocolError, match="lease"):
             await present(peer, "key")
-        for who in (peer, other):
-            who.close()
-        await server.quiet()
 
 
 async def test_an_abort_gives_the_room_back_once_and_keeps_the_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         reserved = await reserve(peer, 100 * KIB)
         await abort(peer, reserved.reservation)
         with pytest.raises(UnknownReservation):
@@ -349,7 +334,7 @@ async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Pat
     or released already.
     """
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await release(peer, 0)
         await put(peer, "key", b"value")
         older, latest = await lease(peer, "key"), await lease(peer, "key")
@@ -367,13 +352,11 @@ async def test_the_latest_lease_can_be_released_without_its_number(tmp_path: Pat
         await peer.send_head(Lease(Keys(["key"]), pack_u64()))
         await release(peer, 0)
         await server.until(leases=0)
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_lease_that_does_not_fit_the_room_at_the_client_pins_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await put(peer, "key", b"value")
         with pytest.raises(BufferTooSmall):
             await peer.ask(Lease(Keys(["key"]), pack_u64([4])))
@@ -381,7 +364,6 @@ async def test_a_lease_that_does_not_fit_the_room_at_the_client_pins_nothing(tmp
         assert await present(peer, "key") == [True]
         with pytest.raises(ProtocolError, match="capacities"):
             await peer.ask(Lease(Keys(["key"]), pack_u64([4, 4])))
-        peer.close()
 
 
 async def test_open_reservations_are_bounded_even_if_they_take_no_room(
@@ -389,29 +371,25 @@ async def test_open_reservations_are_bounded_even_if_they_take_no_room(
 ) -> None:
     monkeypatch.setattr(holdings, "MOST_OPEN", 9)
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         for _ in range(9):
             await reserve(peer)
         with pytest.raises(LimitExceeded):
             await reserve(peer)
         assert server.core.statistics().reservations == 9
         assert await present(peer, "key") == [False]
-        peer.close()
-        await server.quiet()
 
 
 async def test_open_leases_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings, "MOST_OPEN", 9)
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await put(peer, "key", b"value")
         for _ in range(9):
             await lease(peer, "key")
         with pytest.raises(LimitExceeded):
             await lease(peer, "key")
         assert await present(peer, "key") == [True]
-        peer.close()
-        await server.quiet()
 
 
 # What is lent
@@ -419,7 +397,7 @@ async def test_open_leases_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
 async def test_a_batch_of_exactly_inline_bytes_comes_inline_and_a_longer_one_is_leased(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await put(peer, "a", b"12345")
         await put(peer, "b", b"678")
         inline = await lease(peer, "a", "gone", "b", inline_bytes=8)
@@ -431,13 +409,11 @@ async def test_a_batch_of_exactly_inline_bytes_comes_inline_and_a_longer_one_is_
         assert (len(leased.places), leased.places[1], peer.connection.payload_left) == (3, 0, 0)
         assert (inline.places, inline.checksums) == (leased.places, leased.checksums)
         assert server.core.statistics().leases == 1
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_leased_block_stays_while_its_key_is_replaced_deleted_and_the_pool_filled(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         _, (descriptor,) = await arenas(peer)
         blocks = {name: name.encode() * 100 * KIB for name in ("r", "d", "e")}
         for name, value in blocks.items():
@@ -455,8 +431,6 @@ async def test_a_leased_block_stays_while_its_key_is_replaced_deleted_and_the_po
         await present(peer, "r")
         assert server.core.statistics().used_bytes == 0
         os.close(descriptor)
-        for who in (peer, other):
-            who.close()
 
 
 # Clients that go
@@ -464,7 +438,7 @@ async def test_a_leased_block_stays_while_its_key_is_replaced_deleted_and_the_po
 
 async def test_a_client_that_leaves_gives_back_what_it_had_reserved_and_leased(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         await put(peer, "key", b"value")
         await reserve(peer, 64 * KIB)
         await lease(peer, "key")
@@ -478,7 +452,7 @@ async def test_a_client_that_breaks_the_protocol_is_in_quarantine_until_its_end_
     tmp_path: Path, mock_clock: MockClock, pinned: str
 ) -> None:
     async with serving(tmp_path) as server:
-        peer, other = await local_peer(server), await local_peer(server)
+        peer, other = await server.local_peer(), await server.local_peer()
         most = POOL_BYTES // 2
         if pinned == "reservation":
             await reserve(peer, most)
@@ -496,8 +470,6 @@ async def test_a_client_that_breaks_the_protocol_is_in_quarantine_until_its_end_
         statistics = await server.until(quarantined_bytes=0)
         assert statistics.used_bytes == 0
         await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
-        other.close()
-        await server.quiet()
 
 
 async def server_is_patient(server: RunningServer, other: Peer, most: int) -> None:
@@ -511,8 +483,8 @@ async def server_is_patient(server: RunningServer, other: Peer, most: int) -> No
 async def test_a_server_that_stops_does_not_wait_for_a_client_in_quarantine(
     tmp_path: Path, mock_clock: MockClock
 ) -> None:
-    async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+    async with running_server(make_config(unix_socket=str(tmp_path / "socket"))) as server:
+        peer = await server.local_peer()
         await reserve(peer, KIB)
         await release(peer, 12345)
         await let_linger(peer, mock_clock)
@@ -522,12 +494,10 @@ async def test_a_server_that_stops_does_not_wait_for_a_client_in_quarantine(
 
 async def test_get_and_put_work_beside_what_is_lent(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        peer = await local_peer(server)
+        peer = await server.local_peer()
         reserved = await reserve(peer, 100)
         await put(peer, "other", b"value")
         assert isinstance(await peer.ask(Get(Keys(["other"]), pack_u64(), checksums=False)), GetReply)
         assert await peer.payload() == b"value"
         assert isinstance(await peer.ask(commit(reserved.reservation, "mine")), PutReply)
         assert await present(peer, "mine", "other") == [True, True]
-        peer.close()
-        await server.quiet()
