@@ -14,23 +14,23 @@ from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.client.requests import Request
 from infinistore.kept_errors import KeptError
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerHere, running_server_here
 
 _T = TypeVar("_T")
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server in a process of its own, with a Unix socket."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHere]:
+    """A server in a thread, with a Unix socket."""
     folder: Path = tmp_path_factory.mktemp("tensors")
-    with running_server_process("--unix-socket", str(folder / "store.sock")) as started:
+    with running_server_here(unix_socket=str(folder / "store.sock")) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def other_server() -> Iterator[ServerProcess]:
+def other_server() -> Iterator[ServerHere]:
     """Another one, which makes a cluster with the first."""
-    with running_server_process("--unix-socket", "off") as started:
+    with running_server_here(unix_socket="off") as started:
         yield started
 
 
@@ -42,7 +42,7 @@ def store() -> Iterator[BlockingStore]:
 
 
 @contextmanager
-def open_kind(kind: str, server: ServerProcess) -> Iterator[BlockingStore]:
+def open_kind(kind: str, server: ServerHere) -> Iterator[BlockingStore]:
     """A store of this kind, empty."""
     if kind == "embedded":
         url, options = None, {"pool_bytes": 16 << 20, "minimal_allocate_bytes": 4096}
@@ -56,7 +56,7 @@ def open_kind(kind: str, server: ServerProcess) -> Iterator[BlockingStore]:
 
 
 @pytest.fixture(params=["embedded", "shm", "tcp", "cluster"])
-def any_store(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[BlockingStore]:
+def any_store(request: pytest.FixtureRequest, server: ServerHere) -> Iterator[BlockingStore]:
     """A store of each kind; one node of the cluster goes by shared memory, the other by
     TCP.
     """

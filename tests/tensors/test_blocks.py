@@ -17,6 +17,7 @@ from infinistore import aio, blocking
 from infinistore.blocking import BlockingStore
 from infinistore.errors import KeyNotFound, StoreUnavailable, ValueTooLarge
 from infinistore.tensors import BlockSizeMismatch, BlocksMissing, read_blocks, write_blocks
+from tests.tables import for_each
 from tests.tensors.contents import DTYPES, as_bytes, random_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -39,9 +40,9 @@ def test_a_block_is_what_put_would_store(store: BlockingStore) -> None:
     assert store.get("b") == np.arange(14, 16, dtype=np.int32).tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scattered", [False, True], ids=["in place", "scattered"])
+@for_each(dtype=DTYPES, scattered=[False, True])
 def test_tensors_of_every_dtype(store: BlockingStore, dtype: torch.dtype, scattered: bool) -> None:
+    store.purge()
     source, target = random_bytes(6, 4, dtype.itemsize), torch.zeros(6, 4, dtype.itemsize, dtype=torch.uint8)
     tensor, back = (made.view(dtype)[..., 0] for made in (source, target))
     expected = as_bytes(source)

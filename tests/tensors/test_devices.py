@@ -24,7 +24,7 @@ from infinistore.tensors import (
     write_blocks,
 )
 from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
-from tests.bad_days.servers import ServerProcess
+from tests.bad_days.servers import ServerHere
 from tests.tensors.conftest import GatedStore, open_kind
 from tests.tensors.contents import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda
@@ -63,7 +63,7 @@ def test_blocks_come_back(any_store: BlockingStore, cuda: FakeCuda, tensor: torc
     assert torch.equal(target, expected)
 
 
-def test_the_pool_is_pinned_where_it_is_mapped(server: ServerProcess, cuda: FakeCuda, tensor: torch.Tensor) -> None:
+def test_the_pool_is_pinned_where_it_is_mapped(server: ServerHere, cuda: FakeCuda, tensor: torch.Tensor) -> None:
     for kind, pinned in (("embedded", 1), ("shm", 1), ("tcp", 0)):
         with open_kind(kind, server) as store:
             before = cuda.count("register")
@@ -99,9 +99,7 @@ def test_a_layer_is_stored_as_it_was_when_it_was_written(any_store: BlockingStor
         assert any_store.get(f"L{number}/block 7") == bytes([number + 1] * BLOCK)
 
 
-def test_writes_and_loads_use_the_same_memory_again(
-    server: ServerProcess, cuda: FakeCuda, tensor: torch.Tensor
-) -> None:
+def test_writes_and_loads_use_the_same_memory_again(server: ServerHere, cuda: FakeCuda, tensor: torch.Tensor) -> None:
     with open_kind("tcp", server) as store:
         with LayerWriter(store) as writer:
             for number in range(5):
@@ -177,7 +175,7 @@ def test_a_ticket_with_an_error_keeps_no_room_of_the_pool(cuda: FakeCuda, tensor
 
 @pytest.mark.parametrize(("scheme", "pinned"), [("shm", 1), ("tcp", 0)])
 async def test_asynchronous_stores_use_the_pool_where_it_is_mapped(
-    server: ServerProcess, cuda: FakeCuda, tensor: torch.Tensor, scheme: str, pinned: int
+    server: ServerHere, cuda: FakeCuda, tensor: torch.Tensor, scheme: str, pinned: int
 ) -> None:
     async with infinistore.open_store(server.url.replace("tcp", scheme)) as store:
         await write_blocks(store, NAMED, BLOCK, tensor)  # the pool is mapped by the first call that needs it

@@ -59,9 +59,9 @@ def test_load_returns_before_anything_is_read(gated: GatedStore) -> None:
     with LayerLoader(gated) as loader:
         loader.load(0, target, blocks(0), BLOCK)
         with pytest.raises(DeadlineExceeded, match="not done within"):
-            loader.wait(0, 0.001)
+            loader.wait(0, 0.001)  # real time: the gate is closed
         gated.gate.set()
-        loader.wait(0)
+        loader.wait(layer=0)
         assert torch.equal(target, expected[0])
 
 
@@ -72,11 +72,11 @@ def test_missing_blocks_are_named_by_the_wait_of_their_layer_only(any_store: Blo
     with LayerLoader(any_store) as loader:
         for layer, target in enumerate(targets):
             loader.load(layer, target, blocks(layer), BLOCK)
-        loader.wait(0)
+        loader.wait(layer=0)
         with pytest.raises(BlocksMissing) as caught:
-            loader.wait(1)
+            loader.wait(layer=1)
         assert caught.value.keys == ["L1/2"]
-        loader.wait(2)
+        loader.wait(layer=2)
     assert torch.equal(targets[2], expected[2])
 
 
@@ -90,10 +90,10 @@ def test_a_layer_that_cannot_be_read_does_not_fail_those_beside_it(gated: GatedS
         for layer, target in enumerate(targets):
             loader.load(layer, target, blocks(layer), BLOCK)
         gated.gate.set()
-        loader.wait(0)
+        loader.wait(layer=0)
         with pytest.raises(BlockSizeMismatch):
-            loader.wait(1)
-        loader.wait(2)
+            loader.wait(layer=1)
+        loader.wait(layer=2)
     assert torch.equal(targets[2], expected[2])
 
 
@@ -125,16 +125,16 @@ def test_a_store_that_is_gone_comes_out_at_each_wait(gated: GatedStore) -> None:
 def test_what_may_be_pending_is_bounded(gated: GatedStore) -> None:
     stored(gated.inner, 1)
     target = torch.zeros(4 * BLOCK, dtype=torch.uint8)
-    with LayerLoader(gated, max_pending_bytes=4 * BLOCK, deadline_s=0.001) as loader:
+    with LayerLoader(gated, max_pending_bytes=4 * BLOCK, deadline_s=0.001) as loader:  # real time: the gate is closed
         loader.load(0, target, blocks(0), BLOCK)
         with pytest.raises(DeadlineExceeded, match="no room"):
             loader.load(1, torch.zeros_like(target), blocks(0), BLOCK)
         with pytest.raises(ValueError, match="max_pending_bytes"):
             loader.load(1, torch.zeros(5 * BLOCK, dtype=torch.uint8), blocks(0, 5), BLOCK)
         gated.gate.set()
-        loader.wait(0)
+        loader.wait(layer=0)
         with pytest.raises(KeyError):
-            loader.wait(1)
+            loader.wait(layer=1)
 
 
 def test_leaving_gives_up_what_was_not_begun_and_ends_the_thread(gated: GatedStore) -> None:
@@ -146,11 +146,11 @@ def test_leaving_gives_up_what_was_not_begun_and_ends_the_thread(gated: GatedSto
         loader.load(1, targets[1], blocks(1), BLOCK)
         threading.Timer(0, gated.gate.set).start()
     loader.close()
-    loader.wait(0)
+    loader.wait(layer=0)
     after = targets[1].clone()
     if not after.any():  # else the gate was open before the block was left
         with pytest.raises(StoreUnavailable, match="left before"):
-            loader.wait(1)
+            loader.wait(layer=1)
     assert threads_named("layer-loader") == 0
 
 
@@ -159,6 +159,6 @@ def test_wrong_arguments_are_refused_at_once(store: BlockingStore) -> None:
         with pytest.raises(ValueError, match="overlap"):
             loader.load(0, torch.zeros(8), [("a", 0), ("b", 2)], 4)
         with pytest.raises(KeyError):
-            loader.wait(0)
+            loader.wait(layer=0)
     with pytest.raises(TypeError, match=r"blocking\.open_store"):
         LayerLoader("tcp://127.0.0.1")  # type: ignore[arg-type]

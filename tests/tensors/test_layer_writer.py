@@ -73,7 +73,7 @@ def test_write_returns_before_anything_is_stored(gated: GatedStore) -> None:
         ticket = write_layer(writer, 1)
         assert not ticket.done
         with pytest.raises(DeadlineExceeded, match=r"not done within 0\.001 s; its tensor is still in use"):
-            ticket.wait(0.001)
+            ticket.wait(0.001)  # real time: the gate is closed
         with pytest.raises(DeadlineExceeded, match="1 of 1 are not done"):
             writer.flush(0.001)
         gated.gate.set()
@@ -201,7 +201,7 @@ def test_without_with_there_is_nothing_to_write_to(store: BlockingStore) -> None
 
 
 def test_when_it_is_full_a_write_waits_for_room(gated: GatedStore) -> None:
-    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES, deadline_s=0.001) as writer:
+    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES, deadline_s=0.001) as writer:  # real time: the gate is closed
         write_layer(writer, 1)
         gated.entered.acquire()
         with pytest.raises(
@@ -329,19 +329,20 @@ def test_a_write_that_the_store_refuses_does_not_fail_those_beside_it(gated: Gat
     assert stored_layer(gated.inner, 1) + stored_layer(gated.inner, 2) == layer_bytes(1) + layer_bytes(2)
 
 
+@pytest.mark.process
 def test_a_server_that_is_killed_midway_is_an_error_and_not_the_end(tmp_path: Path) -> None:
     with running_server_process("--unix-socket", str(tmp_path / "store.sock")) as server:
         for scheme in ("shm", "tcp"):
             url = server.url.replace("tcp", scheme)
-            with blocking.open_store(url, deadline_s=1) as store, LayerWriter(store) as writer:
+            with blocking.open_store(url, deadline_s=60) as store, LayerWriter(store) as writer:
                 assert write_layer(writer, 1).wait()
                 server.kill()
                 for number in range(20):  # the engine goes on
-                    with suppress(StoreUnavailable, DeadlineExceeded):
+                    with suppress(StoreUnavailable):
                         write_layer(writer, number)
-                with pytest.raises((StoreUnavailable, DeadlineExceeded)):
+                with pytest.raises(StoreUnavailable):
                     write_layer(writer, 21).wait()
-                with suppress(StoreUnavailable, DeadlineExceeded):
+                with suppress(StoreUnavailable):
                     writer.flush()
                 statistics = writer.statistics()
                 assert statistics.failed_writes >= 1
@@ -400,6 +401,7 @@ async def test_an_asynchronous_store_is_refused() -> None:
             LayerWriter(store)  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_a_forked_child_is_refused_at_once(store: BlockingStore) -> None:
     with LayerWriter(store) as writer:
         ticket = write_layer(writer, 1)
