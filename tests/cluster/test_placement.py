@@ -102,6 +102,7 @@ for weights in ([100] * 7, [1, 50, 100, 300]):
 """
 
 
+@pytest.mark.process
 def test_owners_do_not_depend_on_the_process_and_are_those_of_this_version() -> None:
     found = set()
     for arrays, seed in (("numpy", "1"), ("plain", "2")):

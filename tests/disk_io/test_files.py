@@ -190,6 +190,7 @@ def test_few_files_stay_open_and_none_that_was_written_and_not_flushed(path: Pat
     assert not opened()
 
 
+@pytest.mark.process
 def test_a_forked_child_closes_its_copies_and_the_parent_goes_on(files: DiskFiles, path: Path) -> None:
     files.allocate(SEGMENT, MIB)
     files.write(SEGMENT, 0, pages(1))

@@ -118,6 +118,7 @@ def test_a_superblock_that_is_no_file_is_refused(path: Path) -> None:
         open_folder(path)
 
 
+@pytest.mark.process
 def test_a_folder_in_use_is_refused_and_names_who_uses_it(path: Path) -> None:
     with another_process_holding(path) as holder:
         expected = rf"nvme0 is in use by process {holder.pid}; end that first, or give another folder"
@@ -126,6 +127,7 @@ def test_a_folder_in_use_is_refused_and_names_who_uses_it(path: Path) -> None:
     open_folder(path).close()
 
 
+@pytest.mark.process
 def test_the_lock_ends_with_its_process_however_it_ends(path: Path) -> None:
     with another_process_holding(path) as holder:
         holder.kill()
@@ -138,6 +140,7 @@ def test_a_folder_that_this_process_uses_already_is_refused(folder: DiskFolder) 
         open_folder(folder.path)
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_keep_the_lock(path: Path) -> None:
     folder = open_folder(path)
 
@@ -187,6 +190,7 @@ def test_a_disk_to_look_at_that_does_not_exist_is_the_wrong_path(path: Path) -> 
         open_existing_folder(path)
 
 
+@pytest.mark.process
 def test_a_disk_on_a_read_only_file_system_is_refused(path: Path) -> None:
     path.mkdir()
     mount = f"mount --bind {path} {path} && mount -o remount,bind,ro {path}"

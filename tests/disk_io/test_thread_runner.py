@@ -266,6 +266,7 @@ def test_a_closed_runner_takes_no_jobs_and_frees_the_folder(runner: ThreadRunner
     open_folder(path).close()
 
 
+@pytest.mark.process
 def test_a_forked_child_has_no_runner_and_the_parent_goes_on(runner: ThreadRunner) -> None:
     def it_is_closed_here() -> None:
         with pytest.raises(StoreUnavailable, match="fork"):
