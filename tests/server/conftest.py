@@ -23,7 +23,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 @pytest.fixture
 def serving(tmp_path: Path) -> Serving:
     """Returns serving(text of the tenants file, **settings): a running server, by TCP
-    and by a Unix socket.
+    and by a Unix socket, of which clients leave nothing behind.
     """
 
     @asynccontextmanager
@@ -31,5 +31,6 @@ def serving(tmp_path: Path) -> Serving:
         settings = {"prealloc_bytes": 128 * KIB, "unix_socket": str(tmp_path / "s"), **settings}
         async with running_server(make_config(tenants=write(tmp_path, text), **settings)) as server:
             yield server
+            await server.left_by_all()
 
     return serve

@@ -346,4 +346,5 @@ async def peer_with(server: RunningServer, token: str, transport: str = "tcp", f
     except BaseException:
         peer.close()
         raise
+    server.peers.append(peer)
     return peer

@@ -184,7 +184,7 @@ async def test_figures_go_on_after_the_last_client_has_left_an_empty_store(servi
             assert server.core.statistics().puts == rounds
 
 
-async def test_a_rate_is_not_forgotten_with_the_store(serving: Serving) -> None:
+async def test_a_rate_is_not_forgotten_with_the_store(serving: Serving, mock_clock: trio.testing.MockClock) -> None:
     async with serving(entry("ann", "requests_per_s: 0.01") + OPS) as server:
         tenancy = server.server.tenancy
         assert tenancy is not None

@@ -31,9 +31,8 @@ from infinistore.server.budgets.rates import Rates, TokenBucket
 from infinistore.server.connection.conversation import LINGER_S
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive
-from infinistore.transports.sockets.trio_streams import connect_unix
 from tests.server.http_client import ask
-from tests.server.running import KIB, Peer, RunningServer, until
+from tests.server.running import KIB, Peer, RunningServer, peer_with, until
 from tests.server.tenants_files import TOKENS, Serving, store_of, text_of, write
 
 BLOCK = b"x" * KIB
@@ -91,8 +90,7 @@ async def test_a_tenant_keeps_what_is_reserved_for_it(serving: Serving) -> None:
 
 async def mapped(server: RunningServer, name: str) -> tuple[MapArenasReply, list[int], MapTablesReply]:
     """What a client of this tenant maps, and which files these arenas are."""
-    peer = Peer(await connect_unix(str(server.unix_path)))
-    await peer.hello(TOKENS[name])
+    peer = await local_peer(server, name)
     descriptors: list[int] = []
     arenas = await drive(peer.connection.request(MapArenas(), descriptors=descriptors), peer.stream)
     tables = await drive(peer.connection.request(MapTables(), descriptors=descriptors), peer.stream)
@@ -114,7 +112,6 @@ async def test_a_client_maps_the_pool_of_its_group_alone(serving: Serving) -> No
             arenas, files, _ = await mapped(server, name)
             assert files == [os.fstat(groups[group].tenants.pool.arenas[0].fd).st_ino]
             assert arenas.writable is writable
-        await server.quiet()
 
 
 async def test_tenants_of_no_group_map_nothing_and_send_everything(serving: Serving) -> None:
@@ -124,13 +121,10 @@ async def test_tenants_of_no_group_map_nothing_and_send_everything(serving: Serv
         async with store_of(server, "ann") as ann:
             await ann.put("k", BLOCK)
             assert bytes(await ann.get("k")) == BLOCK
-        await server.quiet()
 
 
 async def local_peer(server: RunningServer, name: str) -> Peer:
-    peer = Peer(await connect_unix(str(server.unix_path)))
-    await peer.hello(TOKENS[name])
-    return peer
+    return await peer_with(server, TOKENS[name], "unix")
 
 
 async def test_tenants_of_no_group_read_long_blocks_by_the_unix_socket(serving: Serving) -> None:
@@ -150,7 +144,6 @@ async def test_tenants_of_no_group_read_long_blocks_by_the_unix_socket(serving: 
             assert (stats.transport, stats.transport_reason) == ("unix", "the server lets this client map nothing")
         async with store_of(server, "ann") as ann, ann.lease(["1"]) as (found,):  # as the first request
             assert bytes(found or b"") == block
-        await server.quiet()
 
 
 @pytest.mark.parametrize("text", [text_of(ann={}, ben={}), TEAM], ids=["no group", "a group of several"])
@@ -167,8 +160,6 @@ async def test_who_may_not_write_to_the_pool_gets_no_room_that_shows_what_others
         for request in (Reserve(sizes), Reserve(sizes, spare=True), Prepare(0, Keys(["k"]), sizes, False)):
             with pytest.raises(PermissionDenied, match="clients may not write to the server's memory here"):
                 await ben.ask(request)
-        ben.close()
-        await server.quiet()
 
 
 async def test_room_is_given_back_also_by_who_may_no_longer_write(serving: Serving, tmp_path: Path) -> None:
@@ -182,8 +173,6 @@ async def test_room_is_given_back_also_by_who_may_no_longer_write(serving: Servi
         await drive(cleo.connection.notify(Abort(room.reservation)), cleo.stream)
         await cleo.ask(Exists(Keys(["k"])))
         assert server.core.statistics().reserved_bytes == 0
-        cleo.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(("setting", "writable"), [("auto", False), ("on", True), ("off", False)])
@@ -200,7 +189,6 @@ async def test_in_a_group_of_several_tenants_clients_write_only_if_told_so(
             for _ in range(3):
                 assert bytes(await ann.get("k")) == b"a" * KIB
                 assert bytes(await ben.get("k")) == b"b" * KIB
-        await server.quiet()
 
 
 async def test_limits_change_while_clients_are_served(serving: Serving, tmp_path: Path) -> None:
@@ -348,9 +336,6 @@ async def test_the_connections_of_a_tenant_share_its_rate_and_nothing_is_dropped
                 nursery.start_soon(ask_often, peer, 40)
         # Each asks once without having to wait for the answer.
         assert trio.current_time() - start == pytest.approx((80 - 50 - 2) / 50)
-        for peer in peers:
-            peer.close()
-        await server.quiet()
 
 
 async def test_a_new_connection_of_a_tenant_waits_for_what_its_others_took(
@@ -364,8 +349,6 @@ async def test_a_new_connection_of_a_tenant_waits_for_what_its_others_took(
         second = await local_peer(server, "ann")
         await second.ask(Exists(Keys(["k"])))
         assert trio.current_time() - start == pytest.approx(0.5)
-        second.close()
-        await server.quiet()
 
 
 async def ask_often(peer: Peer, count: int) -> None:

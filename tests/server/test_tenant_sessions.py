@@ -66,8 +66,9 @@ SLOW = text_of(ann={"bytes_per_s": "1KiB"}, ben={})
 @pytest.mark.parametrize("pipelined", [False, True], ids=["idle", "pipelined"])
 @pytest.mark.parametrize("transport", ["tcp", "unix", "tls"])
 async def test_a_client_that_leaves_in_a_pause_keeps_no_place(
-    serving: Serving, tmp_path: Path, transport: str, pipelined: bool
+    serving: Serving, tmp_path: Path, transport: str, pipelined: bool, mock_clock: trio.testing.MockClock
 ) -> None:
+    """The clock stands still: no pause is over."""
     files = issue(tmp_path) if transport == "tls" else None
     settings = {} if files is None else {"tls_cert": files.cert, "tls_key": files.key}
     async with serving(SLOW, **settings) as server:
@@ -76,8 +77,8 @@ async def test_a_client_that_leaves_in_a_pause_keeps_no_place(
         if pipelined:
             await peer.send_head(Exists(Keys(["k"])))
         again = await peer_of(server, "ann", transport, files)  # pauses from its first request on
-        peer.close()
-        again.close()
+        for one in (peer, again):
+            one.close()
         await server.quiet()
 
 
@@ -97,8 +98,6 @@ async def test_who_leaves_and_comes_again_pays_all_the_same(
             await trio.testing.wait_all_tasks_blocked()
             assert server.server.telemetry.statistics().requests == 1  # the put
             nursery.cancel_scope.cancel()
-        again.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize("limits", [{}, {"bytes_per_s": "1GiB"}, {"requests_per_s": "100"}], ids=str)
@@ -121,7 +120,6 @@ async def test_new_rates_hold_for_a_session_that_pauses(
         start = trio.current_time()
         await answered.wait()
         assert trio.current_time() - start < 1
-        peer.close()
 
 
 # Places
@@ -137,9 +135,6 @@ async def test_one_tenant_cannot_take_all_places(serving: Serving) -> None:
         ):
             await peer_of(server, "ann")
         peers += [await peer_of(server, "ben") for _ in range(2)]
-        for peer in peers:
-            peer.close()
-        await server.quiet()
 
 
 async def test_a_tenant_has_the_connections_that_the_file_gives_it(serving: Serving, tmp_path: Path) -> None:
@@ -219,8 +214,6 @@ async def test_what_is_committed_through_tables_after_a_reload_took_the_role_is_
         with pytest.raises(StoreUnavailable if not removed else infinistore.AuthenticationFailed):
             await peer.ask(Exists(Keys(["k"])))
         assert server.core.statistics().keys == 0  # although its client has not hung up
-        peer.close()
-        await server.quiet()
 
 
 @needs_tables
@@ -243,9 +236,6 @@ async def test_a_session_with_memory_of_the_server_ends_with_the_role_that_it_lo
         ((lost, payload),) = asked.values()
         with pytest.raises(PermissionDenied):
             await plain.ask(lost, payload)
-        mapping.close()
-        plain.close()
-        await server.quiet()
 
 
 async def test_a_session_that_loses_no_role_over_blocks_goes_on_with_what_it_maps(
@@ -257,8 +247,6 @@ async def test_a_session_that_loses_no_role_over_blocks_goes_on_with_what_it_map
         await peer.ask(MapArenas())
         await reload(server, tmp_path, text_of(ALONE, ann={**roles, "roles": "[read, write, monitor]"}))
         assert not await present(peer, "k")
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_client_notices_only_that_it_may_no_longer_write(serving: Serving, tmp_path: Path) -> None:
@@ -271,7 +259,6 @@ async def test_a_client_notices_only_that_it_may_no_longer_write(serving: Servin
             assert bytes(await store.get("k")) == BLOCK
             with pytest.raises(PermissionDenied, match="needs the role write"):
                 await store.put("k", BLOCK)
-        await server.quiet()
 
 
 async def test_a_removed_tenant_whose_client_hangs_up_late_is_forgotten(serving: Serving, tmp_path: Path) -> None:
@@ -304,9 +291,6 @@ async def test_a_session_that_maps_nothing_is_told_no_places(serving: Serving) -
             assert list(reply.sizes) == [KIB]
             assert list(reply.places) == [0]
             await ben.payload()
-        ann.close()
-        ben.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(
