@@ -70,6 +70,11 @@ async def test_puts_in_a_row_find_their_room_taken_and_leave_none_behind(tmp_pat
             await until_reserved(0)
             assert await store.get("d") == VALUE * 5
             await store.put("e", VALUE * 5)
+            await until_reserved(1)
+            async with store.lease(["e", "missing"]) as views:  # puts will go by other connections
+                await until_reserved(0)
+                assert views == [VALUE * 5, None]
+                del views
             assert await store.exists_many(["a", "b", "c0", "c1", "c2", "d", "e"]) == [True] * 7
         await until_reserved(0)
         await server.quiet()
