@@ -185,7 +185,7 @@ async def test_a_put_without_room_is_refused_and_the_next_one_is_not() -> None:
         peer.close()
 
 
-async def test_a_server_that_drains_ends_sessions_that_wait() -> None:
+async def test_a_server_that_drains_ends_sessions_that_wait(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         for _ in range(3):

@@ -62,7 +62,9 @@ async def running(config: ServerConfig) -> AsyncGenerator[tuple[Server, trio.Eve
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ServerConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerConfig:
+    """Of a server that waits for no process, and no request, until its time is over."""
+    monkeypatch.setattr(giving, "_DECIDE_S", 3600.0)
     return make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=600.0)
 
 
