@@ -259,6 +259,7 @@ class TestRun:
 
 
 class TestOriginal:
+    @pytest.mark.nightly
     def test_its_client_moves_blocks_as_this_stores_drop_in_shows(self, tmp_path: Path) -> None:
         source, target = memoryview(bytes(range(256)) * 64), memoryview(bytearray(16 * KIB))
         with servers({"tcp"}, tmp_path) as (running, _):

@@ -23,7 +23,8 @@ TIDY = "import os, sys; sys.stdin.read(); os.unlink(sys.argv[1])"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 
 
-async def test_what_a_program_has_started_may_tidy_up_after_it(tmp_path: Path) -> None:
+async def test_what_a_program_has_started_may_tidy_up_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_TIDY_UP_S", 100)
     memory = tmp_path / "memory"
     memory.touch()
     async with trio.open_nursery() as nursery:

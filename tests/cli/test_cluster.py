@@ -76,7 +76,7 @@ def test_what_is_done_by_prefix_is_not_done_as_long_as_a_node_does_not_answer(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], command: str, done: str
 ) -> None:
     fill(cluster)
-    ask = [command, "--prefix", "key ", "--deadline", "2", "--url", cluster.url()]
+    ask = [command, "--prefix", "key ", "--deadline", "5", "--url", cluster.url()]
     silent = cluster.members[0]
     silent.silence()
     try:
@@ -134,7 +134,7 @@ def test_a_node_that_is_silent_is_not_waited_for_longer_than_the_deadline(cluste
     silent = cluster.members[0]
     silent.silence()
     try:
-        code, shown, _ = ask("status", cluster.url(), "--deadline", "0.5", "--json")
+        code, shown, _ = ask("status", cluster.url(), "--deadline", "5", "--json")
     finally:
         silent.wake()
     assert code == 1

@@ -117,7 +117,7 @@ main()
 def _start(
     *flags: str, environment: dict[str, str], program: tuple[str, str] = ("-m", "infinistore")
 ) -> "subprocess.Popen[bytes]":
-    arguments = [*INFINISTORE[:3], *program, "--prealloc-size", "64MiB", *FREE_PORTS, *flags]
+    arguments = [*INFINISTORE[:3], *program, "--prealloc-size", "8MiB", *FREE_PORTS, *flags]
     return warm.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -15,7 +15,7 @@ exec 9<>announcements # a server says in one line that it listens
 
 announced() {
     local line
-    read -r -t 20 line <&9
+    read -r -t 100 line <&9
     [[ $line == "listening on "* ]]
 }
 

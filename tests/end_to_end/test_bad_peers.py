@@ -111,7 +111,7 @@ def test_a_server_that_is_told_to_stop_says_goodbye_and_ends_well(tmp_path: Path
         assert server.stdout is not None
         address = re.search(r"tcp://[\d.]+:\d+", server.stdout.readline())
         assert address is not None
-        with blocking.open_store(address.group(), deadline_s=5) as store:
+        with blocking.open_store(address.group(), deadline_s=60) as store:
             store.put("a", b"abc")
             server.send_signal(signal.SIGTERM)
             assert server.wait() == 0

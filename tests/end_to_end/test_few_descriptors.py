@@ -47,7 +47,7 @@ def port_of(url: str) -> int:
 
 
 def probe(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/healthz", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
         return int(answer.status)
 
 
@@ -58,14 +58,14 @@ def test_strangers_at_both_ports_leave_descriptors_for_clients_and_probes() -> N
             for _ in range(100):
                 stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
                 stranger.sendall(b"G")
-        with blocking.open_store(url, deadline_s=5) as store:
+        with blocking.open_store(url, deadline_s=60) as store:
             store.put("key", b"value")
             assert store.get("key") == b"value"
         assert probe(management) == 200
 
         def connect_many() -> None:
             for _ in range(64):
-                strangers.enter_context(blocking.open_store(url, deadline_s=5))
+                strangers.enter_context(blocking.open_store(url, deadline_s=60))
 
         with pytest.raises(LimitExceeded, match="64 descriptors"):
             connect_many()
