@@ -15,7 +15,7 @@ OTHERS = ["vllm/one", "vllm/two/1"]
 
 
 def open_cluster(servers: Cluster, *options: str) -> AbstractContextManager[blocking.BlockingStore]:
-    return blocking.open_store(servers.url(*options), deadline_s=600.0, lookup_deadline_s=600.0)
+    return blocking.open_store(servers.url(*options))
 
 
 def test_what_has_the_prefix_is_deleted_and_nothing_else() -> None:

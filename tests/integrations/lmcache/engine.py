@@ -110,7 +110,7 @@ class Worker:
         stored = threading.Semaphore(0)
         self.backend.batched_submit_put_task(keys, list(blocks), on_complete_callback=lambda _: stored.release())
         for _ in keys:
-            assert stored.acquire(timeout=30)
+            assert stored.acquire(timeout=100)
 
     def get(self, keys: Sequence[Any]) -> list[MemoryObj | None]:
         blocks: list[MemoryObj | None] = self.backend.batched_get_blocking(list(keys))

@@ -23,7 +23,7 @@ from .running import BENCH, PROMPT, Engines, cached, made_prompts, tokens_of, tr
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
 
 BLOCK = 32
 CACHED = PROMPT // BLOCK * BLOCK

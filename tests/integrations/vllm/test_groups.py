@@ -174,8 +174,14 @@ class Engine:
                     self.cache[label][list(tables[place])] = -1.0
 
 
-@pytest.mark.parametrize("group", KINDS)
-@pytest.mark.parametrize("chunk", [8, 1000])
+@pytest.mark.parametrize(
+    ("group", "chunk"),
+    [
+        *((group, 8) for group in KINDS),
+        *((group, 1000) for group in (WINDOW, STATE)),
+        *(pytest.param(group, 1000, marks=pytest.mark.nightly) for group in (COARSE, CHUNK, OFFERED)),
+    ],
+)
 def test_a_prompt_is_read_as_it_was_computed(store: blocking.BlockingStore, group: Group, chunk: int) -> None:
     first, second = Engine(store, (FULL, group)), Engine(store, (FULL, group))
     end = len(PROMPT) // alignment((FULL, group)) * alignment((FULL, group))

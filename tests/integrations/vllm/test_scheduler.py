@@ -355,7 +355,7 @@ def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(
 ) -> None:
     monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
     now = 0.0
-    with blocking.open_store(f"tcp://{own_server.address}", lazy=True) as store:
+    with blocking.open_store(f"tcp://{own_server.address}?deadline_s=600", lazy=True) as store:
         own_server.stop()
         scheduler, request = make_scheduler(store, clock=lambda: now), MadeRequest.of(TOKENS)
 

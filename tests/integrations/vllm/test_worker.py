@@ -326,7 +326,7 @@ def test_a_producer_ends_its_step_when_a_decoder_can_read_it(store: blocking.Blo
 def test_a_lost_store_fails_reads_and_drops_writes_and_raises_nothing(
     own_server: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with blocking.open_store(f"tcp://{own_server.address}", lazy=True) as store:
+    with blocking.open_store(f"tcp://{own_server.address}?deadline_s=600", lazy=True) as store:
         written(store, make_cache(1))
         own_server.stop()
 
