@@ -42,19 +42,24 @@ from tests.simulation.world import World
 PLACE = EtcdPlace(endpoints=tuple((member, 2379) for member in MEMBERS), cluster="c")
 
 
-def with_etcd(use: Callable[[SimulatedEtcd, EtcdConnections], Awaitable[None]]) -> None:
-    world = World(1)
-    etcd = SimulatedEtcd(world, network := EtcdNetwork(world, NetworkSettings()))
+def with_etcd(use: Callable[[SimulatedEtcd, EtcdConnections], Awaitable[None]]) -> Callable[[], None]:
+    """Make a test of what uses an etcd in a world of its own."""
 
-    async def run() -> None:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(etcd.run)
-            connections = EtcdConnections(PLACE, network.connector("client"))
-            await use(etcd, connections)
-            await connections.close()
-            nursery.cancel_scope.cancel()
+    def test() -> None:
+        world = World(1)
+        etcd = SimulatedEtcd(world, network := EtcdNetwork(world, NetworkSettings()))
 
-    world.run(run)
+        async def run() -> None:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(etcd.run)
+                connections = EtcdConnections(PLACE, network.connector("client"))
+                await use(etcd, connections)
+                await connections.close()
+                nursery.cancel_scope.cancel()
+
+        world.run(run)
+
+    return test
 
 
 async def ask(connections: EtcdConnections, request: Request, member: int = 0) -> bytes:
@@ -72,107 +77,105 @@ async def open_watch(connections: EtcdConnections, start: int, member: int = 0) 
     assert line is not None and read_watch(line).created
 
 
-def test_a_lease_runs_out_with_what_was_written_under_it() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        lease = read_lease(await ask(connections, grant_lease(10)))
-        await write(connections, "/a", lease)
-        await trio.sleep(9)
-        assert read_ttl(await ask(connections, keep_alive(lease))) == 10
-        await trio.sleep(9.9)
-        assert read_range(await ask(connections, range_of("/a"))).items
-        await trio.sleep(1)
-        assert not read_range(await ask(connections, range_of("/a"))).items
-        assert read_ttl(await ask(connections, keep_alive(lease))) == 0  # and no error
-
-    with_etcd(use)
-
-
-def test_without_a_leader_nothing_is_answered_and_no_lease_runs_out() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
-        etcd.lose_leader(60.0)
-        for member in range(3):
-            with pytest.raises(EtcdUnavailable, match="did not answer"):
-                await ask(connections, range_of("/a"), member)
-        await trio.sleep(60 - 3 * 2 + 9)
-        assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
-
-    with_etcd(use)
+@with_etcd
+async def test_a_lease_runs_out_with_what_was_written_under_it(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    lease = read_lease(await ask(connections, grant_lease(10)))
+    await write(connections, "/a", lease)
+    await trio.sleep(9)
+    assert read_ttl(await ask(connections, keep_alive(lease))) == 10
+    await trio.sleep(9.9)
+    assert read_range(await ask(connections, range_of("/a"))).items
+    await trio.sleep(1)
+    assert not read_range(await ask(connections, range_of("/a"))).items
+    assert read_ttl(await ask(connections, keep_alive(lease))) == 0  # and no error
 
 
-def test_nobody_can_connect_while_all_members_are_away_and_what_was_written_comes_back() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
-        etcd.leave(60.0)
-        for member in range(3):
-            with pytest.raises(EtcdUnavailable, match="connection refused"):
-                await ask(connections, range_of("/a"), member)
-        await trio.sleep(60 + 9)
-        assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
-
-    with_etcd(use)
-
-
-def test_a_leader_that_is_there_early_gives_leases_their_time_once() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
-        etcd.lose_leader(5.0)
-        await trio.sleep(1)
-        etcd.heal()
-        await trio.sleep(9.9)
-        assert read_range(await ask(connections, range_of("/a"))).items
-        await trio.sleep(1)
-        assert not read_range(await ask(connections, range_of("/a"))).items
-
-    with_etcd(use)
+@with_etcd
+async def test_without_a_leader_nothing_is_answered_and_no_lease_runs_out(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+    etcd.lose_leader(60.0)
+    for member in range(3):
+        with pytest.raises(EtcdUnavailable, match="did not answer"):
+            await ask(connections, range_of("/a"), member)
+    await trio.sleep(60 - 3 * 2 + 9)
+    assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
 
 
-def test_a_watch_on_a_revision_that_is_compacted_is_created_then_canceled_and_stays_open() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        for _ in range(3):
-            await write(connections, "/a")
-        etcd.compact()
-        await open_watch(connections, 2)
-        line = await connections.next_line(2.0)
-        assert line is not None and read_watch(line).canceled
+@with_etcd
+async def test_nobody_can_connect_while_all_members_are_away_and_what_was_written_comes_back(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+    etcd.leave(60.0)
+    for member in range(3):
+        with pytest.raises(EtcdUnavailable, match="connection refused"):
+            await ask(connections, range_of("/a"), member)
+    await trio.sleep(60 + 9)
+    assert read_range(await ask(connections, range_of("/a"))).items  # it had its whole time again
+
+
+@with_etcd
+async def test_a_leader_that_is_there_early_gives_leases_their_time_once(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    await write(connections, "/a", read_lease(await ask(connections, grant_lease(10))))
+    etcd.lose_leader(5.0)
+    await trio.sleep(1)
+    etcd.heal()
+    await trio.sleep(9.9)
+    assert read_range(await ask(connections, range_of("/a"))).items
+    await trio.sleep(1)
+    assert not read_range(await ask(connections, range_of("/a"))).items
+
+
+@with_etcd
+async def test_a_watch_on_a_revision_that_is_compacted_is_created_then_canceled_and_stays_open(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    for _ in range(3):
         await write(connections, "/a")
-        assert await connections.next_line(100.0) is None
+    etcd.compact()
+    await open_watch(connections, 2)
+    line = await connections.next_line(2.0)
+    assert line is not None and read_watch(line).canceled
+    await write(connections, "/a")
+    assert await connections.next_line(100.0) is None
 
-    with_etcd(use)
+
+@with_etcd
+async def test_a_watch_of_a_member_apart_from_the_others_is_silent_until_it_is_back(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    etcd.apart.add(MEMBERS[1])
+    await open_watch(connections, 2, member=1)
+    await write(connections, "/a")
+    assert await connections.next_line(100.0) is None
+    etcd.heal()
+    line = await connections.next_line(1.0)
+    assert line is not None and [item.key for item in read_watch(line).written] == ["/a"]
 
 
-def test_a_watch_of_a_member_apart_from_the_others_is_silent_until_it_is_back() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        etcd.apart.add(MEMBERS[1])
-        await open_watch(connections, 2, member=1)
+@with_etcd
+async def test_an_answer_may_be_lost_of_what_was_carried_out(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
+    etcd.loses_answers = 2  # a request is sent again over a new connection, if the first was idle
+    with pytest.raises(EtcdUnavailable):
         await write(connections, "/a")
-        assert await connections.next_line(100.0) is None
-        etcd.heal()
-        line = await connections.next_line(1.0)
-        assert line is not None and [item.key for item in read_watch(line).written] == ["/a"]
-
-    with_etcd(use)
+    assert read_range(await ask(connections, range_of("/a"))).items
 
 
-def test_an_answer_may_be_lost_of_what_was_carried_out() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        etcd.loses_answers = 2  # a request is sent again over a new connection, if the first was idle
-        with pytest.raises(EtcdUnavailable):
-            await write(connections, "/a")
-        assert read_range(await ask(connections, range_of("/a"))).items
-
-    with_etcd(use)
-
-
-def test_an_etcd_that_comes_back_empty_begins_again_at_the_first_revision() -> None:
-    async def use(etcd: SimulatedEtcd, connections: EtcdConnections) -> None:
-        await write(connections, "/a")
-        etcd.restart(5.0, empty=True)
-        await trio.sleep(6.0)
-        found = read_range(await ask(connections, range_of("/a")))
-        assert (found.revision, found.items) == (1, ())
-
-    with_etcd(use)
+@with_etcd
+async def test_an_etcd_that_comes_back_empty_begins_again_at_the_first_revision(
+    etcd: SimulatedEtcd, connections: EtcdConnections
+) -> None:
+    await write(connections, "/a")
+    etcd.restart(5.0, empty=True)
+    await trio.sleep(6.0)
+    found = read_range(await ask(connections, range_of("/a")))
+    assert (found.revision, found.items) == (1, ())
 
 
 # What happens to a cluster

@@ -3,6 +3,8 @@ turn meanwhile.
 """
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple, cast
 
 import pytest
@@ -29,93 +31,79 @@ class SteppingClock:
         return self.now
 
 
-def spinning_pair() -> tuple[SocketStream, SocketStream, Spinner]:
+class Spinning(NamedTuple):
     """A stream that has been alone for long, its peer, and what decides when the stream
     waits awake.
     """
+
+    stream: SocketStream
+    peer: SocketStream
+    spinner: Spinner
+
+    @asynccontextmanager
+    async def receiving(self, length: int = 1) -> AsyncIterator[None]:
+        """Let the stream wait for as much at most until the end of the block."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.stream.receive_into, [memoryview(bytearray(length))])
+            yield
+            await self.peer.send_all([memoryview(b"x")])
+
+    async def spins(self, length: int = 1) -> int:
+        """How often it has waited awake when it leaves waiting to the kernel."""
+        async with self.receiving(length):
+            await trio.testing.wait_all_tasks_blocked()
+            return self.spinner.statistics().spins
+
+
+@pytest.fixture
+async def spinning() -> AsyncIterator[Spinning]:
     clock = SteppingClock()
     spinner = Spinner(400, clock)
     left, right = socket.socketpair()
-    stream = SocketStream(left, spinner)
+    stream, peer = SocketStream(left, spinner), SocketStream(right)
     spinner.moved(stream)
     clock.now += 0.1
     spinner.moved(stream)
-    return stream, SocketStream(right), spinner
-
-
-async def test_a_stream_that_was_quick_is_waited_for_awake_once() -> None:
-    stream, peer, spinner = spinning_pair()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
-        await trio.testing.wait_all_tasks_blocked()
-        assert (spinner.statistics().spins, spinner.statistics().hits) == (1, 0)
-        await peer.send_all([memoryview(b"x")])
+    yield Spinning(stream, peer, spinner)
     stream.close()
     peer.close()
+
+
+async def test_a_stream_that_was_quick_is_waited_for_awake_once(spinning: Spinning) -> None:
+    assert await spinning.spins() == 1
+    assert spinning.spinner.statistics().hits == 0
 
 
 @pytest.mark.parametrize(("length", "spins"), [(READ_AHEAD_BYTES, 1), (READ_AHEAD_BYTES + 1, 0)])
-async def test_a_head_is_waited_for_awake_and_a_payload_that_is_longer_is_not(length: int, spins: int) -> None:
+async def test_a_head_is_waited_for_awake_and_a_payload_that_is_longer_is_not(
+    spinning: Spinning, length: int, spins: int
+) -> None:
     """A receive of heads asks for what may come together with them."""
-    stream, peer, spinner = spinning_pair()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stream.receive_into, [memoryview(bytearray(length))])
-        await trio.testing.wait_all_tasks_blocked()
-        assert spinner.statistics().spins == spins
-        await peer.send_all([memoryview(b"x")])
-    stream.close()
-    peer.close()
+    assert await spinning.spins(length) == spins
 
 
-async def test_a_stream_that_is_expected_is_waited_for_in_pieces_until_then() -> None:
-    stream, peer, spinner = spinning_pair()
-    stream.stay_awake(0.1)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
-        while spinner.statistics().spins < 3:  # this task has its turn between the pieces
+async def test_a_stream_that_is_expected_is_waited_for_in_pieces_until_then(spinning: Spinning) -> None:
+    spinning.stream.stay_awake(0.1)
+    async with spinning.receiving():
+        while spinning.spinner.statistics().spins < 3:  # this task has its turn between the pieces
             await trio.lowlevel.checkpoint()
-        await peer.send_all([memoryview(b"x")])
-    assert spinner.statistics().spins <= 5
-    stream.close()
-    peer.close()
+    assert spinning.spinner.statistics().spins <= 5
 
 
-async def test_a_stream_that_does_not_come_as_expected_is_left_to_the_kernel() -> None:
-    stream, peer, spinner = spinning_pair()
-    stream.stay_awake(0.01)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
-        await trio.testing.wait_all_tasks_blocked()
-        assert 3 <= spinner.statistics().spins <= 0.01 / 400e-6 + 1
-        await peer.send_all([memoryview(b"x")])
-    stream.close()
-    peer.close()
+async def test_a_stream_that_does_not_come_as_expected_is_left_to_the_kernel(spinning: Spinning) -> None:
+    spinning.stream.stay_awake(0.01)
+    assert 3 <= await spinning.spins() <= 0.01 / 400e-6 + 1
 
 
-async def test_nobody_is_waited_for_awake_while_other_streams_move_bytes() -> None:
-    stream, peer, spinner = spinning_pair()
-    stream.stay_awake(0.1)
-    spinner.moved(object())
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
-        await trio.testing.wait_all_tasks_blocked()
-        assert spinner.statistics().spins == 0
-        await peer.send_all([memoryview(b"x")])
-    stream.close()
-    peer.close()
+async def test_nobody_is_waited_for_awake_while_other_streams_move_bytes(spinning: Spinning) -> None:
+    spinning.stream.stay_awake(0.1)
+    spinning.spinner.moved(object())
+    assert await spinning.spins() == 0
 
 
-async def test_a_stream_that_is_not_expected_soon_is_left_to_the_kernel_once() -> None:
-    stream, peer, spinner = spinning_pair()
-    stream.stay_awake(0)
-    for spins in (0, 1):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.receive_into, [memoryview(bytearray(1))])
-            await trio.testing.wait_all_tasks_blocked()
-            assert spinner.statistics().spins == spins
-            await peer.send_all([memoryview(b"x")])
-    stream.close()
-    peer.close()
+async def test_a_stream_that_is_not_expected_soon_is_left_to_the_kernel_once(spinning: Spinning) -> None:
+    spinning.stream.stay_awake(0)
+    assert [await spinning.spins(), await spinning.spins()] == [0, 1]
 
 
 class _Socket:
