@@ -111,26 +111,18 @@ def test_contiguous_blocks_are_one_copy(batches: bool) -> None:
     assert (fake.pieces(), fake.count("pinned")) == ([1, 1], 0)
 
 
-def test_scattered_blocks_are_one_batch_where_the_driver_takes_batches() -> None:
-    engine, fake = cuda_with(batches=True)
+@pytest.mark.parametrize(("batches", "pieces", "pinned"), [(True, 64, 0), (False, 1, 2)])
+def test_scattered_blocks_are_one_batch_where_the_driver_takes_batches_else_one_copy(
+    batches: bool, pieces: int, pinned: int
+) -> None:
+    engine, fake = cuda_with(batches=batches)
     blocks, views, tensor = scattered()
     engine.to_host(blocks, views, engine.mark(tensor))
     assert joined(views) == as_bytes(tensor[::2])
     tensor.zero_()
     engine.to_device(views, blocks, engine.mark(tensor))
     assert joined(views) == as_bytes(tensor[::2])
-    assert (fake.pieces(), fake.count("pinned")) == ([64, 64], 0)
-
-
-def test_scattered_blocks_are_one_copy_where_it_takes_none() -> None:
-    engine, fake = cuda_with(batches=False)
-    blocks, views, tensor = scattered()
-    engine.to_host(blocks, views, engine.mark(tensor))
-    assert joined(views) == as_bytes(tensor[::2])
-    tensor.zero_()
-    engine.to_device(views, blocks, engine.mark(tensor))
-    assert joined(views) == as_bytes(tensor[::2])
-    assert (fake.pieces(), fake.count("pinned")) == ([1, 1], 2)
+    assert (fake.pieces(), fake.count("pinned")) == ([pieces, pieces], pinned)
 
 
 def test_blocks_that_are_scattered_in_the_tensor_only_need_no_memory_beside() -> None:
