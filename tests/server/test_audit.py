@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDenied
 from infinistore.protocol.messages import Exists, Keys, Purge
@@ -177,6 +178,22 @@ async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> 
     noted = lines(log)
     assert len(noted) < 1_000
     assert sum(one.get("left_out", 1) for one in noted) == 10_000
+
+
+async def test_a_flood_that_goes_on_is_summed_up_now_and_then(tmp_path: Path, mock_clock: MockClock) -> None:
+    log = tmp_path / "audit"
+    audit = AuditLog(str(log))
+    audit._clock = stopped
+    threads = trio.to_thread.current_default_thread_limiter()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(audit.run)
+        for _ in range(1000):
+            audit.note("refused")
+        await until(lambda: lines(log) and not threads.borrowed_tokens)
+        assert len(lines(log)) < 500
+        mock_clock.jump(10)
+        await until(lambda: sum(one.get("left_out", 1) for one in lines(log)) == 1000)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_log_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:

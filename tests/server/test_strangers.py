@@ -69,7 +69,7 @@ async def test_who_has_not_said_hello_takes_no_clients_place(said: bytes, mock_c
         await server.quiet()
 
 
-async def test_the_oldest_stranger_goes_when_there_are_too_many() -> None:
+async def test_the_oldest_stranger_goes_when_there_are_too_many(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         silent = await strangers(server, MOST_STRANGERS + 3)
@@ -85,7 +85,7 @@ async def test_the_oldest_stranger_goes_when_there_are_too_many() -> None:
         await server.quiet()
 
 
-async def test_who_was_turned_away_and_does_not_leave_is_a_stranger_still() -> None:
+async def test_who_was_turned_away_and_does_not_leave_is_a_stranger_still(mock_clock: trio.testing.MockClock) -> None:
     async with simulated_server() as server:
         await strangers(server, MOST_STRANGERS, b"no hello at all, and longer than a header")
         assert server.server.telemetry.statistics().errors == MOST_STRANGERS
@@ -175,7 +175,7 @@ async def test_a_client_with_little_time_is_served_beside_hundreds_of_strangers(
         await server.quiet()
 
 
-async def test_a_wrong_token_takes_no_clients_place(tmp_path: Path) -> None:
+async def test_a_wrong_token_takes_no_clients_place(tmp_path: Path, mock_clock: trio.testing.MockClock) -> None:
     (tmp_path / "token").write_text("right")
     config = make_config(max_connections=1, token_file=tmp_path / "token")
     async with running_server(config) as server:
