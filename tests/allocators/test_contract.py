@@ -18,7 +18,6 @@ from tests.examples import examples
 class OurContract(AllocatorContract):
     """Ours also say the same things in the same words."""
 
-    settings = settings(max_examples=examples(50))
     refused_arena = r"is next, of zero bytes or more"
     refused_free = r"allocated|twice"
     refused_size = r"at least one byte"

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from infinistore.core import StoreCore
 from infinistore.core.removal_log import KEPT_S, RemovalLog, Told
-from tests.examples import examples
 
 from .conftest import FakeClock
 
@@ -66,7 +65,6 @@ class Removals(RuleBasedStateMachine):
         self.place[who], self.read[who] = told.place, end
 
 
-Removals.TestCase.settings = settings(max_examples=examples(50))
 TestRemovals = Removals.TestCase
 
 

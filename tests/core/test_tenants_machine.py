@@ -358,4 +358,4 @@ class TenantsMachine(RuleBasedStateMachine):
 
 
 def test_tenants_against_a_model_of_quotas() -> None:
-    run_state_machine_as_test(TenantsMachine, settings=settings(max_examples=examples(50), stateful_step_count=40))
+    run_state_machine_as_test(TenantsMachine, settings=settings(max_examples=examples(100), stateful_step_count=40))

@@ -65,4 +65,4 @@ class VolumeMachine(RuleBasedStateMachine):
 
 
 def test_volume() -> None:
-    run_state_machine_as_test(VolumeMachine, settings=settings(max_examples=examples(40), stateful_step_count=30))
+    run_state_machine_as_test(VolumeMachine, settings=settings(max_examples=examples(70), stateful_step_count=30))

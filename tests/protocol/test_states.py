@@ -278,5 +278,5 @@ class TwoEnds(RuleBasedStateMachine):
             self.client = ClientEnd()
 
 
-TwoEnds.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
+TwoEnds.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 test_events_in_any_order_lead_where_the_table_says = TwoEnds.TestCase
