@@ -130,7 +130,7 @@ LIES: dict[str, tuple[Call, bytes | Message]] = {
 async def test_a_reply_that_cannot_be_is_a_protocol_error(what: str) -> None:
     call, answer = LIES[what]
     server = FakeServer(answer, reply(ExistsReply(b"\1"), request_id=3), reply(ExistsReply(b"\1")))
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with store_of(server) as store:
             with pytest.raises(ProtocolError):
                 await call(store)
