@@ -48,10 +48,13 @@ def config(server: RegisteredServer) -> ClientConfig:
 
 
 @pytest.fixture
-def connect(config: ClientConfig) -> Iterator[Connect]:
+def connect(config: ClientConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     """Opens connections; keyword arguments change the configuration. All are closed
-    after the test.
+    after the test. Their calls have more time than the original's settings can say: a
+    thousand at once take long on a busy machine.
     """
+    options: Any = ClientConfig.options
+    monkeypatch.setattr(ClientConfig, "options", property(lambda given: {**options.fget(given), "deadline_s": 100.0}))
     with ExitStack() as stack:
 
         def connect(**settings: Any) -> InfinityConnection:
