@@ -24,6 +24,7 @@ from infinistore.cluster.view import Node, NodeState
 from infinistore.errors import AuthenticationFailed, DeadlineExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from tests.bad_days.clients import KINDS, run_with_store
+from tests.bad_days.full_backlog import full
 from tests.cluster_client.clusters import Cluster, Given, Member
 from tests.cluster_client.silent_network import Network, run_in_virtual_time
 
@@ -237,6 +238,19 @@ def test_a_silent_node_among_others_does_not_keep_a_store_from_being_opened(kind
                 break
     finally:
         three.members[0].wake()
+
+
+@pytest.mark.parametrize("kind", ["trio", "blocking", "asyncio"])
+def test_a_node_that_accepts_no_connection_is_waited_for_as_long_as_for_a_lookup(kind: str, three: Cluster) -> None:
+    async def body(store: Any) -> None:
+        problems: list[str] = []
+        while not any("accepts no connection within 0.1 s" in one for one in problems):
+            with suppress(StoreUnavailable):  # on a busy machine the other one may be late
+                problems = [node.problem for node in (await store.stats()).cluster.nodes]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, full(listener, listener.getsockname()):
+        url = f"infinistore+static://127.0.0.1:{listener.getsockname()[1]},{three.members[0].address}"
+        run_with_store(kind, url, body, deadline_s=600.0, lookup_deadline_s=0.1, lazy=True)
 
 
 def test_whoever_opens_a_store_has_more_patience_than_a_lookup() -> None:
