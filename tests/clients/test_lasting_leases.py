@@ -23,7 +23,7 @@ from infinistore.server.connection.holdings import MOST_OPEN
 from tests.bad_days.test_fork import in_child
 from tests.clients import own_reading
 from tests.clients.on_this_host import mapped_pools, open_files, run_client, serving, shm
-from tests.clients.shared_serving import Shared
+from tests.clients.shared_serving import Shared, shared_serving
 from tests.clients.stores import Loops, shorten_deadline
 from tests.clients.test_cancellation import cancel_at_each_await
 from tests.server.running import KIB, MIB, RunningServer
@@ -287,8 +287,8 @@ async def test_without_shared_writes_a_reservation_is_of_private_memory(tmp_path
             del view
 
 
-def test_arrays_die_in_many_threads_while_others_lease_and_look_up(one_kind: Shared) -> None:
-    with one_kind.entered() as store:
+def test_arrays_die_in_many_threads_while_others_lease_and_look_up(loops: Loops) -> None:
+    with shared_serving(loops, "threads", prealloc_bytes=16 * MIB) as shared, shared.entered() as store:
         store.put_many(BLOCKS)
         failures: list[BaseException] = []
         dying: list[list[Any]] = []
