@@ -24,7 +24,7 @@ from infinistore.errors import ConfigError
 __all__ = ["ANSWER_S", "ServiceManager"]
 
 _log = logging.getLogger("infinistore.server")
-_FIRST_DESCRIPTOR: Final = 3
+FIRST_DESCRIPTOR: Final = 3
 _BEAT_S: Final = 10.0
 """Between two messages while it starts and drains, if there is no watchdog."""
 _PATIENCE: Final = 4
@@ -85,7 +85,7 @@ class ServiceManager:
         kept: dict[str, int] = {}
         listeners: list[socket.socket] = []
         for index in range(given):
-            descriptor = _FIRST_DESCRIPTOR + index
+            descriptor = FIRST_DESCRIPTOR + index
             if len(names) == given and names[index].startswith(_KEPT) and not names[index].endswith(".socket"):
                 kept[names[index]] = _given_descriptor(descriptor)
             else:

@@ -89,7 +89,7 @@ class Audit:
 
     def __init__(self, write: Callable[[Fields], None] | None = None, clock: Callable[[], float] | None = None) -> None:
         self._write = write
-        self._clock = clock or (lambda: 0.0)
+        self.clock = clock or (lambda: 0.0)
         self._kinds: dict[str, _Kind] = {}
 
     @property
@@ -103,7 +103,7 @@ class Audit:
         """
         if self._write is None or not self.listens:
             return
-        now = self._clock()
+        now = self.clock()
         kind = self._kinds.get(event)
         if kind is None:
             others = _Source(_Bucket(_BURST_OF_SOURCE, _PER_S_OF_SOURCE, now), {})

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,7 @@ import trio
 
 from infinistore.sizes import describe_size
 
-__all__ = ["tell_of_taking"]
+__all__ = ["first_arena_bytes", "tell_of_taking"]
 
 _log = logging.getLogger("infinistore.server")
 _SILENT_S: Final = 0.2  # what takes no longer, or fails at once, needs no word
@@ -20,10 +20,13 @@ _REFRESH_S: Final = 0.25
 _BLOCK_BYTES: Final = 512
 
 
-async def tell_of_taking(pool_bytes: int, scope: trio.CancelScope) -> None:
+async def tell_of_taking(
+    pool_bytes: int, scope: trio.CancelScope, taken_bytes: Callable[[], int] | None = None
+) -> None:
     """Report the allocation of a pool in the log, or with progress on a terminal.
 
-    It runs until the caller cancels `scope`.
+    It runs until the caller cancels `scope`. `taken_bytes` returns how much is taken so
+    far.
     """
     what = f"taking a pool of {describe_size(pool_bytes)}"
     with scope:
@@ -33,7 +36,9 @@ async def tell_of_taking(pool_bytes: int, scope: trio.CancelScope) -> None:
             return
         try:
             while True:
-                sys.stderr.write(f"\rinfinistore: {what}: {min(100, 100 * _taken_bytes() // pool_bytes)} %")
+                sys.stderr.write(
+                    f"\rinfinistore: {what}: {min(100, 100 * (taken_bytes or first_arena_bytes)() // pool_bytes)} %"
+                )
                 sys.stderr.flush()
                 await trio.sleep(_REFRESH_S)
         finally:
@@ -41,8 +46,8 @@ async def tell_of_taking(pool_bytes: int, scope: trio.CancelScope) -> None:
             sys.stderr.flush()
 
 
-def _taken_bytes() -> int:
-    """Return the size of the first arena of this process, or of its shards, so far."""
+def first_arena_bytes() -> int:
+    """Return the size of the first arena of this process, and of its shards, so far."""
     taken = 0
     for process in ("self", *_children()):
         with suppress(OSError):

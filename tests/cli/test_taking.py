@@ -1,25 +1,23 @@
 """A server that takes a large pool says so, and how far it is."""
 
-import os
 import sys
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from infinistore.cli.taking import tell_of_taking
-from infinistore.core import create_arena
-from infinistore.sizes import GIB, MIB, describe_size
+from infinistore.sizes import GIB, MIB
+from tests import warm
 
 
-async def told_within(seconds: float, pool_bytes: int) -> None:
-    """Let it tell for so long."""
+async def told_within(seconds: float, pool_bytes: int, taken_bytes: Callable[[], int] = int) -> None:
+    """Let it tell for so long, in virtual time."""
     scope = trio.CancelScope()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tell_of_taking, pool_bytes, scope)
-        await trio.sleep(seconds)
+        nursery.start_soon(tell_of_taking, pool_bytes, scope, taken_bytes)
+        await trio.sleep(seconds)  # real time: no, whoever calls this is in virtual time
         scope.cancel()
 
 
@@ -35,28 +33,36 @@ async def test_a_pool_that_takes_a_while_is_told_of_once(
     assert capsys.readouterr() == ("", "")  # the log is JSON there, and nothing else
 
 
-def taken_bytes() -> int:
-    """What the first arenas have that there are in this process: those of the tests'
-    own servers count, too.
-    """
-    taken = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if "memfd:infinistore-arena-0" in os.readlink(entry):
-                taken += os.stat(entry).st_blocks * 512
-    assert taken >= MIB
-    return taken
-
-
 async def test_on_a_terminal_it_shows_how_much_is_taken_and_leaves_no_trace(
     autojump_clock: MockClock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    arena = create_arena(0, MIB)
-    pool_bytes = 4 * taken_bytes()
-    await told_within(1, pool_bytes)
-    arena.close()
+    await told_within(1, 4 * MIB, lambda: MIB)
 
     shown = capsys.readouterr().err.split("\r")
-    assert shown[1] == f"infinistore: taking a pool of {describe_size(pool_bytes)}: 25 %"
+    assert shown[1] == "infinistore: taking a pool of 4 MiB: 25 %"
     assert shown[-1] == "\x1b[K"
+
+
+WITH_A_CHILD = """
+import os
+from infinistore.cli.taking import first_arena_bytes
+from infinistore.core import create_arena
+
+arenas = [create_arena(number, 1 << 20) for number in (0, 1)]
+alone = first_arena_bytes()
+told, tell = os.pipe()
+if os.fork() == 0:  # a child that has the arenas, as a shard has its own
+    os.read(told, 1)
+else:
+    print(alone, first_arena_bytes())
+    os.write(tell, b".")
+for arena in arenas:
+    arena.close()
+"""
+
+
+@pytest.mark.process
+def test_the_first_arenas_of_a_process_and_of_its_children_are_what_is_taken() -> None:
+    done = warm.run([sys.executable, "-c", WITH_A_CHILD], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1048576 2097152\n", "")

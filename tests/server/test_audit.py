@@ -117,7 +117,7 @@ async def test_one_tenant_cannot_hide_what_is_denied_to_another(file: Path, tmp_
     log = tmp_path / "audit"
     async with running_server(make_config(tenants=file, audit_log=str(log))) as server:
         alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
-        server.server.policy.audit._clock = stopped
+        server.server.policy.audit.clock = stopped
         for _ in range(500):
             with pytest.raises(PermissionDenied):
                 await alice.ask(Purge())
@@ -144,7 +144,7 @@ async def test_a_full_disk_loses_no_request_and_is_said_once(file: Path, caplog:
 
 
 def is_lost(audit: AuditLog, count: int) -> bool:
-    return audit._lost == count
+    return audit.lost == count
 
 
 async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path)
 async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> None:
     log = tmp_path / "audit"
     audit = AuditLog(str(log))
-    audit._clock = stopped
+    audit.clock = stopped
     async with trio.open_nursery() as nursery:
         nursery.start_soon(audit.run)
         for _ in range(10_000):
@@ -183,7 +183,7 @@ async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> 
 async def test_a_flood_that_goes_on_is_summed_up_now_and_then(tmp_path: Path, mock_clock: MockClock) -> None:
     log = tmp_path / "audit"
     audit = AuditLog(str(log))
-    audit._clock = stopped
+    audit.clock = stopped
     threads = trio.to_thread.current_default_thread_limiter()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(audit.run)

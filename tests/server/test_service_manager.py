@@ -284,7 +284,7 @@ def give(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
     copies: list[int] = []
 
     def made(*descriptors: int, **more: str) -> dict[str, str]:
-        monkeypatch.setattr(service_manager, "_FIRST_DESCRIPTOR", first)
+        monkeypatch.setattr(service_manager, "FIRST_DESCRIPTOR", first)
         copies.extend(os.dup2(one, first + number) for number, one in enumerate(descriptors))
         return {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(descriptors)), **more}
 

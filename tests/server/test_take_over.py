@@ -64,7 +64,7 @@ async def running(config: ServerConfig) -> AsyncGenerator[tuple[Server, trio.Eve
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerConfig:
     """Of a server that waits for no process, and no request, until its time is over."""
-    monkeypatch.setattr(giving, "_DECIDE_S", 3600.0)
+    monkeypatch.setattr(giving, "DECIDE_S", 3600.0)
     return make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=600.0)
 
 
@@ -200,7 +200,7 @@ async def test_a_successor_that_cannot_say_that_it_serves_does_not(
             assert old.context.giving is not None
             assert old.context.giving.taker is not None
             old.context.giving.taker.stream.close()
-            monkeypatch.setattr(taking, "_within_s", 0.05)  # the server never ends
+            monkeypatch.setattr(taking, "within_s", 0.05)  # the server never ends
             with pytest.raises(ConfigError, match="serves on"):
                 await taking.end()
         await until_over(old)

@@ -123,7 +123,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
-            self._deletion = Deletion(self._patient, f"{layout.names.prefix}/", lambda: self._at_schedule.is_past_reset)
+            prefix = f"{layout.names.prefix}/"
+            self._deletion = Deletion(self._patient, prefix, lambda: self.scheduler_side.is_past_reset)
             writes = transfer.is_kv_producer and bool(layout.groups)
             announcement = Announcement(self._patient, layout.names, record, writes=writes)
             self._stack.callback(announcement.close)
@@ -204,7 +205,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Register the KV cache; warn if the store is too small for one prompt."""
-        bytes_of = self._at_work.register(kv_caches, self._kv_cache_config.num_blocks)
+        bytes_of = self.worker_side.register(kv_caches, self._kv_cache_config.num_blocks)
         config = self._vllm_config
         tokens = config.model_config.max_model_len
         prompt_bytes = sum(
@@ -230,11 +231,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Wait for the writes of preempted requests' blocks."""
         assert isinstance(kv_connector_metadata, _Metadata)
-        self._at_work.begin(kv_connector_metadata.step)
+        self.worker_side.begin(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         """Start the loads in the background."""
-        self._at_work.start_loads(_after_what_was_queued())
+        self.worker_side.start_loads(_after_what_was_queued())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests whose blocks are being loaded are not part of
@@ -246,26 +247,26 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         calls this after each: then `wait_for_save` starts them.
         """
         if not self._vllm_config.parallel_config.use_ubatching:
-            self._at_work.save_layer(layer_name)
+            self.worker_side.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """End the saves of a step."""
-        self._at_work.end_saves()
+        self.worker_side.end_saves()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests that are saved, and those that are loaded."""
-        return self._at_work.poll(finished_req_ids)
+        return self.worker_side.poll(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that are saved, those that are loaded, and of these those
         that could not be read.
         """
-        sent, loaded = self._at_work.poll(finished_req_ids)
-        return KVConnectorTransferResults(sent, loaded, self._at_work.take_failed_requests())
+        sent, loaded = self.worker_side.poll(finished_req_ids)
+        return KVConnectorTransferResults(sent, loaded, self.worker_side.take_failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be read."""
-        return self._at_work.take_failed_blocks()
+        return self.worker_side.take_failed_blocks()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this worker's layers, if it is one stage of a pipeline."""
@@ -282,9 +283,9 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         this worker is past a reset; with the first step also its layers, where the
         handshake has no room for them.
         """
-        saved = self._at_work.take_saved()
+        saved = self.worker_side.take_saved()
         stages, self._untold = self._untold, {}
-        reset = self._at_work.late_writes.take_past()
+        reset = self.worker_side.late_writes.take_past()
         return WorkerMetadata(saved, stages, Counter([reset] if reset else ())) if saved or stages or reset else None
 
     # ---- the scheduler's side ----
@@ -299,28 +300,28 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Learn the layers of all stages: a block is stored if all of them are."""
         told = [metadata[rank] for rank in sorted(metadata)]
         if layers := [one.labels for one in told if isinstance(one, _Layers)]:
-            self._at_schedule.learn_layers(layers)
+            self.scheduler_side.learn_layers(layers)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look up how much of a request is stored; it is loaded in the background."""
         if self._unhashed.are_in(request):
             return 0, False
-        tokens = self._at_schedule.loadable_tokens(request, num_computed_tokens)
+        tokens = self.scheduler_side.loadable_tokens(request, num_computed_tokens)
         if any(group.offered for group in self._layout.groups):
             # vLLM ends a chunk there, so that a later request finds a state.
-            departs = self._at_schedule.departs_after(request)
+            departs = self.scheduler_side.departs_after(request)
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, departs)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks to load into."""
         if not self._unhashed.are_in(request):
-            self._at_schedule.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the workers' loads and saves of a step."""
         state = scheduler_output.kv_connector_block_state
-        step = self._at_schedule.plan(
+        step = self.scheduler_side.plan(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.preempted_req_ids or (),
             state.resolve_block_ids,
@@ -332,12 +333,12 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Record which loads and saves have ended, and which blocks failed."""
         written = connector_output.kv_connector_worker_meta
         if isinstance(written, WorkerMetadata):
-            self._at_schedule.workers_past(written.past)
+            self.scheduler_side.workers_past(written.past)
             if self._teller is not None:
                 self._teller.changes.saved(written.saved)
             if written.stages:
-                self._at_schedule.learn_layers(written.stages[rank] for rank in sorted(written.stages))
-        self._at_schedule.loads_ended(
+                self.scheduler_side.learn_layers(written.stages[rank] for rank in sorted(written.stages))
+        self.scheduler_side.loads_ended(
             connector_output.finished_recving or (),
             connector_output.invalid_block_ids,
             connector_output.failed_recving,
@@ -345,13 +346,13 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished request until they are written."""
-        return self._at_schedule.finished(request), None
+        return self.scheduler_side.finished(request), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished request until they are written."""
-        return self._at_schedule.finished(request), None
+        return self.scheduler_side.finished(request), None
 
     def reset_cache(self) -> bool:
         """Delete all blocks of this model from the store, as for new weights. The
@@ -363,7 +364,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return self._deletion.delete()
         finally:
-            self._at_schedule.forget()
+            self.scheduler_side.forget()
 
     # ---- both ----
 
@@ -400,12 +401,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._stack.close()
 
     @property
-    def _at_work(self) -> WorkerSide:
+    def worker_side(self) -> WorkerSide:
+        """What does the worker's part, in a worker's connector."""
         assert self._worker is not None, "vLLM asked its scheduler's connector for what workers do"
         return self._worker
 
     @property
-    def _at_schedule(self) -> SchedulerSide:
+    def scheduler_side(self) -> SchedulerSide:
+        """What does the scheduler's part, in a scheduler's connector."""
         assert self._scheduler is not None, "vLLM asked a worker's connector for what the scheduler does"
         return self._scheduler
 

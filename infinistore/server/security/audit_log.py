@@ -46,7 +46,7 @@ class AuditLog(Audit):
         self._path = path
         self._now = now
         self._lines: deque[bytes] = deque()
-        self._lost = 0
+        self.lost = 0
         self._torn = False
         self._warned = False
         self._something = trio.Event()
@@ -105,7 +105,7 @@ class AuditLog(Audit):
         if self._path is None:
             return
         if len(self._lines) >= _MOST_LINES:
-            self._lost += 1
+            self.lost += 1
             return
         time_ = datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds")
         self._lines.append(json.dumps({"time": time_, **fields}, default=str).encode() + b"\n")
@@ -124,7 +124,7 @@ class AuditLog(Audit):
     async def _write_lines(self) -> None:
         while self._lines and self._descriptor >= 0:
             lines, self._lines = self._lines, deque()
-            lost = self._lost
+            lost = self.lost
             if lost:
                 lines.appendleft(json.dumps({"event": "lost", "count": lost}).encode() + b"\n")
             waiting = len(lines)
@@ -137,12 +137,12 @@ class AuditLog(Audit):
                     raise OSError("it takes too long")
             except (OSError, *NO_THREAD) as error:
                 told = lost if len(lines) < waiting else 0
-                self._lost += len(lines) - bool(lost and not told) - told
+                self.lost += len(lines) - bool(lost and not told) - told
                 if not self._warned:
                     self._warned = True
                     _log.warning("the audit log cannot be written", extra={"problem": str(error)})
                 return
-            self._lost -= lost
+            self.lost -= lost
             self._warned = False
 
     def _write_all(self, descriptor: int, lines: deque[bytes]) -> None:

@@ -43,7 +43,7 @@ ARENA_OF_GROUP = "arena of a group"
 look for that know of no groups."""
 GIVEN = b"given"
 """What the lifeline says once the server is over, although it has not ended."""
-_DECIDE_S = 60.0
+DECIDE_S = 60.0
 """How long the other process may take from the end of the service to its own begin."""
 
 
@@ -228,7 +228,7 @@ class Giving:
 
     async def decide(self) -> bool:
         """Wait until the other process serves, or has gone; whether it serves."""
-        with trio.move_on_after(_DECIDE_S):
+        with trio.move_on_after(DECIDE_S):
             await self._decided.wait()
         if self.given:
             _log.info("another process has taken over")

@@ -103,7 +103,7 @@ class Taking(Adopting):
         self._path = path
         self._connection = ClientConnection()
         self._listeners: list[tuple[str, socket.socket]] = []
-        self._within_s = STEP_S + 2 * config.drain_timeout_s
+        self.within_s = STEP_S + 2 * config.drain_timeout_s
         self._begun: list[int] | list[GroupLayout] = []
 
     # First step
@@ -191,7 +191,7 @@ class Taking(Adopting):
             await self._ask(TakeOver(TakeOverStep.END))
         except StoreUnavailable:
             # Whether it got that far is known from its lifeline only.
-            with trio.move_on_after(self._within_s) as waited:
+            with trio.move_on_after(self.within_s) as waited:
                 await trio.lowlevel.wait_readable(self.lifeline)
             if waited.cancelled_caught:
                 raise ConfigError("--take-over: the server did not wait, and serves on; try again") from None
@@ -204,7 +204,7 @@ class Taking(Adopting):
         (await self._step(TakeOverStep.HAND_OVER, resources)).close()
         with suppress(StoreUnavailable):
             await self._ask(TakeOver(TakeOverStep.END))
-        if not await self._predecessor_ended(self._within_s):
+        if not await self._predecessor_ended(self.within_s):
             raise ConfigError("--take-over: the server has not ended; try again")
 
     async def _predecessor_ended(self, within_s: float) -> bool:
@@ -216,10 +216,10 @@ class Taking(Adopting):
 
     async def _ask(self, request: Any, descriptors: list[int] | None = None) -> Any:
         try:
-            with trio.fail_after(self._within_s):
+            with trio.fail_after(self.within_s):
                 return await drive(self._connection.request(request, descriptors=descriptors), self._stream)
         except trio.TooSlowError:
-            raise StoreUnavailable(f"the server did not answer within {self._within_s:g} s") from None
+            raise StoreUnavailable(f"the server did not answer within {self.within_s:g} s") from None
         except StoreUnavailable:
             raise
         except InfiniStoreException as error:  # what the server refuses

@@ -107,8 +107,7 @@ def test_of_a_step_in_two_micro_batches_all_is_stored_when_all_is_computed(opene
     engine.scheduler.vllm_config.parallel_config.enable_dbo = True
     prompts = [PROMPT, PROMPT[::-1]]
     requests = [engine.submit(prompt) for prompt in prompts]
-    compute, worker = engine.compute, engine.worker._worker
-    assert worker is not None
+    compute, worker = engine.compute, engine.worker.worker_side
 
     def compute_and_save(name: str, count: int) -> list[int]:
         sampled = compute(name, count)
