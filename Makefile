@@ -39,10 +39,8 @@ demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## se
 	$(BIN)/infinistore demo $(DEMO_ARGS)
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
-# What is about real time runs alone, after the others, and only with all of them.
 test: $(TEST_STAMP) ## set up, then run the tests, apart from the long ones, on all cores; PYTEST_ARGS adds arguments, LEVELS="unit or process" chooses
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m '$(if $(LEVELS),($(LEVELS)) and )not nightly' -n $(WORKERS) --dist worksteal $(or $(PYTEST_ARGS),--ignore tests/real_time)
-	$(if $(PYTEST_ARGS),,TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m 'not nightly' tests/real_time)
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m '$(if $(LEVELS),($(LEVELS)) and )not nightly' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-nightly: $(TEST_STAMP) ## set up, then run the long tests that make test leaves out
 	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m nightly -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ import pty
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,9 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from infinistore import blocking
-from infinistore.cli import raw_peer
+from infinistore.cli import failures, raw_peer
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess
 from tests.cli.in_process import FREE_PORTS, ServerHere
@@ -197,6 +199,21 @@ def test_a_process_whose_output_nobody_reads_ends_quietly(server: ServerHere, en
             [*INFINISTORE, "stat", "--url", server.url], env=environment, stdout=output, stderr=subprocess.PIPE
         )
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_an_exit_that_rich_makes_of_a_closed_pipe_is_that_of_a_closed_pipe(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As while `demo` shows how far it is."""
+
+    def show(arguments: object, session: object) -> int:
+        Console(file=sys.stdout).print("nobody reads this")
+        return 0
+
+    with open(_closed_pipe(), "w") as output, monkeypatch.context() as here:
+        here.setattr(sys, "stdout", output)
+        assert failures.run([], show) == 141
+    assert capfd.readouterr().err == ""
 
 
 FULL = b"infinistore: No space left on device\n"

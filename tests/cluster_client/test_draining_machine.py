@@ -30,7 +30,7 @@ from infinistore.cluster.view import NodeState
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
 from tests.cluster_client.clusters import Cluster, Given
-from tests.cluster_client.examples import examples
+from tests.examples import examples
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
 URL = "infinistore+static://nobody"

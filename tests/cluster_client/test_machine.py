@@ -28,7 +28,7 @@ from infinistore.cluster.placement import Placement
 from infinistore.errors import PartialPut, StoreUnavailable
 from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
 from tests.cluster_client.clusters import Cluster, Given
-from tests.cluster_client.examples import examples
+from tests.examples import examples
 
 NAMES = [f"{{group {number % 5}}}/{number}" for number in range(20)]
 NOBODY = "infinistore+static://nobody"

@@ -13,7 +13,7 @@ from infinistore.core import StoreCore
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.cluster_client.clusters import Cluster, Member
-from tests.cluster_client.examples import examples
+from tests.examples import examples
 
 CALM = {"lookup_deadline_s": 60.0}
 """However busy the machine is, no node counts as lost."""
