@@ -182,7 +182,7 @@ class Proxy:
         with self._lock:
             self._orders.append((what, done))
         self._wake_up.send(b".")
-        assert done.wait(20), "the proxy does not answer"
+        assert done.wait(60), "the proxy does not answer"
 
     def _obey(self, _: int) -> None:
         self._woken.recv(4096)

@@ -7,6 +7,7 @@ may take is over. `tests/clients/test_bad_servers.py` measures in virtual time.
 
 import asyncio
 import errno
+import math
 import resource
 import signal
 import socket
@@ -88,7 +89,8 @@ def disturbance(request: pytest.FixtureRequest) -> Iterator[None]:
             unraisable(what)
 
     def disturb() -> None:
-        while not over.wait(0.02):  # a wait that begins anew each time never ends
+        # A wait that begins anew each time never ends.
+        while not over.wait(0.02):  # real time: a pause between two signals, however long
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     thread = threading.Thread(target=disturb)
@@ -220,7 +222,7 @@ def test_waiting_for_a_free_connection_ends_with_the_deadline_and_is_not_held_ag
             turns: Any = store.payload_turns  # type: ignore[attr-defined]
             turn = threading.Lock()
             with turn:
-                turns.begin(turn, SimpleNamespace(deadline=time.monotonic() + 600))
+                turns.begin(turn, SimpleNamespace(deadline=math.inf))
                 with hastened(store), pytest.raises(DeadlineExceeded, match=refused) as error:
                     store.put("a", b"b")
             check(error, store)
@@ -288,7 +290,7 @@ def test_a_server_that_stops_in_the_middle_of_a_call(
 def test_a_stream_with_a_peer_that_does_nothing(family: int, wait: Callable[[BlockingSocketStream], object]) -> None:
     with connected(family) as (ours, _):
         stream = BlockingSocketStream(ours)
-        stream.deadline = time.monotonic() + SHORT_S
+        stream.deadline = time.monotonic() + SHORT_S  # real time: the peer never does anything
         with pytest.raises(TimeoutError):
             wait(stream)
 
@@ -591,4 +593,4 @@ def test_a_deadline_that_no_clock_can_keep_is_refused(deadline_s: float) -> None
 @ANY_KIND
 def test_a_tiny_deadline_is_a_deadline(kind: str, server: ServerUrl) -> None:
     with pytest.raises(DeadlineExceeded):
-        run_with_store(kind, server.url, nothing, deadline_s=1e-9)
+        run_with_store(kind, server.url, nothing, deadline_s=1e-9)  # real time: it is over before a connect

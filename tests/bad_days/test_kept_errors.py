@@ -53,12 +53,14 @@ def test_calls_to_a_store_that_cannot_be_reached(kind: str, place: str, tmp_path
             for call in calls * 2:
                 assert (await outcome(call()))[1] is not None
 
-    run_with_store(kind, place.format(port=deaf_port, folder=tmp_path), body, lazy=True, deadline_s=2)
+    url = place.format(port=deaf_port, folder=tmp_path)
+    run_with_store(kind, url, body, lazy=True, deadline_s=2)  # real time: every call fails, late or not
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_thread_that_finds_no_store_keeps_nothing(place: str, tmp_path: Path, deaf_port: int) -> None:
-    with blocking.open_store(place.format(port=deaf_port, folder=tmp_path), lazy=True, deadline_s=2) as store:
+    url = place.format(port=deaf_port, folder=tmp_path)
+    with blocking.open_store(url, lazy=True, deadline_s=2) as store:  # real time: every call fails, late or not
         calls: list[Callable[[], Any]] = [lambda: store.get("key"), lambda: store.put("key", b"value"), store.stats]
         assert held_after(*calls * 3) == 0
 

@@ -142,7 +142,7 @@ def test_calls_that_run_into_their_deadline_leave_nothing_behind(
         assert after.descriptors <= before.descriptors + 2
         assert after.blocks - before.blocks < 150
 
-    run_with_store(kind, proxy.url, body, deadline_s=0.03, lazy=True)
+    run_with_store(kind, proxy.url, body, deadline_s=0.03, lazy=True)  # real time: the proxy never answers
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,7 +79,7 @@ class LifeCycles(RuleBasedStateMachine):
         for _ in range(3):
             stack = ExitStack()
             url = f"infinistore://127.0.0.1:{self.servers.port}"
-            self.users.append(User(stack.enter_context(blocking.open_store(url, deadline_s=20)), stack))
+            self.users.append(User(stack.enter_context(blocking.open_store(url, deadline_s=60)), stack))
 
     @precondition(lambda self: self.serving is None)
     @rule()
