@@ -2,6 +2,8 @@
 # needs there, and leaves a stamp so that the next call is quick. `make help` lists the targets.
 
 SHELL := /bin/bash
+# Every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 # The first of these that runs and is new enough becomes the virtual environment's Python. One that is chosen has an

@@ -297,13 +297,20 @@ def test_a_pool_of_several_arenas_goes_over(servers: Servers) -> None:
     servers.flags = ("--auto-increase", "--max-pool-size", f"{3 * POOL_BYTES}B")
     process = servers.start()
     store = servers.open("shm")
-    keys = [f"{n}" for n in range(2 * POOL_BYTES // BLOCK_BYTES)]
-    for start in range(0, len(keys), 100):
-        store.put_many({key: value_of(key, 0) for key in keys[start : start + 100]})
+    keys: list[str] = []
+
+    def put_more() -> None:
+        more = [f"{len(keys) + n}" for n in range(100)]
+        store.put_many({key: value_of(key, 0) for key in more})
+        keys.extend(more)
+
+    while store.stats().store.arenas == 1:  # it grows beside the puts, which evict until it has
+        put_more()
+    for _ in range(2 * POOL_BYTES // BLOCK_BYTES // 100):
+        put_more()
     there = there_of(store, keys)
     assert there > POOL_BYTES // BLOCK_BYTES
     arenas = store.stats().store.arenas
-    assert arenas > 1
     servers.start("--take-over")
     assert process.wait(60) == 0
     assert store.stats().store.arenas == arenas
