@@ -9,8 +9,9 @@
 - a look at the clock, which some comparison will be made of
 
 A function is in virtual time if it, or one around it, has the fixture `autojump_clock`
-or `mock_clock`, or if its module makes a `MockClock`. What cannot do without says why on
-the line, `# real time: the peer never answers`; a bound that is certain to pass,
+or `mock_clock` as an argument, as pytest-trio wants it, or calls `run_in_virtual_time`;
+or if that is so of every test of its module, or the module makes a `MockClock`. What
+cannot do without says why on the line, `# real time: the peer never answers`; a bound that is certain to pass,
 however slow the machine, is the usual reason. `tests/real_time` is where real time is
 the subject. What is listed in `ELSEWHERE` is in virtual time as a whole, or is run by
 itself.
@@ -34,6 +35,7 @@ ELSEWHERE: Final = (
 )  # fmt: skip
 CLOCKS: Final = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "current_time"}
 VIRTUAL: Final = {"autojump_clock", "mock_clock"}
+RUNS_VIRTUAL: Final = "run_in_virtual_time"
 BOUNDS: Final = {"timeout", "seconds", "timeout_s", "deadline_s"}
 WAITS: Final = {
     "fail_after": 0, "join": 0, "move_on_after": 0, "result": 0, "settimeout": 0, "wait": 0, "wait_for": 1,
@@ -57,6 +59,8 @@ def complaint(call: ast.Call) -> str:
         return "sleeps"
     if name in CLOCKS and owner in ("time", "trio", ""):
         return "looks at the clock"
+    if name == "timedelta":
+        return ""
     bounds = [keyword.value for keyword in call.keywords if keyword.arg in BOUNDS]
     place = WAITS.get(name)
     if place is not None and len(call.args) > place:
@@ -71,13 +75,19 @@ def is_virtual(function: ast.AST) -> bool:
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
     named = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
-    marks = {
-        constant.value
-        for decorator in function.decorator_list
-        for constant in ast.walk(decorator)
-        if isinstance(constant, ast.Constant)
-    }
-    return bool(VIRTUAL & (named | marks))
+    called = {getattr(node.func, "id", "") for node in ast.walk(function) if isinstance(node, ast.Call)}
+    return bool(VIRTUAL & named) or RUNS_VIRTUAL in called
+
+
+def has_virtual_tests_only(tree: ast.Module) -> bool:
+    """Whether every test of a module is in virtual time, and so what they call there."""
+    tests = [
+        node
+        for node in tree.body
+        if getattr(node, "name", "").casefold().startswith("test")
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("Test"))
+    ]
+    return bool(tests) and all(map(is_virtual, tests))
 
 
 def calls(tree: ast.AST, *, virtual: bool = False) -> Iterator[ast.Call]:
@@ -93,8 +103,8 @@ def offences(path: Path) -> Iterator[tuple[int, str]]:
     source = path.read_text()
     if "MockClock(" in source:
         return
-    lines = source.splitlines()
-    for call in calls(ast.parse(source)):
+    lines, tree = source.splitlines(), ast.parse(source)
+    for call in calls(tree, virtual=has_virtual_tests_only(tree)):
         said = complaint(call)
         if said and not any("# real time: " in line for line in lines[call.lineno - 1 : call.end_lineno]):
             yield call.lineno, said

@@ -22,7 +22,14 @@ OFFENCES = [
     "time.monotonic()",
     "trio.current_time()",
 ]
-FINE = ["time.sleep(0)", "trio.fail_after(60)", "thread.join()", "', '.join(names)", "process.wait(timeout=None)"]
+FINE = [
+    "time.sleep(0)",
+    "trio.fail_after(60)",
+    "thread.join()",
+    "', '.join(names)",
+    "process.wait(timeout=None)",
+    "timedelta(seconds=5)",
+]
 
 
 @pytest.mark.parametrize("call", [*OFFENCES, *FINE])
@@ -37,7 +44,8 @@ def test_a_call_on_a_real_clock_is_named(tmp_path: Path, call: str) -> None:
     "text",
     [
         "def test_of_something(autojump_clock):\n    {}\n",
-        "@pytest.mark.usefixtures('autojump_clock')\ndef test_of_something():\n    def inner():\n        {}\n",
+        "def test_of_something():\n    def inner():\n        {}\n    run_in_virtual_time(inner)\n",
+        "def helper():\n    {}\ndef test_of_something(*, mock_clock):\n    helper()\n",
         "def test_of_something():\n    {}  # real time: it never answers\n",
         "clock = MockClock()\ndef test_of_something():\n    {}\n",
     ],
@@ -46,3 +54,18 @@ def test_virtual_time_and_a_reason_are_fine(tmp_path: Path, text: str, call: str
     file = tmp_path / "test_file.py"
     file.write_text(text.format(call))
     assert [*offences(file)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # pytest-trio wants the clock as an argument.
+        "@pytest.mark.usefixtures('autojump_clock')\ndef test_of_something():\n    time.sleep(1)\n",
+        "def test_of_something(autojump_clock):\n    pass\ndef test_of_more():\n    time.sleep(1)\n",
+        "def helper():\n    time.sleep(1)\ndef test_of_something(mock_clock):\n    pass\nTestAll = Machine.TestCase\n",
+    ],
+)
+def test_what_only_seems_to_be_in_virtual_time_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "test_file.py"
+    file.write_text(text)
+    assert len([*offences(file)]) == 1
