@@ -6,15 +6,16 @@ import functools
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
-import ssl
+import socket
 import subprocess
 import tempfile
-import time
 import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,10 +43,11 @@ class Etcd:
         self.ports = ports[:members]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
+        self._told: list[socket.socket | None] = [None] * members
         for member in range(members):
             self.start(member, wait=False)
         for member in range(members):
-            self.wait_healthy(member)
+            self.wait_ready(member)
 
     @property
     def url(self) -> str:
@@ -70,24 +72,22 @@ class Etcd:
         command += ["--listen-peer-urls", self._peers[member], "--initial-advertise-peer-urls", self._peers[member]]
         command += ["--initial-cluster", cluster, "--log-level", "error", "--unsafe-no-fsync"]
         command += ["--auto-tls"] if self._tls else []
+        told = self._told[member] = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        told.bind("")  # the kernel gives it a name that is no file
+        environment = {**os.environ, "NOTIFY_SOCKET": "@" + os.fsdecode(told.getsockname()[1:])}
         with (self.folder / f"m{member}.log").open("ab") as log:
-            self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log)
+            self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         if wait:
-            self.wait_healthy(member)
+            self.wait_ready(member)
 
-    def wait_healthy(self, member: int) -> None:
-        until = time.monotonic() + 100
-        while True:
-            try:
-                url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self.ports[member]}/health"
-                context = ssl.create_default_context(cafile=self.certificate(member)) if self._tls else None
-                with urllib.request.urlopen(url, timeout=60, context=context) as answer:
-                    if b'"true"' in answer.read():
-                        return
-            except OSError:
-                pass
-            assert time.monotonic() < until, (self.folder / f"m{member}.log").read_text()
-            time.sleep(0.02)
+    def wait_ready(self, member: int) -> None:
+        """Wait until it says that it serves, as it does to a service manager."""
+        process, told = self._processes[member], self._told[member]
+        assert process is not None and told is not None
+        with closing(told), os.fdopen(os.pidfd_open(process.pid)) as end:
+            found = select.select([told.fileno(), end.fileno()], [], [])[0]
+            assert told.fileno() in found, (self.folder / f"m{member}.log").read_text()
+            assert told.recv(1024) == b"READY=1"
 
     def certificate(self, member: int = 0) -> str:
         return str(self.folder / f"m{member}" / "fixtures" / "client" / "cert.pem")

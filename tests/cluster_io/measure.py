@@ -119,7 +119,7 @@ def measure(etcd: Etcd, servers: dict[str, "subprocess.Popen[bytes]"], away_s: f
     for member in range(3):
         etcd.start(member, wait=False)
     for member in range(3):
-        etcd.wait_healthy(member)
+        etcd.wait_ready(member)
     healthy = time.monotonic()
     while watcher.membership.age_s > healthy - back:
         time.sleep(0.05)
