@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from infinistore.cluster.drains import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.sizes import MIB
 from tests import warm
-from tests.cluster_client.clusters import Cluster, Member, running_cluster
+from tests.cluster_client.clusters import Cluster, Member, running_cluster, until
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 
 pytestmark = [needs_etcd, pytest.mark.process]
@@ -54,12 +53,8 @@ class Nodes:
         nodes = json.loads(self.command("status", "--json", self.url)[1])["nodes"]
         return {node["id"]: node["state"] for node in nodes}
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():  # the time that a test may take is the limit
-            time.sleep(0.02)
-
     def until_all_serve(self) -> None:
-        self.until(lambda: list(self.states().values()) == ["serving"] * len(self.cluster.members))
+        until(lambda: list(self.states().values()) == ["serving"] * len(self.cluster.members))
 
 
 @pytest.fixture
@@ -86,7 +81,7 @@ def reading(store: Any) -> Iterator[list[str]]:
     over = threading.Event()
 
     def read_on() -> None:
-        while not over.wait(0.005):
+        while not over.wait(0.005):  # real time: a pause between two reads, however long
             for (key, wanted), found in zip(BLOCKS.items(), read(store), strict=True):
                 if found != wanted:
                     wrong.append(key)
@@ -190,7 +185,7 @@ def test_without_a_terminal_there_is_a_line_for_each_step_and_status_says_how_fa
         had = len(leaving.keys())
         assert nodes.drain(leaving, "--timeout", "0")[0] == 0
         told = re.compile(rf"{leaving.address} drains: \d+ of {had} groups moved \(.*\); .* of .* done")
-        nodes.until(lambda: bool(told.search(nodes.command("status", nodes.url)[1])))
+        until(lambda: bool(told.search(nodes.command("status", nodes.url)[1])))
         code, shown, errors = nodes.drain(leaving)
         assert (code, shown.count("\n")) == (0, 1)
         assert all(told.search(line) for line in errors.splitlines()[1:])
@@ -221,7 +216,7 @@ def test_while_etcd_is_away_a_node_drains_on(
         with reading(store) as wrong:
             # The node hears of it, and then etcd is gone.
             assert nodes.drain(leaving, "--timeout", "0")[0] == 0
-            nodes.until(lambda: any(record.getMessage() == "node-drain" for record in caplog.records))
+            until(lambda: any(record.getMessage() == "node-drain" for record in caplog.records))
             etcd.kill()
             code, _, errors = nodes.drain(leaving, "--timeout", "0.2")
             assert (code, errors.count("\n")) == (3, 1)
@@ -283,8 +278,7 @@ def test_a_node_in_a_file_drains_as_the_file_says(capsys: pytest.CaptureFixture[
             store.put_many(BLOCKS)
             assert run(["cluster", "drain", "a", url]) == 0
             assert capsys.readouterr().out == f"a is draining in {file}\n"
-            while members[1].keys() != set(BLOCKS):
-                time.sleep(0.02)
+            until(lambda: members[1].keys() == set(BLOCKS))
             assert read(store) == list(BLOCKS.values())
             assert run(["cluster", "add", "a", "--json", url]) == 0
             assert json.loads(capsys.readouterr().out)["state"] == "serving"
@@ -298,7 +292,7 @@ def test_sigterm_ends_a_drain_at_once(etcd: Etcd, capsys: pytest.CaptureFixture[
             assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
         assert leaving.server is not None
         leaving.look(leaving.server.server.drain)  # what the signal does
-        nodes.until(lambda: leaving.address not in nodes.states())
+        until(lambda: leaving.address not in nodes.states())
         code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
         assert code == 3
         assert f"{leaving.address} is no longer registered and has not said that it is done" in errors

@@ -6,7 +6,6 @@ change of a key's place (docs/promises.md): of a key that was put while nodes dr
 joined, older values may be elsewhere, and a later drain may lead to them.
 """
 
-import time
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from infinistore.client.extension import Environment
 from infinistore.cluster.view import NodeState
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
-from tests.cluster_client.clusters import Cluster, Given
+from tests.cluster_client.clusters import Cluster, Given, until
 from tests.examples import examples
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
@@ -105,8 +104,7 @@ class DrainingMachine(RuleBasedStateMachine):
             found = [value and bytes(value) for value in self.store.get_many(NAMES)]
             for name, value in zip(NAMES, found, strict=True):
                 assert value == self.model.get(name) or value in self.older.get(name, ())
-            while self.store.calls.counters.warming_bytes:  # a delete meanwhile might come too early
-                time.sleep(0.001)
+            until(lambda: not self.store.calls.counters.warming_bytes)  # a delete meanwhile might come too early
 
     @property
     def settled(self) -> bool:

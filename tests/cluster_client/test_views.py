@@ -288,7 +288,7 @@ def test_a_cancelled_call_leaves_no_part_behind(three: Cluster) -> None:
         async with open_store(URL, environment=environment, deadline_s=600, lookup_deadline_s=60) as store:
             await store.put_many(BLOCKS)
             three.members[0].silence()
-            with trio.move_on_after(0.01) as scope:
+            with trio.move_on_after(0.01) as scope:  # real time: the node is silent
                 await store.get_many(NAMES)
             assert scope.cancelled_caught
             three.members[0].wake()

@@ -189,7 +189,7 @@ def test_the_log_has_the_first_job_that_fails_and_later_how_many_did(
     def fail(times: int) -> None:
         for _ in range(times):
             disk.submit(Flush(0, "segments/9"))
-        answers.wait(times)
+        answers.after(times)
 
     with caplog.at_level(logging.WARNING, "infinistore.disk"):
         fail(5)
@@ -318,7 +318,8 @@ class Answers:
         self.results.append(result)
         self._more.release()
 
-    def wait(self, count: int) -> list[Result]:
+    def after(self, count: int) -> list[Result]:
+        """Wait for so many more; return all."""
         for _ in range(count):
             assert self._more.acquire(timeout=60)
         return self.results
@@ -364,9 +365,9 @@ def test_a_disk_that_hangs_is_left_behind_locked_and_answers_when_it_returns(
 
     disk.stop()
     with caplog.at_level(logging.WARNING, "infinistore.disk"):
-        assert not disk.join(timeout_s=0)
+        assert not disk.join(timeout_s=0)  # real time: the disk hangs
 
-    assert [(result.job, result.errno) for result in answers.wait(1)] == [(waiting, errno.ENODEV)]
+    assert [(result.job, result.errno) for result in answers.after(1)] == [(waiting, errno.ENODEV)]
     [record] = caplog.records
     assert (record.__dict__["disk"], record.__dict__["waits_for"]) == (str(path), "ReadInto segments/0")
     with pytest.raises(Exception, match="in use by this process"):
@@ -374,7 +375,7 @@ def test_a_disk_that_hangs_is_left_behind_locked_and_answers_when_it_returns(
 
     hanging.answer.set()
     assert disk.join(timeout_s=60)
-    assert [result.errno for result in answers.wait(1)] == [errno.ENODEV, 0]
+    assert [result.errno for result in answers.after(1)] == [errno.ENODEV, 0]
     assert bytes(stuck.views[0]) == bytes(3)
     open_folder(path).close()
 
@@ -388,7 +389,7 @@ def test_other_threads_go_on_while_one_hangs(hanging: HangingFiles) -> None:
     clock.now += 7
 
     disk.submit(Flush(0, SEGMENT))
-    assert [result.errno for result in answers.wait(1)] == [0]
+    assert [result.errno for result in answers.after(1)] == [0]
     statistics = disk.statistics()
     assert (statistics.running, statistics.queued_reads, statistics.oldest_s) == (1, 0, 7.0)
 

@@ -45,7 +45,7 @@ def test_what_is_on_disk_alone_is_left_and_told_of(tmp_path: Path) -> None:
 
 def test_a_store_that_does_not_answer_has_to_be_reset_again() -> None:
     with (
-        blocking.open_store("infinistore://127.0.0.1:1", lazy=True, deadline_s=0.2) as store,
+        blocking.open_store("infinistore://127.0.0.1:1", lazy=True) as store,
         pytest.raises(BlocksLeft, match=r"^blocks under a/, b/ may be left, .*\. Repeat the reset$"),
     ):
         delete_all(store, {"b/", "a/"})

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,14 @@ from tests import warm
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Ask until this holds: a server does not tell of it. The test's own timeout is the
+    limit.
+    """
+    while not holds():
+        time.sleep(0.02)  # real time: a pause between two questions, however long
 
 
 @attrs.define
@@ -55,9 +63,13 @@ class RunningShards:
         return found
 
     def wait_for_restart(self, index: int, restarts: int) -> None:
-        """Wait until a shard serves again. The test's own timeout is the limit."""
-        while (shard := self.shards()[index])["state"] != "serving" or shard["restarts"] < restarts:
-            time.sleep(0.02)
+        """Wait until a shard serves again."""
+
+        def serves() -> bool:
+            shard = self.shards()[index]
+            return bool(shard["state"] == "serving" and shard["restarts"] >= restarts)
+
+        until(serves)
 
 
 @contextmanager

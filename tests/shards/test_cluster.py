@@ -3,7 +3,6 @@
 import os
 import signal
 import ssl
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.cluster_client.clusters import Member
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 from tests.transports.certificates import issue
 
-from .conftest import RunningShards, running_shards
+from .conftest import RunningShards, running_shards, until
 
 pytestmark = [needs_etcd, pytest.mark.process]
 KEYS = [f"key {number}" for number in range(64)]
@@ -34,8 +33,7 @@ def etcd() -> Etcd:
 def two_nodes(environment: dict[str, str], etcd: Etcd) -> Iterator[RunningShards]:
     flags = ("--cluster", etcd.url, "--node-id", "machine", "--node-weight", "50", "--node-warm-up", "0")
     with running_shards(environment, *flags) as started:
-        while [node["weight"] for node in started.told("/cluster")["nodes"]] != [25, 25]:
-            time.sleep(0.05)  # the test's own timeout is the limit
+        until(lambda: [node["weight"] for node in started.told("/cluster")["nodes"]] == [25, 25])
         yield started
 
 
@@ -63,12 +61,10 @@ def test_a_client_of_the_cluster_uses_all_by_shared_memory(two_nodes: RunningSha
 
 
 def test_a_shard_that_was_killed_is_the_same_node_again(two_nodes: RunningShards) -> None:
-
     before = two_nodes.shards()[1]
     os.kill(before["pid"], signal.SIGKILL)
     two_nodes.wait_for_restart(1, before["restarts"] + 1)
-    while two_nodes.told("/cluster")["shards"][1]["registration"] != "registered":
-        time.sleep(0.05)
+    until(lambda: two_nodes.told("/cluster")["shards"][1]["registration"] == "registered")
     nodes = two_nodes.told("/cluster")["nodes"]
     assert [(node["id"], node["address"]) for node in nodes][1] == (
         "machine/1",
@@ -99,8 +95,7 @@ def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority
     flags = ["--cluster", url, "--node-id", "secure", "--node-warm-up", "0", "--tls-cert", str(files.cert)]
     flags += ["--tls-key", str(files.key), "--tls-peer-ca", str(files.ca)]
     with running_shards(environment, *flags) as started, closing(open_membership(parse_cluster_url(url))) as membership:
-        while [node.state for node in membership.view.nodes] != [NodeState.SERVING] * 2:
-            time.sleep(0.05)  # the test's own timeout is the limit
+        until(lambda: [node.state for node in membership.view.nodes] == [NodeState.SERVING] * 2)
         ports = [int(node.address.rpartition(":")[2]) for node in membership.view.nodes]
 
         def shown() -> list[str]:
@@ -110,8 +105,7 @@ def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority
         assert before[0] == before[1]
         issue(tmp_path, ca="two", into=files)
         started.process.send_signal(signal.SIGHUP)
-        while set(before).intersection(shown()):
-            time.sleep(0.05)
+        until(lambda: not set(before).intersection(shown()))
         with blocking.open_store(f"{url}?ca={files.ca}") as store:
             store.put_many({key: key.encode() for key in KEYS})
             # It passes its blocks on to the other, which has the new authority only.

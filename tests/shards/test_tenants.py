@@ -4,9 +4,9 @@ what a tenant may take.
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -19,7 +19,7 @@ from infinistore.cli.failures import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
 
-from .conftest import POOL, RunningShards, running_shards
+from .conftest import POOL, RunningShards, running_shards, until
 
 FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")
@@ -84,19 +84,21 @@ def test_the_shards_together_are_within_a_tenants_limits(tenanted: Tenanted) -> 
         ann.purge()
 
 
+def is_refused(url: str, token: str) -> bool:
+    try:
+        with blocking.open_store(url, token=token):
+            return False
+    except AuthenticationFailed:
+        return True
+
+
 @pytest.mark.process
 def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
     before = tenanted.file.read_text()
     tenanted.file.write_text(text_of(ann=LIMITED, ops=OPS))
     tenanted.server.process.send_signal(signal.SIGHUP)
     for shard in tenanted.server.shards():
-        while True:  # the test's own timeout is the limit
-            try:
-                with blocking.open_store(f"infinistore://127.0.0.1:{shard['port']}", token=TOKENS["ben"]):
-                    pass
-            except AuthenticationFailed:
-                break
-            time.sleep(0.02)
+        until(partial(is_refused, f"infinistore://127.0.0.1:{shard['port']}", TOKENS["ben"]))
     with tenanted.open("ann") as ann:
         ann.put_many([(key, b"ann") for key in KEYS])
     tenanted.file.write_text(before)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 from infinistore import blocking
 from tests.transports.certificates import Files, issue
 
-from .conftest import RunningShards, running_shards
+from .conftest import RunningShards, running_shards, until
 
 pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]
@@ -71,8 +70,7 @@ def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypt
         issue(encrypted.files.cert.parent, into=encrypted.files)
         assert encrypted.on_disk != before
         encrypted.server.process.send_signal(signal.SIGHUP)
-        while encrypted.shown() != [encrypted.on_disk] * 3:
-            time.sleep(0.05)
+        until(lambda: encrypted.shown() == [encrypted.on_disk] * 3)
         assert store.get_many(KEYS) == [bytearray(b"value")] * len(KEYS)
     with blocking.open_store(url) as store:
         assert all(store.exists_many(KEYS))
@@ -94,6 +92,10 @@ def test_a_shard_that_is_started_again_has_the_certificate_of_now(encrypted: Enc
     assert encrypted.ask("/reload", "POST")[0] == 200
     shard = encrypted.ask("/shards")[1]["shards"][1]
     os.kill(shard["pid"], signal.SIGKILL)
-    while (now := encrypted.ask("/shards")[1]["shards"][1])["state"] != "serving" or now["pid"] == shard["pid"]:
-        time.sleep(0.05)
+
+    def serves() -> bool:
+        now = encrypted.ask("/shards")[1]["shards"][1]
+        return bool(now["state"] == "serving" and now["pid"] != shard["pid"])
+
+    until(serves)
     assert encrypted.shown() == [encrypted.on_disk] * 3

@@ -49,7 +49,7 @@ def test_it_is_written_at_once_and_ends_when_every_node_has_carried_it_out() -> 
 
 def test_a_node_that_does_not_say_so_in_time_is_named() -> None:
     world = world_of("a", "b")
-    running, results = start(world, timeout_s=7)
+    running, results = start(world, timeout_s=7)  # real time: no, that of this world
     carry_out(world, "a")
     world.run(6.9)
     assert not running.done
