@@ -21,8 +21,8 @@ TEST_TORCH ?=
 LEVELS ?=
 TEST_STAMP := $(VENV)/.installed-test$(if $(filter none,$(TEST_TORCH)),-without-torch)
 PYTEST_ARGS ?=
-# One more than there are cores, because many tests wait; and no more than eight.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+# Two more than there are cores, because many tests wait; and no more than eight.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 2 : 8)))
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TTFT_ARGS ?=
@@ -200,7 +200,8 @@ pyverbs: $(VENV)/.installed-base ## make the distribution's RDMA bindings import
 ENGINES := lmcache vllm aibrix sglang
 ENGINE_STAMPS := $(ENGINES:%=.venvs/%/.installed)
 
-test-integrations: $(ENGINE_STAMPS) .venvs/vllm/.vllms-tests ## set up the engines' environments, then test the integrations in them
+# vLLM's own tests run at night.
+test-integrations: $(ENGINE_STAMPS) $(if $(findstring not nightly,$(PYTEST_ARGS)),,.venvs/vllm/.vllms-tests) ## set up the engines' environments, then test the integrations in them
 	@failed=; \
 	for engine in $(ENGINES); do \
 	    echo "== tests/integrations/$$engine, in .venvs/$$engine"; \
@@ -219,10 +220,11 @@ ttft: .venvs/vllm/.installed ## time to first token, cold and warm, in vLLM and 
 serve-bench: .venvs/vllm/.installed ## vLLM over HTTP, asked by its own bench serve, cold and warm; SERVE_BENCH_ARGS adds arguments, --help tells which
 	.venvs/vllm/bin/python bench/serve_bench.py $(SERVE_BENCH_ARGS)
 
-check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, changelog entries
+check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, tests that look at a clock, changelog entries
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
 	echo "scripts/generate.py --check"; $(BIN)/python scripts/generate.py --check || failed=1; \
+	echo "scripts/real_time.py"; $(BIN)/python scripts/real_time.py || failed=1; \
 	echo "towncrier build --draft"; $(BIN)/towncrier build --draft --version next >/dev/null || failed=1; \
 	[ -z "$$failed" ]
 
