@@ -34,6 +34,10 @@ class Operation:
     reads: bool = False
     """It returns blocks, so that their checksums find every wrong byte."""
     prepare: Callable[[BlockingStore], Any] = lambda _: None
+    varies: bool = False
+    """Its reply is as long as the figures in it, so that a fault near its end may find
+    nothing to strike.
+    """
 
     def __str__(self) -> str:
         return self.name
@@ -113,7 +117,7 @@ OPERATIONS = [
     Operation("keys", lambda store, _: store.keys("k"), ["k0", "k1", "k2"]),
     Operation("evict", lambda store, _: store.evict(0.0, 0.0), 3, retried=False),
     Operation("purge", lambda store, _: store.purge(), 3, retried=False),
-    Operation("stats", _stats, 3),
+    Operation("stats", _stats, 3, varies=True),
 ]
 
 
