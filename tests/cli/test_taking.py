@@ -17,7 +17,7 @@ async def told_within(seconds: float, pool_bytes: int, taken_bytes: Callable[[],
     scope = trio.CancelScope()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tell_of_taking, pool_bytes, scope, taken_bytes)
-        await trio.sleep(seconds)  # real time: no, whoever calls this is in virtual time
+        await trio.sleep(seconds)  # real time: none, for those who call this are in virtual time
         scope.cancel()
 
 

@@ -3,7 +3,6 @@ be stopped, silenced and started again where it was.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -12,18 +11,11 @@ from typing import Any
 from infinistore.cluster.membership import Listener
 from infinistore.cluster.view import Node, View
 from infinistore.core import StoreCore
+from tests.asking import until
 from tests.clients.event_loops import TrioThread
 from tests.server.running import RunningServer, make_config, running_server
 
 __all__ = ["Cluster", "Given", "Member", "running_cluster", "until"]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Ask until this holds, where nobody tells. The time that a test may take is the
-    limit.
-    """
-    while not holds():
-        time.sleep(0.005)  # real time: a pause between two questions, however long
 
 
 def _aside(work: Callable[[], Any]) -> Any:

@@ -23,7 +23,8 @@ from infinistore.cluster.drains import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.sizes import MIB
 from tests import warm
-from tests.cluster_client.clusters import Cluster, Member, running_cluster, until
+from tests.asking import until
+from tests.cluster_client.clusters import Cluster, Member, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 
 pytestmark = [needs_etcd, pytest.mark.process]

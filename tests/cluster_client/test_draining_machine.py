@@ -28,7 +28,8 @@ from infinistore.client.extension import Environment
 from infinistore.cluster.view import NodeState
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
-from tests.cluster_client.clusters import Cluster, Given, until
+from tests.asking import until
+from tests.cluster_client.clusters import Cluster, Given
 from tests.examples import examples
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]

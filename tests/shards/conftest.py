@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +15,10 @@ import attrs
 import pytest
 
 from tests import warm
+from tests.asking import until
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Ask until this holds: a server does not tell of it. The test's own timeout is the
-    limit.
-    """
-    while not holds():
-        time.sleep(0.02)  # real time: a pause between two questions, however long
 
 
 @attrs.define

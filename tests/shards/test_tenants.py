@@ -18,8 +18,9 @@ from infinistore.blocking import BlockingStore
 from infinistore.cli.failures import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
+from tests.asking import until
 
-from .conftest import POOL, RunningShards, running_shards, until
+from .conftest import POOL, RunningShards, running_shards
 
 FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")

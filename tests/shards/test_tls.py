@@ -15,9 +15,10 @@ import attrs
 import pytest
 
 from infinistore import blocking
+from tests.asking import until
 from tests.transports.certificates import Files, issue
 
-from .conftest import RunningShards, running_shards, until
+from .conftest import RunningShards, running_shards
 
 pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]
