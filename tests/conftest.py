@@ -23,6 +23,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests.levels import Levels
+from tests.limits import Limits
 
 settings.register_profile(
     "repeatable", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None
@@ -41,8 +42,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each test its level."""
+    """Give each test its level and its limit."""
     config.pluginmanager.register(Levels(Path(__file__).parent), "levels")
+    config.pluginmanager.register(Limits(), "limits")
 
 
 def pytest_collection_finish() -> None:

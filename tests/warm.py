@@ -109,9 +109,13 @@ class _Parent:
 
     def end(self) -> None:
         """End it. Programs that it forked go on."""
+        if self.owner != os.getpid():
+            self._socket.close()
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # for a forked child may hold it, too
         self._socket.close()
-        if self.owner == os.getpid():
-            self._process.wait()
+        self._process.wait()
 
 
 _parents: dict[int, _Parent] = {}

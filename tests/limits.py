@@ -1,0 +1,71 @@
+"""How long a test may take: what is stuck fails, and then ends.
+
+pytest-timeout raises an error in a test that takes longer than its limit. That is not
+enough. The error can be raised inside `infinistore.cli.failures.run`, which answers for
+every error, so that the test goes on; and once a test has failed, its fixtures may take
+for ever. Here the clock runs until the whole test is over. `GRACE_S` after its error
+the process ends, with the stack of each thread. pytest-xdist then names the test, and
+starts another process for the rest.
+"""
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+import pytest
+
+__all__ = ["GRACE_S", "Limits"]
+
+GRACE_S: Final = 60.0
+"""What a test has, after the error, to clean up; and a process, to end."""
+
+
+class Limits:
+    """A plugin of pytest, in place of the timer of pytest-timeout."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._stderr = os.dup(2)  # which pytest captures
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool:
+        """Start the clock of a test."""
+        limit_s: float = settings.timeout
+        is_over = False
+
+        def ring(number: int, frame: FrameType | None) -> None:
+            nonlocal is_over
+            faulthandler.dump_traceback(self._stderr)
+            if is_over:
+                os._exit(1)
+            is_over = True
+            pytest.fail(f"took more than {limit_s:g} s")
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, self._grace_s)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_cancel_timer(self) -> bool:
+        """Go on: pytest-timeout asks for this as soon as a test fails."""
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        """Stop the clock when all is over."""
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def pytest_enter_pdb(self) -> None:
+        """Let somebody look."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """See that this process ends."""
+        faulthandler.dump_traceback_later(self._grace_s, exit=True, file=self._stderr)
