@@ -15,7 +15,7 @@ from tests.transports.fake_gpu import FakeGpu, gpu_in_use
 from tests.transports.fake_rdma import Fabric
 
 REMOTE_ACCESS = 10
-KEYS = [f"key-{number}" for number in range(16)]
+KEYS = [f"key-{number}" for number in range(64)]  # ports decide who owns which, and each owns some
 BLOCK = 512
 CONTENT = bytes(range(256)) * (len(KEYS) * BLOCK // 256)
 

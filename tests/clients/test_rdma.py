@@ -39,7 +39,7 @@ from tests.server.running import KIB, MIB, make_config, running_server
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
 REMOTE_ACCESS = 10
-KEYS = [f"key-{number}" for number in range(32)]
+KEYS = [f"key-{number}" for number in range(64)]  # ports decide who owns which, and each owns some
 LARGE = DeviceLimits(depth=256, longest_bytes=1 << 30)
 
 
