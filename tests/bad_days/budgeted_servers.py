@@ -31,6 +31,7 @@ from infinistore.machine_memory import MemoryLimit
 from infinistore.server import serve
 from tests import warm
 from tests.bad_days.memory import kept_by
+from tests.ports import own_ports
 
 __all__ = ["BudgetedServers", "Refused", "Running", "budgeted_servers"]
 
@@ -61,12 +62,12 @@ class Running:
 
 
 class BudgetedServers:
-    """Starts servers at one address, the port of which the first one chooses."""
+    """Starts servers at one address."""
 
     def __init__(self, program: "subprocess.Popen[str]", unix_socket: Path, pool_bytes: int) -> None:
         self.unix_socket = unix_socket
         self.pool_bytes = pool_bytes
-        self.port = 0
+        self.port = own_ports(1)[0]
         self._program = program
         self._started: list[Running] = []
 
@@ -80,20 +81,18 @@ class BudgetedServers:
         answer = json.loads(self._program.stdout.readline())
         if "refused" in answer:
             raise Refused(answer["refused"])
-        self.port = answer["port"]
         running = Running(answer["pid"], self.port, os.pidfd_open(answer["pid"]))
         self._started.append(running)
         return running
 
     def end(self) -> None:
-        """Kill what is left, and forget the port."""
+        """Kill what is left."""
         for running in self._started:
             with suppress(ProcessLookupError):
                 running.send(signal.SIGKILL)
             assert running.has_ended()
             os.close(running.descriptor)
         self._started.clear()
-        self.port = 0
 
 
 @contextmanager

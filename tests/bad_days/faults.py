@@ -164,6 +164,8 @@ class Proxy:
         self._order(self._listen)
 
     def start(self) -> None:
+        self._place = self._bound()  # the port is its own, too, while nobody listens there
+        self.port = self._place.getsockname()[1]
         self._listen()
         self._thread.start()
 
@@ -172,6 +174,7 @@ class Proxy:
         self._wake_up.send(b".")
         self._thread.join()
         self._close_listener()
+        self._place.close()
         self._selector.close()
         self._wake_up.close()
         self._woken.close()
@@ -198,13 +201,16 @@ class Proxy:
             for key, mask in self._selector.select():
                 key.data(mask)
 
+    def _bound(self) -> socket.socket:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", self.port))
+        return bound
+
     def _listen(self) -> None:
-        self._listener = listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
+        self._listener = listener = self._bound()
         listener.listen(128)
         listener.setblocking(False)
-        self.port = listener.getsockname()[1]
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _close_listener(self) -> None:

@@ -19,6 +19,7 @@ from infinistore.cli.options import Target, unix_url
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
 from tests.clients.dresses import DRESSES, opened, serving, url_of
 from tests.clients.stores import Loops, differing
+from tests.ports import own_ports
 from tests.server.running import MIB
 from tests.transports.certificates import issue
 
@@ -217,9 +218,9 @@ def test_every_node_of_a_cluster_is_reached_by_tls(loops: Loops, dress: str, whe
 
 def test_a_server_that_returns_is_found_again(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
+    (port,) = own_ports(1)
     with ExitStack() as until_end:
-        with serving(loops, files) as server:
-            port = server.server.addresses.port
+        with serving(loops, files, service_port=port) as server:
             store = until_end.enter_context(opened(loops, dress, url_of(server, f"?ca={files.ca}")))
             store.put("key", b"value")
         with serving(loops, files, service_port=port):
