@@ -22,7 +22,8 @@ class TakeOverStep(enum.IntEnum):
     HAND_OVER = 1
     """It is ready: the server ends its service and tells what its pool has."""
     END = 2
-    """It has all it needs: the server ends, and never serves again."""
+    """It has all it needs. Only a server without `Capability.OWNERSHIP` is asked, which
+    ends and never serves again."""
 
 
 @attrs.frozen

@@ -48,6 +48,8 @@ class Capability(enum.Flag):
     """A process that takes over reads the state of a pool in format 3."""
     TIMED_PINS = 1024
     """The client says after what time pins end."""
+    OWNERSHIP = 2048
+    """A process that takes over serves if it could take the ownership of the pool."""
 
 
 class NewerFields(enum.Enum):

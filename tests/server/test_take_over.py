@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection
@@ -31,7 +31,6 @@ from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server import Server
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
-from infinistore.server.connection.conversation import Conversation
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
@@ -159,53 +158,58 @@ async def test_a_step_out_of_turn_is_refused(config: ServerConfig) -> None:
         peer.stream.close()
 
 
-async def test_the_successor_serves_although_it_did_not_hear_that_the_server_is_over(
-    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever does not hear the last answer cannot know whether the other one serves;
-    here it can, even while that one has not ended."""
-    may_end, send, decide = trio.Event(), Conversation.send, Giving.decide
-
-    async def lose_the_last(conversation: Conversation, work: Coroutine[Any, Any, Any], within_s: float) -> None:
-        if old.context.giving is not None and old.context.giving.given:
-            work.close()
-            raise StoreUnavailable("the answer is lost")
-        await send(conversation, work, within_s)
-
-    async def decide_slowly(found: Giving) -> bool:
-        decided = await decide(found)
-        await may_end.wait()
-        return decided
-
-    async with running(config) as (old, old_ended):
-        monkeypatch.setattr(Conversation, "send", lose_the_last)
-        monkeypatch.setattr(Giving, "decide", decide_slowly)
-        with ExitStack() as resources:
-            taking = await begun(taking_over(config), resources)
-            await taking.take(OneStore(old.core), resources)
-            await taking.end()
-            assert not old_ended.is_set()
-            may_end.set()
-            await old_ended.wait()
+async def give_up(server: Server) -> None:
+    """Have the server wait no longer."""
+    found = server.context.giving
+    assert found is not None
+    assert found.taker is not None
+    found.taker.stream.close()
+    await until_over(server)
 
 
-async def test_a_successor_that_cannot_say_that_it_serves_does_not(
-    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("then", ["serves", "is taken over", "ends"])
+async def test_a_successor_that_is_late_does_not_serve(config: ServerConfig, then: str) -> None:
+    """However long it was stopped, and whatever has become of the server."""
     async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
         await store.put("key", BLOCK)
         with ExitStack() as resources:
             taking = await begun(taking_over(config), resources)
             await taking.take(OneStore(old.core), resources)
-            assert old.context.giving is not None
-            assert old.context.giving.taker is not None
-            old.context.giving.taker.stream.close()
-            monkeypatch.setattr(taking, "within_s", 0.05)  # the server never ends
-            with pytest.raises(ConfigError, match="serves on"):
-                await taking.end()
-        await until_over(old)
-        assert await store.get("key") == BLOCK
-        assert not old_ended.is_set()
+            await give_up(old)
+            assert await store.delete(["key"]) == 1
+            async with AsyncExitStack() as others:
+                if then == "is taken over":
+                    await others.enter_async_context(running(taking_over(config)))
+                if then == "ends":
+                    old.drain()
+                if then != "serves":
+                    await old_ended.wait()
+                with pytest.raises(ConfigError, match="has served on"):
+                    await taking.end()
+                if then != "ends":
+                    assert not await store.exists("key")
+
+
+async def test_a_server_that_was_stopped_meanwhile_does_not_serve_on(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor serves before the server has heard of that."""
+    may_go_on, decide = trio.Event(), Giving.decide
+
+    async def decide_late(found: Giving) -> bool:
+        await may_go_on.wait()
+        return await decide(found)
+
+    monkeypatch.setattr(Giving, "decide", decide_late)
+    async with running(config) as (_, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        async with running(taking_over(config)):
+            assert await store.get("key") == BLOCK
+            assert not old_ended.is_set()
+            may_go_on.set()
+            await old_ended.wait()
+            assert await store.get("key") == BLOCK
+            assert stat.S_ISSOCK(os.stat(config.unix_socket).st_mode)
 
 
 @pytest.mark.parametrize("sent_bytes", [0, 20, 1000])
@@ -289,6 +293,47 @@ async def test_nothing_is_purged_that_the_successor_would_bring_back(config: Ser
         assert not await store.exists("key")
 
 
+@pytest.mark.parametrize("serves_on", [True, False])
+async def test_a_purge_is_not_told_of_as_done_while_a_successor_could_bring_the_blocks_back(
+    config: ServerConfig, serves_on: bool
+) -> None:
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        purged = trio.Event()
+
+        async def purge() -> None:
+            await old.purge()
+            purged.set()
+
+        with ExitStack() as resources:
+            taking = await begun(taking_over(config), resources)
+            await taking.take(OneStore(old.core), resources)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(purge)
+                await trio.testing.wait_all_tasks_blocked()
+                assert len(old.core) == 1
+                if serves_on:
+                    await give_up(old)
+                    await purged.wait()
+                    assert not await store.exists("key")
+                else:
+                    await taking.end()
+                    await old_ended.wait()
+                    await trio.testing.wait_all_tasks_blocked()
+                    assert not purged.is_set()
+                nursery.cancel_scope.cancel()
+
+
+async def test_a_purge_of_a_server_that_has_ended_its_service_is_never_done(config: ServerConfig) -> None:
+    async with running(config) as (old, old_ended), trio.open_nursery() as nursery:
+        old.drain()
+        await old_ended.wait()
+        nursery.start_soon(old.purge)
+        await trio.testing.wait_all_tasks_blocked()
+        assert nursery.child_tasks
+        nursery.cancel_scope.cancel()
+
+
 async def test_without_a_server_the_cache_starts_empty(config: ServerConfig) -> None:
     async with running(taking_over(config)) as (new, _):
         assert len(new.core) == 0
@@ -323,7 +368,7 @@ async def test_a_state_of_a_newer_format_is_refused_and_the_server_serves_on(
 async def test_a_process_of_an_older_release_is_refused_before_anything_ends(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older = Offer(MINOR, OFFER.capabilities & ~Capability.STATE_SECTIONS)
+    older = Offer(MINOR, OFFER.capabilities & ~Capability.OWNERSHIP)
     monkeypatch.setattr(taking_module, "ClientConnection", partial(ClientConnection, offer=older))
     async with running(config) as (server, _):
         found = server.context.giving

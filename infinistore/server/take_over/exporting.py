@@ -15,7 +15,17 @@ from infinistore.core.clients import Client
 from infinistore.core.pool_state import PoolState, encode_state
 from infinistore.core.store import StoreCore
 
-__all__ = ["Ended", "OneStore", "StandIn", "Taken", "Whole", "watched_of", "write_state"]
+__all__ = [
+    "Ended",
+    "OneStore",
+    "StandIn",
+    "Taken",
+    "Whole",
+    "make_ownership",
+    "take_ownership",
+    "watched_of",
+    "write_state",
+]
 
 
 @attrs.frozen
@@ -152,3 +162,21 @@ def write_state(pieces: Sequence[bytes]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def make_ownership() -> int:
+    """Return the descriptor of what decides who serves a pool that two processes map: a
+    pipe with one byte in it. The kernel gives the byte to one of all that ever read.
+
+    Raises:
+        OSError: there is no descriptor left.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with open(writer, "wb", buffering=0) as file:
+        file.write(b"\0")
+    return reader
+
+
+def take_ownership(descriptor: int) -> bool:
+    """Become the one that serves; False if another process did before."""
+    return bool(os.read(descriptor, 1))

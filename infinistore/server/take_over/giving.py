@@ -3,10 +3,11 @@
 The other process is a client on the server's Unix socket, of the same user. It takes
 three steps (`TakeOverStep`). At the first it gets the sockets and the memory, and the
 server serves on. At the second the server ends its service: it accepts no more
-connections, finishes what is under way, and writes down what its pool has. At the third
-it ends. Until the third step nothing is decided: if the other process goes away, or
-takes too long, the server serves on. After it, the server never serves again, and only
-then the other process does.
+connections, finishes what is under way, and writes down what its pool has. With that
+goes the ownership of the pool, which only one of the two can take
+(`exporting.take_ownership`): the other process once it is ready, or this one if that
+has gone or takes too long. Whoever has taken it serves, and the other never does, for
+however long either was stopped.
 
 Leaves to others: to accept and to end sessions (`infinistore.server.server`), and what
 is written down (`infinistore.core.hand_over`).
@@ -30,21 +31,21 @@ from infinistore.protocol.take_over_messages import TakeOverStep
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.listeners import Listeners
-from infinistore.server.take_over.exporting import Ended, Whole, write_state
+from infinistore.server.take_over.exporting import Ended, Whole, make_ownership, take_ownership, write_state
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS, peer_user
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["ARENA_OF_GROUP", "GIVEN", "Giving", "refuse_take_over", "socket_of"]
+__all__ = ["ARENA_OF_GROUP", "Giving", "refuse_take_over", "socket_of"]
 
 _log = logging.getLogger("infinistore.server")
 ARENA_OF_GROUP = "arena of a group"
 """The name of an arena of a server with tenants: another one than that which releases
 look for that know of no groups."""
-GIVEN = b"given"
-"""What the lifeline says once the server is over, although it has not ended."""
 DECIDE_S = 60.0
 """How long the other process may take from the end of the service to its own begin."""
+DECIDE_FOR_EACH_KEY_S = 100e-6
+"""And for each key besides: it needs a third of that on a busy machine."""
 
 
 @attrs.define
@@ -80,13 +81,12 @@ class Giving:
         self._own: list[int] = []  # descriptors to be closed
         self._handed = _Handed()
         self._ready = trio.Event()
-        self._decided = trio.Event()
+        self._over = trio.Event()
+        self._ownership: int | None = None
         self.wanted = trio.Event()
         """Set when the service is to end."""
         self.taker: Conversation | None = None
         """The connection of the process that takes over."""
-        self.given = False
-        """Whether it has: the server is over."""
         self.refuses = False
         """Whether the server stops, or has handed over."""
         self.inherited: Callable[[], list[Ended]] = list
@@ -105,30 +105,25 @@ class Giving:
             self._begin(conversation)
         elif self.taker is not conversation:
             raise InvalidRequest("--take-over: this process does not take over, or took too long")
+        if message.step == TakeOverStep.END:
+            raise InvalidRequest("--take-over: the server ends when the ownership of its pool has been taken")
         if message.step == TakeOverStep.HAND_OVER and not message.first:
             _log.info("handing over to another process")
             self.wanted.set()
             await self._ready.wait()
         if self._failure:
             raise InvalidRequest(f"--take-over: {self._failure}; try again")
-        if message.step == TakeOverStep.END:
-            self._end()
         handed = self._handed
-        names = [] if message.step == TakeOverStep.END else handed.names
-        first = min(message.first, len(names))
-        reply = TakeOverReply(Keys(names), pack_u64(handed.numbers[: len(names)]))
-        some = handed.descriptors[first : first + MAX_DESCRIPTORS] if names else []
-        try:
-            await conversation.send(conversation.connection.reply(reply, descriptors=some), conversation.limits.grace_s)
-        finally:
-            if self.given:
-                self._decided.set()
+        reply = TakeOverReply(Keys(handed.names), pack_u64(handed.numbers))
+        some = handed.descriptors[message.first : message.first + MAX_DESCRIPTORS]
+        await conversation.send(conversation.connection.reply(reply, descriptors=some), conversation.limits.grace_s)
 
     def left(self, conversation: Conversation) -> None:
-        """The connection is over. If nothing was decided yet, the server serves on."""
-        if self.taker is conversation and not self.given:
-            self.taker = None
-            self._decided.set()
+        """The connection is over: the other process serves, or has gone."""
+        if self.taker is conversation:
+            if not self.wanted.is_set():
+                self.taker = None
+            self._over.set()
 
     def _begin(self, conversation: Conversation) -> None:
         if self.refusal:
@@ -140,10 +135,10 @@ class Giving:
             raise InvalidRequest(
                 f"--take-over: only the user of the server may ({os.geteuid()}); start it as that user"
             )
-        if Capability.STATE_SECTIONS not in conversation.connection.peer.capabilities:
+        if Capability.OWNERSHIP not in conversation.connection.peer.capabilities:
             raise InvalidRequest(
-                "--take-over: the server is of a newer release than the process that takes over, which could not read"
-                " its state; start one that is not older"
+                "--take-over: the server is of a newer release than the process that takes over, which would not know"
+                " how; start one that is not older"
             )
         if self.taker is not None or self.refuses:
             what = "another process takes over already" if self.taker is not None else "the server is stopping"
@@ -151,7 +146,7 @@ class Giving:
         self.taker = conversation
         self._failure = ""
         self._close_own()
-        self._decided = trio.Event()
+        self._over = trio.Event()
         self._handed = handed = _Handed()
         assert self.listeners is not None
         handed.add("lifeline", self._lifeline[0])
@@ -171,18 +166,6 @@ class Giving:
             handed.add("groups", self._own[-1])
         for arena in self.whole.arenas:
             handed.add(ARENA_OF_GROUP if described else "arena", arena.fd, arena.length)
-
-    def _end(self) -> None:
-        """From here on the other process is the server."""
-        if not self._ready.is_set():
-            raise InvalidRequest("--take-over: nothing was handed over yet")
-        self.given = True
-        with suppress(BlockingIOError):  # so that the other process knows, even if the answer does not arrive
-            os.write(self._lifeline[1], GIVEN)
-        assert self.listeners is not None
-        for listener in self.listeners.clients:
-            if isinstance(listener, UnixListener):
-                listener.leave_path()
 
     # For the server
 
@@ -208,12 +191,14 @@ class Giving:
         watched, state = self.whole.export(instance, ended)
         self._handed = handed = _Handed()
         try:
-            descriptor = write_state(state)
+            self._own.append(write_state(state))
+            handed.add("state", self._own[-1])
+            self._own.append(make_ownership())
         except OSError as error:
             self.fail(f"the server cannot write down what its pool has: {error.strerror}")
             return
-        self._own.append(descriptor)
-        handed.add("state", descriptor)
+        self._ownership = self._own[-1]
+        handed.add("ownership", self._ownership)
         for one in watched:
             if one.descriptor is None:
                 handed.add("no-stream", self._lifeline[0])
@@ -228,14 +213,19 @@ class Giving:
 
     async def decide(self) -> bool:
         """Wait until the other process serves, or has gone; whether it serves."""
-        with trio.move_on_after(DECIDE_S):
-            await self._decided.wait()
-        if self.given:
-            _log.info("another process has taken over")
-            return True
+        with trio.move_on_after(DECIDE_S + DECIDE_FOR_EACH_KEY_S * len(self.whole)):
+            await self._over.wait()
         taker, self.taker = self.taker, None
         if taker is not None:
             taker.stream.close()
+        ownership, self._ownership = self._ownership, None
+        if ownership is not None and not take_ownership(ownership):
+            assert self.listeners is not None
+            for listener in self.listeners.clients:
+                if isinstance(listener, UnixListener):
+                    listener.leave_path()
+            _log.info("another process has taken over")
+            return True
         _log.warning("the process that was to take over has gone; serving on")
         self._close_own()
         self.wanted, self._ready = trio.Event(), trio.Event()

@@ -2,8 +2,9 @@
 
 It connects to the server's Unix socket, and takes three steps (`TakeOverStep`). The
 server serves on while this process maps its memory and gets ready, and serves again if
-this process fails before the third step. If the server dies before it has told what its
-pool has, nobody knows what its clients still read: `PoolLost`.
+this process fails before it has taken the ownership of the pool. If the server dies
+before it has told what its pool has, nobody knows what its clients still read:
+`PoolLost`.
 
 What clients of the server could still touch is kept for them until their connections
 have ended.
@@ -13,7 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from infinistore.protocol.take_over_messages import TakeOverStep
 from infinistore.protocol.versions import Capability
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.take_over.adopting import Adopting, PoolLost, decode, has_more, read_all
-from infinistore.server.take_over.exporting import Whole
+from infinistore.server.take_over.exporting import Whole, take_ownership
 from infinistore.server.take_over.giving import ARENA_OF_GROUP
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.raw_sockets import peer_user
@@ -105,6 +106,7 @@ class Taking(Adopting):
         self._listeners: list[tuple[str, socket.socket]] = []
         self.within_s = STEP_S + 2 * config.drain_timeout_s
         self._begun: list[int] | list[GroupLayout] = []
+        self._ownership: int | None = None
 
     # First step
 
@@ -160,7 +162,7 @@ class Taking(Adopting):
             ConfigError: the blocks cannot be taken over. The server serves on.
             PoolLost: the server died meanwhile.
         """
-        received = await self._step(TakeOverStep.HAND_OVER, resources)
+        received = await self._hand_over(resources)
         ((descriptor, _),) = received.take("state")
         try:
             state = decode(read_all(descriptor))
@@ -179,31 +181,41 @@ class Taking(Adopting):
         ]
         return self.adopt(whole, state)
 
+    async def _hand_over(self, resources: ExitStack) -> _Received:
+        received = await self._step(TakeOverStep.HAND_OVER, resources)
+        for descriptor, _ in received.take("ownership"):
+            self._ownership = descriptor
+            self.open.add(descriptor)
+        return received
+
     # Third step
 
     async def end(self) -> None:
-        """Have the server end. From now on this process is the server.
+        """Take the ownership of the pool. From now on this process is the server.
 
         Raises:
             ConfigError: the server serves on.
         """
-        try:
-            await self._ask(TakeOver(TakeOverStep.END))
-        except StoreUnavailable:
-            # Whether it got that far is known from its lifeline only.
-            with trio.move_on_after(self.within_s) as waited:
-                await trio.lowlevel.wait_readable(self.lifeline)
-            if waited.cancelled_caught:
-                raise ConfigError("--take-over: the server did not wait, and serves on; try again") from None
+        await self._take_ownership()
         for name, sock in self._listeners:
             if name == "own-unix" and isinstance(sock, UnixListener):
                 sock.own_path()
 
+    async def _take_ownership(self) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._ownership is None:  # the server is of an older release, and decides itself
+            try:
+                await self._ask(TakeOver(TakeOverStep.END))
+            except StoreUnavailable as error:
+                raise ConfigError(f"--take-over: {error}; see whether it serves on, and try again") from error
+        elif not take_ownership(self._ownership):
+            raise ConfigError("--take-over: the server did not wait, and has served on; try again")
+        self._stream.close()  # by which the server learns of it
+
     async def _end_without(self, resources: ExitStack) -> None:
         """Have the server end, and take nothing over."""
-        (await self._step(TakeOverStep.HAND_OVER, resources)).close()
-        with suppress(StoreUnavailable):
-            await self._ask(TakeOver(TakeOverStep.END))
+        (await self._hand_over(resources)).close()
+        await self._take_ownership()
         if not await self._predecessor_ended(self.within_s):
             raise ConfigError("--take-over: the server has not ended; try again")
 
