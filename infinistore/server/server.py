@@ -18,6 +18,7 @@ from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
+from infinistore.server.maintenance.incremental import purge_incrementally
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.reloading import Reloads
 from infinistore.server.session.context import ServerContext
@@ -86,6 +87,8 @@ class Server:
         self._background = background
         self._drain = trio.Event()
         self._ready = ReadySockets()
+        self._purging = trio.Lock()
+        self._has_ended = False
 
     @property
     def core(self) -> StoreCore:
@@ -133,6 +136,7 @@ class Server:
                 # What is left serves no request: silent clients that still hold room,
                 # and goodbyes to connections without a hello.
                 nursery.cancel_scope.cancel()
+            self._has_ended = True
             if disk is not None:
                 within_s = max(LAST_WRITES_S, drain.deadline - trio.current_time())
                 await self._finish(disk, within_s)
@@ -153,21 +157,23 @@ class Server:
                 accepting.cancel_scope.cancel()
             if giving is None or not giving.wanted.is_set():
                 return False
-            ended = await self._end_service()
-            if ended is None:
-                giving.fail("a request under way does not end")
-            else:
-                giving.hand_over(self.telemetry.instance, ended)
-            if await giving.decide():
+            async with self._purging:
+                ended = await self._end_service()
+                if ended is None:
+                    giving.fail("a request under way does not end")
+                else:
+                    giving.hand_over(self.telemetry.instance, ended)
+                # Disks are closed: to serve on without would forget what they have.
+                self._has_ended = await giving.decide() or (ended is not None and self.context.disks is not None)
+            if self._has_ended:
                 return True
-            if ended is not None and self.context.disks is not None:
-                return True  # it is closed, and serving without would forget what it has
             self._handshakes.reopen()
 
     async def _keep(self) -> bool:
         """Give the pool to whoever keeps it for the next run; False if nobody does."""
         if (keeping := self.context.keeping) is None:
             return False
+        self._has_ended = True
         ended = await self._end_service()
         if ended is None:
             keeping.refuse("a request under way does not end")
@@ -202,6 +208,23 @@ class Server:
             for copy, session in zip(copies, sessions, strict=True)
             if copy is not None or session.touching is not None
         ]
+
+    async def purge(self) -> int:
+        """Delete everything, and return how many keys there were in memory. Waits while
+        another process takes over, and for ever once the service has ended: what the
+        next process goes on with may have been written down before. A purge that has
+        returned cannot be undone.
+
+        Raises:
+            DiskFailed: some of what is on a disk may come back.
+        """
+        disk, purged = self.context.disks, 0
+        async with self._purging:
+            if not self._has_ended:
+                purged = await (purge_incrementally(self.core) if disk is None else disk.purge())
+            if self._has_ended:
+                await trio.sleep_forever()
+        return purged
 
     async def _finish(self, disk: "ServerDisks", within_s: float) -> None:
         _log.info("writing what only memory has", extra={"at_most_s": round(within_s, 1)})

@@ -39,7 +39,6 @@ from infinistore.server.cluster.draining import Drainer
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, push
 from infinistore.server.environment import Environment
-from infinistore.server.maintenance.incremental import purge_incrementally
 from infinistore.server.server import Server
 from infinistore.statistics import ListedNode, MembershipStatistics
 
@@ -192,13 +191,9 @@ class ClusterService:
         return refused
 
     async def _purge(self) -> None:
-        core, disk = self._server.core, self._server.context.disks
-        self._server.policy.audit.note("purge", origin=_ORIGIN, count=len(core))
+        self._server.policy.audit.note("purge", origin=_ORIGIN, count=len(self._server.core))
         with self._drainer.suspended():
-            if disk is None:
-                await purge_incrementally(core)
-            else:
-                await disk.purge()
+            await self._server.purge()
 
     async def _drain_on_request(self) -> None:
         """Drain whenever somebody asks for it, until the server is told to stop."""
