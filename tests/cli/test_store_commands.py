@@ -159,9 +159,7 @@ def test_a_file_that_does_not_fit_exits_with_5(store: Run, tmp_path: Path) -> No
 
 
 def test_no_server_exits_with_3_and_asks_whether_it_runs(command: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    ended = command("stat", url=f"tcp://127.0.0.1:{port}")
+    ended = command("stat", url=f"tcp://127.0.0.1:{own_ports(1)[0]}")
     assert ended.returncode == 3
     assert b"is the server running there?" in ended.stderr
 

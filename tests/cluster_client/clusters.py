@@ -13,6 +13,7 @@ from infinistore.cluster.view import Node, View
 from infinistore.core import StoreCore
 from tests.asking import until
 from tests.clients.event_loops import TrioThread
+from tests.ports import own_ports
 from tests.server.running import RunningServer, make_config, running_server
 
 __all__ = ["Cluster", "Given", "Member", "running_cluster", "until"]
@@ -33,7 +34,7 @@ class Member:
         self._settings = settings
         self._stack = ExitStack()
         self._awake = threading.Event()
-        self.port = 0
+        (self.port,) = own_ports(1)
         self.server: RunningServer | None = None
         self.start()
 
@@ -45,7 +46,6 @@ class Member:
         self._loop = self._stack.enter_context(TrioThread())
         config = make_config(service_port=self.port, **self._settings)
         self.server = self._stack.enter_context(self._loop.entered(lambda: running_server(config)))
-        self.port = self.server.server.addresses.port
 
     def stop(self) -> None:
         """End it; nobody answers at its port."""
