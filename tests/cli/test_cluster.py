@@ -17,6 +17,8 @@ from tests.cluster_io.etcd import Etcd, needs_etcd
 from tests.transports.certificates import issue
 
 Answer = Callable[..., tuple[int, str, str]]
+COUNT = 40
+"""So many keys that each node owns some, wherever it listens."""
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,9 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def fill(cluster: Cluster, count: int = 20) -> None:
+def fill(cluster: Cluster) -> None:
     with blocking.open_store(cluster.url()) as store:
-        store.put_many([(f"key {number}", b"x") for number in range(count)])
+        store.put_many([(f"key {number}", b"x") for number in range(COUNT)])
 
 
 @pytest.mark.parametrize("more", [[], ["--json"], ["--limit", "2"]], ids=str)
@@ -84,7 +86,7 @@ def test_what_is_done_by_prefix_is_not_done_as_long_as_a_node_does_not_answer(
     finally:
         silent.wake()
     printed, said = capsys.readouterr()
-    assert 0 < int(printed.splitlines()[-1].removeprefix(f"{done} ").removesuffix(" keys")) < 20
+    assert 0 < int(printed.splitlines()[-1].removeprefix(f"{done} ").removesuffix(" keys")) < COUNT
     assert f"some keys may not be {done}: not everything was " in said
     assert f"the node {silent.address} at " in said
     assert "; start these nodes, or take them out of the cluster, and repeat" in said
@@ -110,7 +112,7 @@ def test_status_as_json_has_what_the_table_has(cluster: Cluster, ask: Answer) ->
     document = json.loads(shown)
     assert code == 0
     assert (document["copies"], document["view_age_s"], len(document["nodes"])) == (2, 0.0, 2)
-    assert sum(node["blocks"] for node in document["nodes"]) == 20
+    assert sum(node["blocks"] for node in document["nodes"]) == COUNT
     for node, member in zip(document["nodes"], sorted(cluster.members, key=lambda one: one.address), strict=True):
         assert member.server is not None
         assert node["instance"] == member.server.server.telemetry.instance
@@ -154,7 +156,7 @@ def test_purge_without_a_terminal_wants_to_be_told_that_it_is_meant(cluster: Clu
     code, shown, errors = ask("purge", cluster.url())
     assert (code, shown) == (2, "")
     assert "add --yes to say that you mean it" in errors
-    assert sum(len(member.keys()) for member in cluster.members) == 20
+    assert sum(len(member.keys()) for member in cluster.members) == COUNT
 
 
 def test_purge_names_the_nodes_that_it_did_not_reach(cluster: Cluster, ask: Answer, nobody: str) -> None:
@@ -269,7 +271,7 @@ def test_a_cluster_with_tls_and_tokens_under_a_private_authority(ask: Answer, tm
             assert (code, errors.count("\n")) == (1, 1)
             assert "does not answer" in errors  # the system does not know the authority
             with blocking.open_store(url, token="secret") as store:
-                store.put_many([(f"key {number}", b"x") for number in range(20)])
+                store.put_many([(f"key {number}", b"x") for number in range(COUNT)])
             first, second = cluster.members
             lost, kept = first.keys(), second.keys()
             assert lost

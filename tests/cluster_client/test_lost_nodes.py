@@ -210,11 +210,12 @@ def test_a_token_that_one_node_refuses_is_one_clear_error(kind: str, three: Clus
     token.write_text("a token of its own\n")
     stranger = Member(token_file=str(token))
     cluster = Cluster([*three.members, stranger])
+    names = [f"key {number}" for number in range(100)]  # of which it owns some, wherever it listens
 
     async def body(store: Any) -> None:
         for call in (store.get_many, store.exists_many, store.match_prefix, store.delete):
             with pytest.raises(AuthenticationFailed, match=f"token.*the node {stranger.address}"):
-                await call(NAMES)
+                await call(names)
 
     try:
         with pytest.raises(AuthenticationFailed, match=f"token.*the node {stranger.address}"):

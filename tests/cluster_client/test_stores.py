@@ -132,7 +132,7 @@ def test_a_hold_on_several_nodes_ends_at_the_first_hole(kind: str, three: Cluste
 def test_a_reservation_is_for_keys_of_one_node(kind: str, copies: int, three: Cluster) -> None:
     async def body(store: Any) -> None:
         with pytest.raises(LimitExceeded, match="same hash tag"):
-            async with store.reserve({f"key {number}": 3 for number in range(20)}):
+            async with store.reserve({f"key {number}": 3 for number in range(40)}):
                 pass
         together = {f"{{prompt 7}}/layer {number}": 3 for number in range(20)}
         async with store.reserve(together) as views:
@@ -206,13 +206,14 @@ def let_pass(member: Member, seconds: float) -> None:
 
 
 def test_a_pin_that_misses_a_node_says_so_and_holds_elsewhere(three: Cluster) -> None:
+    names = [f"key {number}" for number in range(60)]  # of which each node owns some, wherever it listens
     with blocking.open_store(three.url(), lookup_deadline_s=60.0) as store:
-        store.put_many(dict.fromkeys(KEYS, b"x" * 100))
+        store.put_many(dict.fromkeys(names, b"x" * 100))
         lost = three.members[0].keys()
         three.members[0].stop()
         with pytest.raises(StoreUnavailable, match="not everything was pinned"):
-            store.pin(KEYS)
-        assert store.stats().store.protected_keys == len(KEYS) - len(lost) > 0
+            store.pin(names)
+        assert store.stats().store.protected_keys == len(names) - len(lost) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
