@@ -56,7 +56,7 @@ simulate: $(if $(MUTANTS),.venvs/mutants/.installed,$(TEST_STAMP)) ## servers an
 # Guided by what is reached, in an environment of its own: atheris has wheels for few Pythons. What it finds is kept in build/fuzz.
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
-FUZZ_TARGETS ?= decoder server client touch_log http manifest disk pool_state tenants
+FUZZ_TARGETS ?= decoder server client touch_log http manifest disk pool_state tenants cluster
 
 fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anything, for FUZZ_SECONDS (60) each; FUZZ_TARGETS chooses, FUZZ_SEED repeats
 	@failed=; \

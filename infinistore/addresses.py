@@ -37,9 +37,10 @@ def host_and_port(written: str, default_port: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{written}")
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # else looking it up raises that
     except ValueError as error:
         raise ValueError(f"must be HOST:PORT: {error}") from None
-    if not host or parts.netloc != written or parts.username is not None or port == 0:
+    if not host or not host.isprintable() or parts.netloc != written or parts.username is not None or port == 0:
         raise ValueError("must be HOST:PORT, such as 10.0.0.7:22345")
     return host, default_port if port is None else port
 

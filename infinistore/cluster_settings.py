@@ -23,6 +23,22 @@ __all__ = [
 _CLUSTER: Final = "Cluster"
 _MOST_BYTES: Final = 1 << 50
 _EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
+_MOST_NAME: Final = 200
+"""Other nodes take 256 characters, and a shard's id has its number behind it."""
+
+
+def _name(metavar: str = "NAME") -> Kind:
+    """A text that other processes take from this one."""
+
+    def check(value: str) -> None:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("must be Unicode") from None
+        if len(value) > _MOST_NAME:
+            raise ValueError(f"must have at most {_MOST_NAME} characters")
+
+    return Kind(metavar, text().parse, check)
 
 
 def cluster() -> Any:
@@ -41,7 +57,7 @@ def cluster() -> Any:
 def node_id() -> Any:
     """The name of the node."""
     help_text = "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on"
-    return declare("node_id", text("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
+    return declare("node_id", _name("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
 
 
 def advertise() -> Any:
@@ -70,7 +86,7 @@ def node_weight() -> Any:
 def node_zone() -> Any:
     """Where the node stands."""
     help_text = "Name of the zone or rack; copies are kept in different ones if there are several"
-    return declare("node_zone", text(), None, help_text, group=_CLUSTER, default_text="none")
+    return declare("node_zone", _name(), None, help_text, group=_CLUSTER, default_text="none")
 
 
 def node_warm_up() -> Any:

@@ -1,7 +1,7 @@
-"""Nodes as JSON, as a file lists them and as they stand in etcd.
+"""The documents of a cluster: JSON that a file has, or that stands in etcd.
 
-What others wrote is checked: it becomes a node, or raises ValueError with half a
-sentence that follows the place where it stands.
+What others wrote is checked here, all of it: it becomes what it says, which can be used
+and written, or raises `WrongDocument`.
 """
 
 import json
@@ -13,13 +13,30 @@ from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, with_port
 from infinistore.cluster.placement import PLACEMENT_VERSION
 from infinistore.cluster.view import MOST_COPIES, MOST_WEIGHT, Node, NodeState, View
 
-__all__ = ["ClusterConfig", "read_config", "read_file", "read_node", "write_config", "write_node"]
+__all__ = [
+    "ClusterConfig",
+    "WrongDocument",
+    "read_config",
+    "read_file",
+    "read_node",
+    "read_object",
+    "read_purged",
+    "write_config",
+    "write_node",
+]
 
 _STATES: Final = {state.value: state for state in NodeState}
 _TEXTS: Final = ("instance", "zone", "host")
 _NUMBERS: Final = {"weight": MOST_WEIGHT, "generation": 2**63, "capacity_bytes": 2**63, "protocol": 2**31}
 _SCHEMES: Final = ("infinistore", "infinistores", "tcp", "rdma")
 _MOST_TEXT: Final = 256
+_MOST_REVISION: Final = 2**63 - 1
+
+
+class WrongDocument(ValueError):
+    """What somebody wrote cannot be used. The message is half a sentence that follows
+    the place where it stands.
+    """
 
 
 @attrs.frozen
@@ -31,16 +48,16 @@ class ClusterConfig:
 
 def read_config(document: Any) -> ClusterConfig:
     """Read the configuration of a cluster: `{"placement": 1, "copies": 1}`."""
-    given = _object(document)
+    given = read_object(document)
     version = given.get("placement", PLACEMENT_VERSION)
-    if version != PLACEMENT_VERSION:
-        raise ValueError(
-            f"is of placement version {version!r}, and this is {PLACEMENT_VERSION}: "
+    if type(version) is not int or version != PLACEMENT_VERSION:
+        raise WrongDocument(
+            f"is of placement version {_shown(version)}, and this is {PLACEMENT_VERSION}: "
             "use one release of InfiniStore for the servers and clients of a cluster"
         )
     copies = given.get("copies", 1)
     if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-        raise ValueError(f"has copies {copies!r}: it must be a whole number between 1 and {MOST_COPIES}")
+        raise WrongDocument(f"has copies {_shown(copies)}: it must be a whole number between 1 and {MOST_COPIES}")
     return ClusterConfig(copies)
 
 
@@ -53,25 +70,26 @@ def read_node(document: Any, **known: Any) -> Node:
     """Read a node. `known` are fields that the document does not have, or cannot
     know.
     """
-    given = {**_object(document), **known}
+    given = {**read_object(document), **known}
     node_id = given.get("id")
-    if not isinstance(node_id, str) or not 0 < len(node_id) <= _MOST_TEXT:
-        raise ValueError(f"needs an id, a text of at most {_MOST_TEXT} characters")
+    if not node_id or not _is_text(node_id):
+        raise WrongDocument(f"needs an id, a text of at most {_MOST_TEXT} characters")
     values: dict[str, Any] = {"id": node_id, "address": _address(given.get("address"))}
     for name in _TEXTS:
         if name in given:
-            if not isinstance(given[name], str) or len(given[name]) > _MOST_TEXT:
-                raise ValueError(f"has a {name} that is no text of at most {_MOST_TEXT} characters")
+            if not _is_text(given[name]):
+                raise WrongDocument(f"has a {name} that is no text of at most {_MOST_TEXT} characters")
             values[name] = given[name]
     for name, most in _NUMBERS.items():
         if name in given:
             if type(given[name]) is not int or not 0 <= given[name] <= most:
-                raise ValueError(f"has a {name} that is no whole number from 0 to {most}: {given[name]!r:.40}")
+                raise WrongDocument(f"has a {name} that is no whole number from 0 to {most}: {_shown(given[name])}")
             values[name] = given[name]
     if "state" in given:
-        if given["state"] not in _STATES:
-            raise ValueError(f"has the state {given['state']!r:.40}; there are {', '.join(_STATES)}")
-        values["state"] = _STATES[given["state"]]
+        state = given["state"]
+        if not isinstance(state, str) or state not in _STATES:
+            raise WrongDocument(f"has the state {_shown(state)}; there are {', '.join(_STATES)}")
+        values["state"] = _STATES[state]
     return Node(**values)
 
 
@@ -88,49 +106,82 @@ def read_file(text: str | bytes, epoch: int) -> View:
 
     `{"nodes": [{"id": "a", "address": "10.0.0.1:22345", "weight": 100}], "copies": 1}`
     """
-    try:
-        document = _object(json.loads(text))
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+    document = read_object(text)
     config = read_config(document)
     listed = document.get("nodes")
     if not isinstance(listed, list):
-        raise ValueError('must have a list of "nodes"')
+        raise WrongDocument('must have a list of "nodes"')
     nodes: dict[str, Node] = {}
     for number, one in enumerate(listed):
         try:
             node = read_node(one)
-        except ValueError as error:
-            raise ValueError(f"nodes[{number}] {error}") from None
+        except WrongDocument as error:
+            raise WrongDocument(f"nodes[{number}] {error}") from None
         if node.id in nodes:
-            raise ValueError(f"nodes[{number}] has the id {node.id!r} of another node; give each its own")
+            raise WrongDocument(f"nodes[{number}] has the id {node.id!r} of another node; give each its own")
         if any(node.address == other.address for other in nodes.values()):
-            raise ValueError(f"nodes[{number}] has the address {node.address!r} of another node; list each server once")
+            raise WrongDocument(
+                f"nodes[{number}] has the address {node.address!r} of another node; list each server once"
+            )
         nodes[node.id] = node
     return View(epoch, tuple(nodes[node_id] for node_id in sorted(nodes)), copies=config.copies)
 
 
-def _object(document: Any) -> dict[str, Any]:
-    if isinstance(document, bytes):
-        try:
-            document = json.loads(document)
-        except (ValueError, RecursionError):
-            raise ValueError("is not JSON") from None
+def read_purged(value: bytes) -> int:
+    """Read the revision of the last purge that a node has carried out: 0 if it has not
+    said so, or if what stands there cannot be read.
+    """
+    try:
+        revision = _parsed(value)
+    except WrongDocument:
+        return 0
+    return revision if type(revision) is int and 0 <= revision <= _MOST_REVISION else 0
+
+
+def read_object(document: Any) -> dict[str, Any]:
+    """Read an object of JSON, as text or as `json` has parsed it. Its values may be
+    anything.
+    """
+    if isinstance(document, str | bytes):
+        document = _parsed(document)
     if not isinstance(document, dict):
-        raise ValueError("must be an object")
+        raise WrongDocument("must be an object")
     return document
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WrongDocument(f"is not JSON: {error}") from None
+
+
+def _is_text(value: Any) -> bool:
+    """Whether this is a text of at most `_MOST_TEXT` characters that has bytes: JSON
+    may have half of a character.
+    """
+    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; what may be nested without end only by its type."""
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else f"{value!r:.40}"
 
 
 def _address(written: Any) -> str:
     if not isinstance(written, str):
-        raise ValueError("needs an address, such as 10.0.0.7:22345")
+        raise WrongDocument("needs an address, such as 10.0.0.7:22345")
     scheme, separator, rest = written.partition("://")
     if separator and scheme not in _SCHEMES:
-        raise ValueError(f"has an address {written!r:.80} that begins with none of {', '.join(_SCHEMES)}")
+        raise WrongDocument(f"has an address {written!r:.80} that begins with none of {', '.join(_SCHEMES)}")
     try:
         host, port = host_and_port(rest if separator else written, DEFAULT_SERVICE_PORT)
     except ValueError as error:
-        raise ValueError(f"has an address {written!r:.80} that {error}") from None
+        raise WrongDocument(f"has an address {written!r:.80} that {error}") from None
     return f"{scheme if separator else 'infinistore'}://{with_port(host, port)}"

@@ -7,9 +7,11 @@ under its lease.
 """
 
 import json
-from typing import Any, Final
+from typing import Final
 
 import attrs
+
+from infinistore.cluster.documents import WrongDocument, read_object
 
 __all__ = ["Drain", "read_drain", "write_drain"]
 
@@ -70,10 +72,8 @@ def read_drain(document: bytes) -> Drain:
     not begun.
     """
     try:
-        given: Any = json.loads(document)
-    except (ValueError, RecursionError):
-        return Drain()
-    if not isinstance(given, dict):
+        given = read_object(document)
+    except WrongDocument:
         return Drain()
     counts = {name: given[name] for name in _COUNTS if type(given.get(name)) is int and 0 <= given[name] <= _MOST_COUNT}
     return Drain(done=given.get("done") is True, **counts)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from infinistore.cluster.documents import read_file
+from infinistore.cluster.documents import WrongDocument, read_file
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.draining import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Flow
@@ -87,7 +87,7 @@ def _set_state(path: Path, node_id: str, state: NodeState, force: bool) -> bool:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
         nodes = {node.id: node for node in read_file(text, 0).nodes}
-    except ValueError as error:
+    except WrongDocument as error:
         raise ConfigError(f"{path} {error}") from None
     if node_id not in nodes:
         raise ConfigError(f"{path} has no node {node_id!r}; it has {', '.join(list(nodes)[:20]) or 'none'}")

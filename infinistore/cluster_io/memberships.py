@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from infinistore.addresses import with_port
-from infinistore.cluster.documents import read_file
+from infinistore.cluster.documents import WrongDocument, read_file
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import Credentials, EtcdSession
@@ -139,7 +139,7 @@ class FileMembership(RunningMembership):
             view = None if text == self._text else read_file(text, self._epoch)
         except OSError as error:
             self._tell(f"cannot be read: {error.strerror}")
-        except ValueError as error:
+        except WrongDocument as error:
             self._tell(str(error))
         else:
             self._confirmed_at = self._clock()  # first, so that a view that is there has an age

@@ -22,6 +22,18 @@ from infinistore.access.policy import OneTenant
 from infinistore.access.tokens import digest_of
 from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
+from infinistore.cluster.documents import (
+    ClusterConfig,
+    WrongDocument,
+    read_file,
+    read_node,
+    read_purged,
+    write_node,
+)
+from infinistore.cluster.etcd.layout import Layout, Listing
+from infinistore.cluster.etcd.messages import Item
+from infinistore.cluster.placement import Placement
+from infinistore.cluster.view import Node, View
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.pool_state import PoolState, decode_state, encode_state
@@ -388,6 +400,28 @@ def tenants(data: bytes) -> None:
         raise AssertionError(f"a line that names the file was promised: {problem!r}")
 
 
+_CLUSTER = Layout("c")
+_OF_CLUSTER = (_CLUSTER.node("a"), _CLUSTER.config, _CLUSTER.drain("b"), _CLUSTER.purged("a"), _CLUSTER.purge)
+
+
+def cluster(data: bytes) -> None:
+    """A document of a cluster: in a file, and under each key of etcd beside a good
+    node. What is taken can be placed.
+    """
+    with suppress(WrongDocument):
+        Placement(read_file(data, 0)).places(["key"])
+    read_purged(data)
+    good = Item(_CLUSTER.node("b"), write_node(Node("b", "infinistore://b:1")), 1, 1)
+    for key in _OF_CLUSTER:
+        with suppress(WrongDocument):
+            listing = Listing.of(_CLUSTER, [Item(key, data, 1, 1), good])
+            assert "b" in listing.nodes
+            nodes = tuple(listing.nodes[name] for name in sorted(listing.nodes))
+            Placement(View(1, nodes, (listing.config or ClusterConfig()).copies)).places(["key"])
+            for node in nodes:
+                assert read_node(write_node(node), id=node.id, generation=node.generation) == node
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "decoder": decoder,
     "server": server,
@@ -398,5 +432,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "disk": disk,
     "pool_state": pool_state,
     "tenants": tenants,
+    "cluster": cluster,
 }
 """Each by its name, which is also that of its folder in `corpus`."""

@@ -15,7 +15,7 @@ from typing import Final
 import attrs
 
 from infinistore.cluster.departures import Departures
-from infinistore.cluster.documents import ClusterConfig
+from infinistore.cluster.documents import ClusterConfig, WrongDocument
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import (
@@ -151,12 +151,12 @@ class Follower:
         """Make a view of what is listed."""
         try:
             listing = Listing.of(self._layout, self._items.values())
-        except ValueError as error:
+        except WrongDocument as error:
             self._tell(str(error), self._layout.config)
             return
         self._told &= listing.problems.keys()
         for key, problem in listing.problems.items():
-            self._tell(f"{key} in etcd {problem}", key)
+            self._tell(f"{key} in etcd {problem}", key, "the view of the cluster leaves a node out")
         self._config = listing.config or self._config
         self._purged_revision = listing.purged_revision or self._purged_revision
         doubtful = self._departures.listed(listing.nodes, self._clock())
@@ -185,11 +185,11 @@ class Follower:
         self.view = view
         self._on_view(view)
 
-    def _tell(self, problem: str, about: str) -> None:
+    def _tell(self, problem: str, about: str, outcome: str = "the view of the cluster stays as it is") -> None:
         """Log what is wrong once, until it is over: members of etcd may say different
         things in turn.
         """
         if about not in self._told:
             self._told.add(about)
-            _log.warning("the view of the cluster stays as it is: %s", problem)
+            _log.warning("%s: %s", outcome, problem)
         self._on_problem(problem)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from infinistore.cluster.documents import ClusterConfig, read_config, read_node
+from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_config, read_node
 from infinistore.cluster.drains import Drain, read_drain
 from infinistore.cluster.etcd.messages import Item
 from infinistore.cluster.view import Node, NodeState
@@ -83,7 +83,7 @@ class Listing:
         """Read all items of a cluster.
 
         Raises:
-            ValueError: the configuration cannot be used, as the message says.
+            WrongDocument: the configuration cannot be used, as the message says.
         """
         config: ClusterConfig | None = None
         purged_revision = 0
@@ -94,8 +94,8 @@ class Listing:
             if item.key == layout.config:
                 try:
                     config = read_config(item.value)
-                except ValueError as error:
-                    raise ValueError(f"{layout.config} in etcd {error}") from None
+                except WrongDocument as error:
+                    raise WrongDocument(f"{layout.config} in etcd {error}") from None
             elif item.key == layout.purge:
                 purged_revision = item.mod_revision
             elif item.key.startswith(layout.drains):
@@ -104,7 +104,7 @@ class Listing:
                 node_id = item.key.removeprefix(layout.nodes)
                 try:
                     nodes[node_id] = read_node(item.value, id=node_id, generation=item.create_revision)
-                except ValueError as error:
+                except WrongDocument as error:
                     problems[item.key] = str(error)
         for node_id in drains.keys() & nodes.keys():
             nodes[node_id] = attrs.evolve(nodes[node_id], state=NodeState.DRAINING)

@@ -235,8 +235,13 @@ def _objects(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def _integer(holder: dict[str, Any], name: str) -> int:
     try:
         return int(holder.get(name, 0))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise EtcdMisbehaved(f"{name} in the answer is no number") from None
+
+
+def _text(holder: dict[str, Any], name: str, otherwise: str = "") -> str:
+    found = holder.get(name)
+    return found if isinstance(found, str) and found else otherwise
 
 
 def _bytes(holder: dict[str, Any], name: str) -> bytes:
@@ -266,8 +271,8 @@ def read_error(answer: Answer) -> EtcdRefused:
         decoded = _decoded(answer.body)
     except EtcdMisbehaved:
         return EtcdRefused(14 if answer.status >= 500 else 2, f"HTTP status {answer.status}")
-    message = decoded.get("message") or decoded.get("error") or f"HTTP status {answer.status}"
-    return EtcdRefused(_integer(decoded, "code"), str(message))
+    message = _text(decoded, "message") or _text(decoded, "error", f"HTTP status {answer.status}")
+    return EtcdRefused(_integer(decoded, "code"), message)
 
 
 def read_range(body: bytes) -> Found:
@@ -314,7 +319,8 @@ def read_watch(line: bytes) -> Change:
     decoded = _decoded(line)
     if "error" in decoded:
         error = decoded["error"] if isinstance(decoded["error"], dict) else decoded
-        raise EtcdRefused(_integer(error, "grpc_code") or _integer(error, "code"), str(error.get("message", error)))
+        message = _text(error, "message") or _text(error, "error", "an error without a message")
+        raise EtcdRefused(_integer(error, "grpc_code") or _integer(error, "code"), message)
     result = _object(decoded, "result")
     events = _objects(result, "events")
     return Change(
@@ -322,7 +328,7 @@ def read_watch(line: bytes) -> Change:
         created=bool(result.get("created")),
         # A watch on a revision that is compacted is created, then canceled.
         canceled=bool(result.get("canceled")) or _integer(result, "compact_revision") > 0,
-        reason=str(result.get("cancel_reason", "")),
+        reason=_text(result, "cancel_reason"),
         written=tuple(_item(_object(one, "kv")) for one in events if one.get("type") != "DELETE"),
         deleted=tuple(_item(_object(one, "kv")) for one in events if one.get("type") == "DELETE"),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
+from infinistore.cluster.documents import read_purged
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.messages import (
@@ -77,5 +78,5 @@ def _waiting(layout: Layout, items: Mapping[str, Item], revision: int) -> set[st
     return {
         node_id
         for node_id in _registered(layout, items)
-        if not (done := items.get(layout.purged(node_id), Item("")).value).isdigit() or int(done) < revision
+        if read_purged(items.get(layout.purged(node_id), Item("")).value) < revision
     }

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.cluster.documents import ClusterConfig, write_config, write_node
+from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Purge
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
@@ -340,7 +340,7 @@ class Registration:
     async def _check_config(self, items: dict[str, Item]) -> None:
         try:
             Listing.of(self._layout, items.values())
-        except ValueError as error:
+        except WrongDocument as error:
             raise ConfigError(str(error)) from None
         if self._layout.config not in items:
             missing = Item(self._layout.config)
@@ -355,8 +355,7 @@ class Registration:
         if purge is None:
             return False
         if self._purged is None:
-            done = items.get(self._layout.purged(self._node.id), Item("")).value
-            self._purged = int(done) if done.isdigit() else 0
+            self._purged = read_purged(items.get(self._layout.purged(self._node.id), Item("")).value)
         if self._purged == purge.mod_revision:
             return False
         await Purge()
