@@ -11,12 +11,15 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
 import pytest
 import trio
 import trio.testing
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from infinistore import open_store
 from infinistore.config import ServerConfig
@@ -34,8 +37,8 @@ from infinistore.server.composition import run_server
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
-from infinistore.server.take_over.adopting import decode
-from infinistore.server.take_over.exporting import OneStore
+from infinistore.server.take_over.adopting import PoolLost, decode
+from infinistore.server.take_over.exporting import OneStore, Taken
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.transports.base import drive
@@ -158,6 +161,16 @@ async def test_a_step_out_of_turn_is_refused(config: ServerConfig) -> None:
         peer.stream.close()
 
 
+class NoStore(OneStore):
+    """Takes nothing over."""
+
+    def __init__(self, taking: Taking) -> None:
+        self._taking = taking
+
+    def adopt(self, state: PoolState) -> Taken:
+        return Taken(0, 0, [[] for _ in range(len(self._taking.streams) + 1)])
+
+
 async def give_up(server: Server) -> None:
     """Have the server wait no longer."""
     found = server.context.giving
@@ -188,6 +201,72 @@ async def test_a_successor_that_is_late_does_not_serve(config: ServerConfig, the
                     await taking.end()
                 if then != "ends":
                     assert not await store.exists("key")
+
+
+class Successors:
+    """Two processes that would take over a server."""
+
+    def __init__(self, server: Server, config: ServerConfig) -> None:
+        assert server.context.giving is not None
+        self._giving = server.context.giving
+        self._config = config
+        self._resources = (ExitStack(), ExitStack())
+        self._takings: list[Taking | None] = [None, None]
+        self.owners = 0
+
+    async def act(self, act: str, number: int) -> None:
+        taking = self._takings[number]
+        if act == "give up":
+            if self._giving.taker is not None:
+                self._giving.taker.stream.close()
+        elif act == "leave":
+            self._resources[number].close()
+            self._takings[number] = None
+        elif taking is None:
+            if act == "begin" and not self._giving.wanted.is_set():  # else it waits to be accepted
+                self._takings[number] = await begun(taking_over(self._config), self._resources[number])
+        elif act == "take":
+            await taking.take(NoStore(taking), self._resources[number])
+        elif act == "end":
+            await taking.end()
+            self.owners += 1
+
+
+ACTS = st.tuples(st.sampled_from(["begin", "take", "end", "leave", "give up"]), st.integers(0, 1))
+
+
+LATE = [("begin", 0), ("take", 0), ("give up", 0), ("begin", 1), ("take", 1), ("end", 1), ("end", 0)]
+
+
+@given(acts=st.lists(ACTS, max_size=10))
+@example(acts=LATE)
+@settings(max_examples=25)
+def test_of_a_server_and_its_successors_one_serves(acts: list[tuple[str, int]]) -> None:
+    """Whatever they do in which order, and whoever is late."""
+
+    async def main() -> None:
+        with TemporaryDirectory() as folder:
+            config = make_config(unix_socket=f"{folder}/socket", drain_timeout_s=600.0)
+            async with running(config) as (server, ended):
+                successors = Successors(server, config)
+                for act, number in [*acts, ("leave", 0), ("leave", 1)]:
+                    with suppress(ConfigError, PoolLost):
+                        await successors.act(act, number)
+                    await trio.testing.wait_all_tasks_blocked()
+                assert successors.owners <= 1
+                if successors.owners:
+                    await ended.wait()
+                else:
+                    assert not ended.is_set()
+                    await until_over(server)
+                    peer = await peer_of(config)
+                    put = Put(Keys(["k"]), pack_u64([1]), checksums=False)
+                    assert isinstance(await peer.ask(put, b"1"), PutReply)
+                    peer.stream.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(giving, "DECIDE_S", 3600.0)
+        trio.run(main)
 
 
 async def test_a_server_that_was_stopped_meanwhile_does_not_serve_on(
