@@ -10,7 +10,8 @@
 
 A value is one block of tokens: for each layer its keys, then its values, each as
 [heads, tokens, head size]. Keys and values are restored bit for bit. The key covers
-model, dtype, layout and all tokens up to the block's end.
+the model's weights and adapters, as they are in memory at each call, its configuration,
+dtype, layout and all tokens up to the block's end.
 
 A store that is lost, slow or full is a miss: `load_cache` returns an empty cache,
 `save_cache` stores less, and the logger `infinistore.integrations.transformers` emits a
@@ -27,6 +28,7 @@ import attrs
 from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
+from infinistore.integrations.internal.weights import identity_of_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +67,10 @@ def save_cache(
         token_ids: the tokens of the sequence: [tokens] or [1, tokens]. The cache may
             cover fewer or more of them.
         cache: the model's, of a batch of one.
-        name: the name of the model in the store; default: `model.name_or_path`.
-            Different weights need different names.
-        salt: everything else that the cache depends on: an adapter, images, a tenant.
-            Only caches with equal salts share blocks.
+        name: the name of the model in the store; default: `model.name_or_path`. Only
+            caches with equal names share blocks.
+        salt: everything else that the cache depends on: images, a tenant. Only caches
+            with equal salts share blocks.
         block_tokens: number of tokens under one key.
         group_tokens: in a cluster, so many tokens in a row are on one node.
         ttl_s: how many seconds after it was stored a block ends; None: not at all.
@@ -192,13 +194,16 @@ class _CacheLayout:
             raise ValueError("this model has no name to tell its cache from another's; pass name=")
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ValueError("this model is spread over several devices; load it on one (without device_map)")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("this adapter puts tokens of its own before a prompt, which the cache has, too")
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers: int = config.num_hidden_layers
         facts = {
             "model": name,
-            "revision": getattr(model.config, "_commit_hash", None),
+            "weights": identity_of_tensors(model.state_dict()),
+            "adapters": _adapters(model),
             "config": fingerprint_of_config(model.config.to_dict()),
             "dtype": model.dtype,
             "layout": ["layer", "key then value", "head", "token", "head size"],
@@ -278,6 +283,17 @@ class _CacheLayout:
         """View [1, heads, tokens, head size] as [blocks, heads, tokens, head size]."""
         blocks = part.shape[2] // self.block_tokens
         return part.view(self.heads, blocks, self.block_tokens, self.head_size).transpose(0, 1)
+
+
+def _adapters(model: "PreTrainedModel") -> list[object]:
+    """Return which adapters of PEFT are in use in each layer, and how much of each.
+    Their weights are among the model's.
+    """
+    return [
+        (name, bool(layer.disable_adapters), layer.active_adapters, getattr(layer, "scaling", None))
+        for name, layer in model.named_modules()
+        if hasattr(layer, "active_adapters") and isinstance(getattr(layer, "disable_adapters", None), bool)
+    ]
 
 
 def _longest(config: Any) -> int | None:
