@@ -90,6 +90,10 @@ def read_node(document: Any, **known: Any) -> Node:
         if not isinstance(state, str) or state not in _STATES:
             raise WrongDocument(f"has the state {_shown(state)}; there are {', '.join(_STATES)}")
         values["state"] = _STATES[state]
+    if "founding" in given:
+        if type(given["founding"]) is not bool:
+            raise WrongDocument(f"has a founding that is neither true nor false: {_shown(given['founding'])}")
+        values["founding"] = given["founding"]
     return Node(**values)
 
 

@@ -44,6 +44,9 @@ class Node:
     """The name of its machine."""
     protocol: int = 0
     """The newest version of the protocol that it speaks; 0 if that is not known."""
+    founding: bool = attrs.field(default=False, eq=False)
+    """Whether it came lately, when nobody was there but such nodes. For those who
+    register: two views that differ in this alone are the same."""
 
 
 def _in_order_of_id(view: "View", attribute: object, nodes: tuple[Node, ...]) -> None:

@@ -7,14 +7,16 @@ be gone, for this one has its port.
 
 A node that has missed a purge of the cluster purges before it registers. One that joins
 others begins with a part of its weight, so that not everybody puts to an empty store,
-and misses there, at once. One that drained on request stays out, also when its process
-is started again, until the request is taken back.
+and misses there, at once. A process that comes when nobody is there, or only such as
+came like that, is *founding* until its warm-up is over, and has its whole weight at
+once: servers that start together have equal shares. One that drained on request stays
+out, also when its process is started again, until the request is taken back.
 """
 
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, Final
 
@@ -112,6 +114,9 @@ class Registration:
         self._draining = False
         self._request = RequestedDrain(layout, node.id, on_drain)
         self._joined_at = -math.inf
+        self._begins_as = node
+        """What it is until its warm-up is over, but for the weight."""
+        self._grows = False
         self._conflict_since: float | None = None
         self._purged: int | None = None if has_old_blocks else 0
         """The last purge that was carried out; None if only etcd can know."""
@@ -132,7 +137,7 @@ class Registration:
         if step > _STEPS:
             return self._node
         weight = max(min(self._node.weight, 1), self._node.weight * step // _STEPS)
-        return attrs.evolve(self._node, state=NodeState.JOINING, weight=weight)
+        return attrs.evolve(self._begins_as, weight=weight)
 
     @property
     def draining(self) -> bool:
@@ -222,10 +227,16 @@ class Registration:
             self._join(items)
         await self._write_under_new_lease(standing)
 
-    def _join(self, items: Iterable[str]) -> None:
+    def _join(self, items: Mapping[str, Item]) -> None:
         """Begin with a part of the weight, if others have what this node lacks."""
-        if any(key.startswith(self._layout.nodes) and key != self._item.key for key in items):
+        others = [items[key] for key in items if key.startswith(self._layout.nodes) and key != self._item.key]
+        listing = Listing.of(self._layout, others)
+        self._grows = bool(listing.problems) or not all(other.founding for other in listing.nodes.values())
+        founds = not self._grows and not self.registrations
+        if others or founds:
             self._joined_at = self._clock()
+        state = NodeState.JOINING if others else NodeState.SERVING
+        self._begins_as = attrs.evolve(self._node, state=state, founding=founds)
 
     async def _stay_out(self) -> None:
         """Wait until the drain that is over is taken back."""
@@ -383,7 +394,9 @@ class Registration:
 
     def _step(self) -> int:
         passed_s = self._clock() - self._joined_at
-        return 1 + (_STEPS if passed_s >= self._warm_up_s else int(_STEPS * passed_s / self._warm_up_s))
+        if passed_s >= self._warm_up_s:
+            return _STEPS + 1
+        return 1 + int(_STEPS * passed_s / self._warm_up_s) if self._grows else _STEPS
 
     def _until_next_step_s(self) -> float:
         step = self._step()

@@ -84,7 +84,7 @@ def test_a_lease_that_etcd_loses_before_anything_is_written_under_it_is_asked_fo
 
 
 def test_the_lease_is_renewed_when_half_of_it_is_left() -> None:
-    one = Registered()
+    one = Registered(warm_up_s=0)
     one.world.run(100)
     assert 18 <= keep_alives(one.world) <= 22
     assert one.world.etcd.kvs[KEY].create_revision == one.world.etcd.kvs[KEY].mod_revision
