@@ -9,7 +9,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from ipaddress import IPv4Address
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -19,6 +20,12 @@ from tests.asking import until
 
 INFINISTORE = (sys.executable, "-W", "error", "-m", "infinistore")
 POOL = ("--prealloc-size", "8MiB", "--minimal-allocate-size", "1")
+HOST: Final = str(IPv4Address("127.1.0.0") + os.getpid())
+"""Where the shards listen that this process starts. Nobody else asks for a port there,
+and so a shard that is started again gets its own again.
+"""
+NAMES: Final = ("127.0.0.1", HOST)
+"""Of the certificates of servers: the management API is at the first."""
 
 
 @attrs.define
@@ -69,7 +76,8 @@ def running_shards(environment: Mapping[str, str], *flags: str, cores: Sequence[
     """Start a server with two shards on free ports, which may use these cores, or
     all.
     """
-    arguments = [*INFINISTORE, "--shards", "2", "--service-port", "0", "--manage-port", "0", "--json", *POOL, *flags]
+    arguments = [*INFINISTORE, "--shards", "2", "--host", HOST, "--service-port", "0", "--manage-port", "0", "--json"]
+    arguments += [*POOL, *flags]
     pipe = subprocess.PIPE
     if cores:
         arguments = ["taskset", "--cpu-list", ",".join(map(str, cores)), *arguments]

@@ -19,9 +19,10 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.shards import Shard
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
+from tests.ports import own_ports
 from tests.server.running import Peer, RunningServer, make_config, running_server
 
-from .conftest import RunningShards
+from .conftest import HOST, RunningShards
 
 KEYS = [f"key {number}" for number in range(40)]
 
@@ -34,7 +35,7 @@ def urls(server: RunningShards) -> list[str]:
     """Every URL that leads to it: any scheme, any shard."""
     found = []
     for shard in server.shards():
-        found += [f"{scheme}://127.0.0.1:{shard['port']}" for scheme in ("infinistore", "tcp", "shm")]
+        found += [f"{scheme}://{HOST}:{shard['port']}" for scheme in ("infinistore", "tcp", "shm")]
         found += [f"{scheme}://{shard['unix_socket']}" for scheme in ("unix", "shm")]
     return found
 
@@ -65,7 +66,7 @@ def test_what_is_put_by_one_url_is_found_by_every_other_and_lies_in_both_shards(
 @pytest.mark.parametrize("lazy", [False, True])
 async def test_the_trio_client_goes_on_with_all_shards(two_shards: RunningShards, lazy: bool) -> None:
     blocks = blocks_of(secrets.token_hex(4))
-    async with open_store(f"tcp://127.0.0.1:{two_shards.port}", lazy=lazy) as store:
+    async with open_store(f"tcp://{HOST}:{two_shards.port}", lazy=lazy) as store:
         await store.put_many(blocks)
         assert await store.get_many(keys_of(blocks)) == values_of(blocks)
         statistics = await store.stats(details=True)
@@ -81,7 +82,7 @@ def test_the_asyncio_client_goes_on_with_all_shards(two_shards: RunningShards, l
     blocks = blocks_of(secrets.token_hex(4))
 
     async def main() -> None:
-        async with aio.open_store(f"tcp://127.0.0.1:{two_shards.port}", lazy=lazy) as store:
+        async with aio.open_store(f"tcp://{HOST}:{two_shards.port}", lazy=lazy) as store:
             await store.put_many(blocks)
             assert await store.get_many(keys_of(blocks)) == values_of(blocks)
 
@@ -91,7 +92,7 @@ def test_the_asyncio_client_goes_on_with_all_shards(two_shards: RunningShards, l
 @pytest.mark.process
 def test_the_lazy_blocking_client_goes_on_with_all_shards(two_shards: RunningShards) -> None:
     blocks = blocks_of(secrets.token_hex(4))
-    with blocking.open_store(f"tcp://127.0.0.1:{two_shards.port}", lazy=True) as store:
+    with blocking.open_store(f"tcp://{HOST}:{two_shards.port}", lazy=True) as store:
         store.put_many(blocks)
         assert store.get_many(keys_of(blocks)) == values_of(blocks)
 
@@ -101,9 +102,10 @@ def test_the_lazy_blocking_client_goes_on_with_all_shards(two_shards: RunningSha
 
 @asynccontextmanager
 async def shards(count: int, ports: Sequence[int] = ()) -> AsyncGenerator[list[RunningServer], None]:
-    """Servers of this process that are shards of one, at these ports, and then at free
-    ones. One shard is a plain server.
+    """Servers of this process that are shards of one, at these ports, and then at
+    others. One shard is a plain server.
     """
+    ports = [*ports, *own_ports(max(0, count - len(ports)))]
     known: list[Shard] = []
     met = trio.Event()
 
@@ -114,12 +116,12 @@ async def shards(count: int, ports: Sequence[int] = ()) -> AsyncGenerator[list[R
         if len(known) == count:
             met.set()
         await met.wait()
-        return sorted(known, key=lambda shard: ([*ports, shard.port].index(shard.port), shard.port))
+        return sorted(known, key=lambda shard: ports.index(shard.port))
 
     found: list[RunningServer | None] = [None] * count
 
     async def run(index: int, nursery: trio.Nursery, *, task_status: trio.TaskStatus[None]) -> None:
-        config: ServerConfig = make_config(service_port=ports[index] if index < len(ports) else 0)
+        config: ServerConfig = make_config(service_port=ports[index])
         async with running_server(config, Environment(meet_shards=meet)) as server:
             found[index] = server
             task_status.started()

@@ -19,7 +19,7 @@ from tests.cluster_client.clusters import Member
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 from tests.transports.certificates import issue
 
-from .conftest import RunningShards, running_shards
+from .conftest import HOST, NAMES, RunningShards, running_shards
 
 pytestmark = [needs_etcd, pytest.mark.process]
 KEYS = [f"key {number}" for number in range(64)]
@@ -42,7 +42,7 @@ def test_shards_register_one_by_one(two_nodes: RunningShards) -> None:
     told = two_nodes.told("/cluster")
     assert [node["id"] for node in told["nodes"]] == ["machine/0", "machine/1"]
     ports = [shard["port"] for shard in two_nodes.shards()]
-    assert [node["address"] for node in told["nodes"]] == [f"infinistore://127.0.0.1:{port}" for port in ports]
+    assert [node["address"] for node in told["nodes"]] == [f"infinistore://{HOST}:{port}" for port in ports]
     assert [(one["shard"], one["node"], one["registration"]) for one in told["shards"]] == [
         (0, "machine/0", "registered"),
         (1, "machine/1", "registered"),
@@ -69,7 +69,7 @@ def test_a_shard_that_was_killed_is_the_same_node_again(two_nodes: RunningShards
     nodes = two_nodes.told("/cluster")["nodes"]
     assert [(node["id"], node["address"]) for node in nodes][1] == (
         "machine/1",
-        f"infinistore://127.0.0.1:{before['port']}",
+        f"infinistore://{HOST}:{before['port']}",
     )
 
 
@@ -91,7 +91,7 @@ def test_a_shard_whose_id_another_server_has_ends_all_with_one_line(etcd: Etcd, 
 def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority(
     etcd: Etcd, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    files = issue(tmp_path)
+    files = issue(tmp_path, *NAMES)
     url = etcd.url_of(f"{etcd.cluster}-tls")
     flags = ["--cluster", url, "--node-id", "secure", "--node-warm-up", "0", "--tls-cert", str(files.cert)]
     flags += ["--tls-key", str(files.key), "--tls-peer-ca", str(files.ca)]
@@ -100,11 +100,11 @@ def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority
         ports = [int(node.address.rpartition(":")[2]) for node in membership.view.nodes]
 
         def shown() -> list[str]:
-            return [ssl.get_server_certificate(("127.0.0.1", port), timeout=60) for port in ports]
+            return [ssl.get_server_certificate((HOST, port), timeout=60) for port in ports]
 
         before = shown()
         assert before[0] == before[1]
-        issue(tmp_path, ca="two", into=files)
+        issue(tmp_path, *NAMES, ca="two", into=files)
         started.process.send_signal(signal.SIGHUP)
         until(lambda: not set(before).intersection(shown()))
         with blocking.open_store(f"{url}?ca={files.ca}") as store:

@@ -14,7 +14,7 @@ import pytest
 from infinistore import blocking
 from infinistore.server.shards.link import beat_of
 
-from .conftest import RunningShards, running_shards
+from .conftest import HOST, RunningShards, running_shards
 from .test_supervisor import metrics_of
 
 BOUND_S = 3.0
@@ -45,7 +45,7 @@ def events_of(server: RunningShards, name: str) -> list[dict[str, object]]:
 @pytest.mark.nightly
 def test_a_shard_that_hangs_is_started_again_and_the_other_one_is_undisturbed(server: RunningShards) -> None:
     before = server.shards()
-    with blocking.open_store(f"infinistore://127.0.0.1:{server.port}", deadline_s=60) as store:
+    with blocking.open_store(f"infinistore://{HOST}:{server.port}", deadline_s=60) as store:
         store.put_many({f"{n}": b"value" for n in range(40)})
         os.kill(before[1]["pid"], signal.SIGSTOP)
         server.wait_for_restart(1, 1)

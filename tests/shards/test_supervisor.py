@@ -20,13 +20,13 @@ from tests import warm
 from tests.ports import own_ports
 from tests.server.running import Peer
 
-from .conftest import INFINISTORE, POOL, RunningShards, running_shards
+from .conftest import HOST, INFINISTORE, POOL, RunningShards, running_shards
 
 pytestmark = pytest.mark.process
 
 
 async def peer_at(port: int) -> Peer:
-    return Peer(await connect_tcp("127.0.0.1", port))
+    return Peer(await connect_tcp(HOST, port))
 
 
 async def put(port: int, key: str) -> None:
@@ -53,7 +53,7 @@ async def test_every_shard_tells_where_all_are(two_shards: RunningShards) -> Non
     assert known[0]["port"] == two_shards.port
     hellos: list[HelloReply] = []
     for shard in known:
-        for connect in (connect_tcp("127.0.0.1", shard["port"]), connect_unix(shard["unix_socket"])):
+        for connect in (connect_tcp(HOST, shard["port"]), connect_unix(shard["unix_socket"])):
             peer = Peer(await connect)
             hellos.append(await peer.hello())
             peer.close()
@@ -166,21 +166,19 @@ def test_ctrl_c_drains_all_shards_even_if_they_share_a_core(environment: dict[st
     assert "a shard ended" not in events
     for port in ports:
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+            assert probe.connect_ex((HOST, port)) != 0
 
 
 def run(environment: dict[str, str], *flags: str) -> "subprocess.CompletedProcess[str]":
-    arguments = [*INFINISTORE, "--shards", "2", "--manage-port", "0", "--unix-socket", "off", *POOL, *flags]
-    return warm.run(arguments, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    arguments = [*INFINISTORE, "--shards", "2", "--host", HOST, "--manage-port", "0", "--unix-socket", "off", *POOL]
+    return warm.run([*arguments, *flags], env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_port_that_is_taken_is_one_line_and_nothing_starts(environment: dict[str, str]) -> None:
-    with socket.socket() as taken:
-        port = own_ports(1)[0]
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    (port,) = own_ports(1)
+    with socket.create_server((HOST, port)):
         found = run(environment, "--service-port", str(port - 1), "--log-level", "error")
     assert found.returncode == 2
-    assert f"infinistore: shard 1: port {port} on 127.0.0.1 is in use" in found.stderr.splitlines()[-1]
+    assert f"infinistore: shard 1: port {port} on {HOST} is in use" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
     assert found.stdout == ""

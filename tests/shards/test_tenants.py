@@ -20,7 +20,7 @@ from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
 from tests.asking import until
 
-from .conftest import POOL, RunningShards, running_shards
+from .conftest import HOST, POOL, RunningShards, running_shards
 
 FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")
@@ -45,7 +45,7 @@ class Tenanted:
     file: Path
 
     def open(self, name: str) -> AbstractContextManager[BlockingStore]:
-        return blocking.open_store(f"infinistore://127.0.0.1:{self.server.port}", token=TOKENS[name])
+        return blocking.open_store(f"infinistore://{HOST}:{self.server.port}", token=TOKENS[name])
 
     def reload(self) -> tuple[int, str]:
         status, body = self.server.ask("/reload", "POST")
@@ -99,7 +99,7 @@ def test_a_signal_has_all_shards_read_the_file(tenanted: Tenanted) -> None:
     tenanted.file.write_text(text_of(ann=LIMITED, ops=OPS))
     tenanted.server.process.send_signal(signal.SIGHUP)
     for shard in tenanted.server.shards():
-        until(partial(is_refused, f"infinistore://127.0.0.1:{shard['port']}", TOKENS["ben"]))
+        until(partial(is_refused, f"infinistore://{HOST}:{shard['port']}", TOKENS["ben"]))
     with tenanted.open("ann") as ann:
         ann.put_many([(key, b"ann") for key in KEYS])
     tenanted.file.write_text(before)

@@ -18,7 +18,7 @@ from infinistore import blocking
 from tests.asking import until
 from tests.transports.certificates import Files, issue
 
-from .conftest import RunningShards, running_shards
+from .conftest import HOST, NAMES, RunningShards, running_shards
 
 pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]
@@ -44,9 +44,9 @@ class Encrypted:
 
     def shown(self) -> list[str]:
         """The certificates that the shards and the management API show."""
-        ports = [shard["port"] for shard in self.ask("/shards")[1]["shards"]]
-        ports.append(int(self.server.management.rpartition(":")[2]))
-        return [ssl.get_server_certificate(("127.0.0.1", port)) for port in ports]
+        places = [(HOST, shard["port"]) for shard in self.ask("/shards")[1]["shards"]]
+        places.append(("127.0.0.1", int(self.server.management.rpartition(":")[2])))
+        return list(map(ssl.get_server_certificate, places))
 
     @property
     def on_disk(self) -> str:
@@ -57,18 +57,18 @@ class Encrypted:
 
 @pytest.fixture(scope="module")
 def encrypted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
-    files = issue(tmp_path_factory.mktemp("tls"))
+    files = issue(tmp_path_factory.mktemp("tls"), *NAMES)
     with running_shards(environment, "--tls-cert", str(files.cert), "--tls-key", str(files.key)) as server:
         yield Encrypted(server, files)
 
 
 def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypted: Encrypted) -> None:
     assert encrypted.shown() == [encrypted.on_disk] * 3
-    url = f"infinistores://127.0.0.1:{encrypted.server.port}?ca={encrypted.files.ca}&transport=inline"
+    url = f"infinistores://{HOST}:{encrypted.server.port}?ca={encrypted.files.ca}&transport=inline"
     with blocking.open_store(url) as store:
         store.put_many(dict.fromkeys(KEYS, b"value"))
         before = encrypted.on_disk
-        issue(encrypted.files.cert.parent, into=encrypted.files)
+        issue(encrypted.files.cert.parent, *NAMES, into=encrypted.files)
         assert encrypted.on_disk != before
         encrypted.server.process.send_signal(signal.SIGHUP)
         until(lambda: encrypted.shown() == [encrypted.on_disk] * 3)
@@ -89,7 +89,7 @@ def test_a_pair_that_does_not_fit_changes_nothing_in_any_shard(encrypted: Encryp
 
 
 def test_a_shard_that_is_started_again_has_the_certificate_of_now(encrypted: Encrypted) -> None:
-    issue(encrypted.files.cert.parent, into=encrypted.files)
+    issue(encrypted.files.cert.parent, *NAMES, into=encrypted.files)
     assert encrypted.ask("/reload", "POST")[0] == 200
     shard = encrypted.ask("/shards")[1]["shards"][1]
     os.kill(shard["pid"], signal.SIGKILL)
