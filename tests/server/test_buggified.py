@@ -24,25 +24,29 @@ def test_without_buggify_an_environment_stays_as_it_is() -> None:
     assert buggified(environment) is environment
 
 
-async def serve_everything(folder: Path, points: set[Point], chance: float) -> Buggify:
-    """Put and get over a Unix socket, with shared memory and without; return what
-    fired.
+async def serve_everything(
+    folder: Path, points: set[Point], chance: float, until_fired: set[Point] | None = None
+) -> Buggify:
+    """Put and get over a Unix socket, with shared memory and without, until all points
+    have fired, or these; return what fired.
     """
     buggify = Buggify(Random(3), dict.fromkeys(points, chance))
     config = make_config(unix_socket=f"{folder}/socket", manage_port=None, prealloc_bytes=32 * MIB)
     async with running_server(config, Environment(buggify=buggify)) as server:
-        for scheme in ("unix", "shm"):
-            async with infinistore.open_store(f"{scheme}://{server.unix_path}", inline_bytes=0) as store:
-                for _ in range(3):
-                    await store.put_many(VALUES)
-                    assert list(map(bytes, filter(None, await store.get_many(list(VALUES))))) == list(VALUES.values())
-                    assert await store.delete(list(VALUES)) == len(VALUES)
+        while not buggify.fired.keys() >= (until_fired or points):
+            for scheme in ("unix", "shm"):
+                async with infinistore.open_store(f"{scheme}://{server.unix_path}", inline_bytes=0) as store:
+                    for _ in range(3):
+                        await store.put_many(VALUES)
+                        found = [bytes(value or b"") for value in await store.get_many(list(VALUES))]
+                        assert found == list(VALUES.values())
+                        assert await store.delete(list(VALUES)) == len(VALUES)
     return buggify
 
 
 async def test_streams_that_move_little_and_wait_lose_nothing(tmp_path: Path) -> None:
     points = STREAMS | {Point.SHORT_READ_AHEAD, Point.FULL_BODY_BUDGET}
-    assert (await serve_everything(tmp_path, points, 0.5)).fired.keys() >= STREAMS
+    assert (await serve_everything(tmp_path, points, 0.5, STREAMS)).fired.keys() >= STREAMS
     always = await serve_everything(tmp_path, {Point.SHORT_READ_AHEAD, Point.FULL_BODY_BUDGET}, 1.0)
     assert always.fired.keys() == {Point.SHORT_READ_AHEAD, Point.FULL_BODY_BUDGET}
 
