@@ -31,7 +31,11 @@ def diagnose(
     disk = path or tmp_path / "nvme0"
     device = os.stat(tmp_path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    others, ours = "22 1 0:20 / /proc rw - proc proc rw", f"36 1 {number} / /mnt rw shared:1 - {kind} /dev/nvme0n1 rw"
+    other = f"{os.major(device)}:{os.minor(device) + 1}"
+    others, ours = (
+        f"22 1 {other} / /proc rw - proc proc rw",
+        f"36 1 {number} / /mnt rw shared:1 - {kind} /dev/nvme0n1 rw",
+    )
     files = {"proc/self/mountinfo": f"{others}\n{ours}\n"}
     for name, text in (queue or {"rotational": "0\n", "write_cache": "write back\n"}).items():
         files[f"sys/dev/block/{number}/{queue_folder}/{name}"] = text

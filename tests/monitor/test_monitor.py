@@ -22,6 +22,7 @@ from tests import warm
 from tests.ports import own_ports
 
 from .conftest import INFINISTORE, Session, Start, running_server
+from .emulator import Emulator
 from .made import NOON, make_stats
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -71,14 +72,18 @@ def test_keys_come_one_by_one_and_are_not_echoed_while_it_runs(monitor: Session)
 
 @pytest.mark.process
 def test_a_paused_screen_stands_still_and_history_goes_on(monitor: Session) -> None:
+    def is_drawn(screen: Emulator) -> bool:
+        """Whether all of it is: what a terminal gives at once may be a part."""
+        return screen.lines[-1].endswith("p go on   + - interval")
+
     monitor.press("p")
-    monitor.wait_for("PAUSED")
+    monitor.wait_until(is_drawn)
     shown = monitor.screen.lines
+    assert "PAUSED" in shown[0]
     monitor.press("?")
     monitor.wait_for("this help")
     monitor.press("x")
-    monitor.wait_for("PAUSED")
-    monitor.wait_for("q quit")
+    monitor.wait_until(is_drawn)
     assert monitor.screen.lines == shown
     monitor.press("q")
     assert monitor.end() == 0
