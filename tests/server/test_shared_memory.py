@@ -5,6 +5,7 @@ no good client would.
 """
 
 import fcntl
+import gc
 import mmap
 import os
 import select
@@ -226,6 +227,7 @@ async def test_descriptors_that_nobody_takes_are_not_kept(tmp_path: Path) -> Non
     async with serving(tmp_path) as server:
         peer = await server.local_peer()
         await present(peer, "key")
+        gc.collect()  # what other tests have left may have some
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(10):
             assert isinstance(await peer.ask(MapArenas(0)), MapArenasReply)
