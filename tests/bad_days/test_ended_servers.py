@@ -120,12 +120,12 @@ def test_a_connection_that_was_in_use_when_the_server_ended_keeps_nothing_afterw
 
 
 def test_a_store_that_is_closed_leaves_no_thread_and_no_descriptor(mortal: ServerProcess) -> None:
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())  # earlier tests' end when they like
     with blocking.open_store(best(mortal)) as store:
         store.put_many(LONG)
         assert any(thread.name == "infinistore-watch" for thread in threading.enumerate())
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-    before = before[0] - 1, before[1]  # the server's standard output
+    assert len(os.listdir("/proc/self/fd")) <= before and threads.issuperset(threading.enumerate())
+    before -= 1  # the server's standard output
     with blocking.open_store(best(mortal)) as store:
         store.put_many(LONG)
         watches = [thread for thread in threading.enumerate() if thread.name == "infinistore-watch"]
@@ -133,7 +133,7 @@ def test_a_store_that_is_closed_leaves_no_thread_and_no_descriptor(mortal: Serve
         until_nothing_is_kept()
     for watch in watches:  # one that has found its server ended is the last to hear that it has nothing to do
         watch.join()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= before and threads.issuperset(threading.enumerate())
 
 
 @pytest.mark.parametrize("missing", ["thread", "descriptor"])

@@ -56,7 +56,9 @@ def run_client(url: str, code: str) -> subprocess.Popen[bytes]:
 
 
 def open_files() -> int:
-    """How many descriptors this process has."""
+    """How many descriptors this process has. What an earlier test has left to a thread
+    may be closed at any time, so that there are fewer later.
+    """
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -70,7 +70,8 @@ async def test_an_array_outlives_its_store_and_the_connection_closes_with_the_ar
         del part
         await server.quiet()
         assert server.core.statistics().condemned_bytes == 0
-        assert (mapped_pools(), open_files()) == (mapped, before)
+        assert mapped_pools() == mapped
+        assert open_files() <= before
 
 
 def test_an_array_outlives_an_embedded_store() -> None:

@@ -189,7 +189,7 @@ async def test_a_server_that_was_restarted_is_found_again_with_new_arenas(tmp_pa
                 await store.put("key", VALUE)
                 assert await store.get("key") == VALUE
                 assert (await store.stats()).transport == "shm"
-                assert open_files() == before or not number
+                assert open_files() <= before or not number
                 before = open_files()
 
 
@@ -300,7 +300,7 @@ async def test_all_descriptors_are_closed_with_the_store_and_not_inherited_befor
             assert pool.descriptors
             assert not any(map(os.get_inheritable, pool.descriptors))
         await server.quiet()
-        assert open_files() == before
+        assert open_files() <= before
 
 
 @pytest.mark.parametrize("method", ["put", "get"])
@@ -393,7 +393,8 @@ def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths
     pool = MappedPool("instance")
     with pytest.raises(ProtocolError):
         pool.add(0, [MIB] * lengths, [os.dup(arena.fd) for _ in range(count)], writable=True)
-    assert (pool.arena_count, open_files()) == (0, before)
+    assert pool.arena_count == 0
+    assert open_files() <= before
     arena.close()
 
 
@@ -416,7 +417,8 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     assert isinstance(effect, ReceiveDescriptors)
     effect.descriptors.append(os.dup(arena.fd))
     exchange.close()
-    assert (pool.arena_count, pool.writable, open_files()) == (1, True, before)
+    assert (pool.arena_count, pool.writable) == (1, True)
+    assert open_files() <= before
     pool.close()
     arena.close()
 

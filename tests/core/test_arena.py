@@ -191,7 +191,7 @@ def test_what_the_kernel_refuses_is_out_of_memory(monkeypatch: pytest.MonkeyPatc
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OutOfMemory, match="smaller pool"):
         create_arena(0, 4096)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_huge_pages_that_are_not_there_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
