@@ -244,7 +244,8 @@ class DeviceMemoryUnreachable(InfiniStoreException, ValueError):
 
 
 class DiskFailed(InfiniStoreException):
-    """The disks of the store are off because of an internal error.
+    """The disks of the store are off because of an internal error, or one cannot be
+    written that has what was deleted.
 
     It is not known what of this call became durable. The store serves on from memory.
     """

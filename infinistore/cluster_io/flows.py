@@ -19,6 +19,7 @@ from infinistore.cluster.etcd.effects import (
 from infinistore.cluster.etcd.messages import EtcdMisbehaved
 from infinistore.cluster.view import Node
 from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.errors import DiskFailed
 
 __all__ = ["AskInstance", "FlowRunner"]
 
@@ -61,7 +62,7 @@ class FlowRunner:
             while True:
                 try:
                     result = await self._carry_out(effect)
-                except (EtcdUnavailable, EtcdMisbehaved) as error:
+                except (EtcdUnavailable, EtcdMisbehaved, DiskFailed) as error:
                     effect = flow.throw(error)
                 else:
                     effect = flow.send(result)

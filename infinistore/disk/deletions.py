@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from infinistore.disk.disks import Disk, Disks
+from infinistore.disk.membership import Membership
 from infinistore.disk.settings import MOST_BLOCKS_PER_GROUP
 from infinistore.disk.waits import Wait
 
@@ -29,12 +30,14 @@ class _Grave:
 class Deletions:
     """The deletions of one tier that are not durable yet."""
 
-    def __init__(self, disks: Disks) -> None:
+    def __init__(self, disks: Disks, membership: Membership) -> None:
         self.unsafe_keys = 0
         """Keys that were deleted, and that a disk which cannot be written may bring
         back when it is opened again."""
         self._disks = disks
+        self._membership = membership
         self._graves: dict[Disk, _Grave] = {}
+        self._failed: list[Disk] = []
 
     def add(self, disk: Disk) -> None:
         """Expect deletions on this disk, too."""
@@ -42,7 +45,9 @@ class Deletions:
 
     def remove(self, disk: Disk) -> None:
         """Forget a disk that has been given up. One that was taken out does not count
-        when it comes back; one that failed may come back alone."""
+        when it comes back; one that failed may come back alone, with any key."""
+        if disk.has_failed:
+            self._failed.append(disk)
         for tombstones in self._graves.pop(disk).under_way.values():
             self._end(tombstones, met=not disk.has_failed)
 
@@ -74,12 +79,10 @@ class Deletions:
             for tombstones in (grave.waiting, *grave.under_way.values())
             for key in tombstones.keys() & set(keys)
         ]
-        unsafe = sum(
-            any(lingers)
-            for lingers in zip(
-                *(disk.volume.lingers(keys) for disk in self._disks if not disk.is_writable), strict=True
-            )
-        )
+        counts = self._membership.counts
+        lingering = [disk.volume.lingers(keys) for disk in self._disks if not disk.is_writable and counts(disk)]
+        lingering += [[True] * len(keys) for disk in self._failed if counts(disk)]
+        unsafe = sum(map(any, zip(*lingering, strict=True)))
         wait = Wait(deadline, len(found), unsafe)
         for waits in found:
             waits.append(wait)

@@ -106,8 +106,8 @@ class Disk:
 
     def has_recovered(self) -> bool:
         """Return True once: when the volume has recovered, and forgotten what has
-        changed meanwhile."""
-        if not self.is_recovering or self.volume.state == "recovering":
+        changed meanwhile. One that ended before never has."""
+        if not self.is_recovering or not self.volume.has_recovered:
             return False
         self.is_recovering = False
         self.volume.forget(list(self._changed))

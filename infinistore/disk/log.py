@@ -177,13 +177,14 @@ class Log:
         self.floor = max(self.floor, in_log[0].incarnation if in_log else self.next_sequence)
 
     def write_superblock(self, **changes: Any) -> Steps[int]:
-        """Write the superblock with some fields changed; return an errno, 0 if it is
-        durable."""
+        """Write the superblock with some fields changed, and with the floor; return an
+        errno, 0 if it is durable."""
         while self._superblock_busy:
             yield WAIT
         self._superblock_busy = True
         # The copy that is overwritten is the older one, also after a failure.
-        wanted = attrs.evolve(self.superblock, revision=self.superblock.revision + 1, **changes)
+        revision = self.superblock.revision + 1
+        wanted = attrs.evolve(self.superblock, revision=revision, floor=self.floor, **changes)
         [result] = yield [WriteSuperblock(self.number, wanted.revision % 2, encode_superblock(wanted))]
         self._superblock_busy = False
         self.tasks.poke()

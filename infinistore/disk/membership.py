@@ -40,6 +40,11 @@ class Membership:
             self._members.remove(disk)
             self._raise()
 
+    def counts(self, disk: Disk) -> bool:
+        """Whether what a disk has may be there when the store is opened again: not if
+        it was given up, and another one knows that durably."""
+        return disk in self._members or all(one.volume.membership < self._newest for one in self._members)
+
     def _raise(self) -> None:
         self._newest += 1
         for disk in self._members:

@@ -59,10 +59,11 @@ class Outcomes:
                 disk.health.shrank(event.errno)
             else:
                 self._ended(disk, event, now)
-        if disk.has_recovered():
-            self._membership.recovered()
+        has_recovered = disk.has_recovered()
         for waits in disk.begin_purges():
             self._begin_purge(disk, waits)
+        if has_recovered:  # one that is purged first belongs to the others not before that is durable
+            self._membership.recovered()
         if disk.volume.state == "read-only" and disk.health.state == "healthy":
             disk.health.refused(disk.volume.errno)
         if disk.health.state != "healthy" and disk not in self._given_up:
@@ -81,8 +82,7 @@ class Outcomes:
         """Have a disk taken out whose volume will tell no more how anything ended."""
         disk.is_leaving = True
         for key in [key for key in self._purges if key[0] is disk]:
-            for wait in self._purges.pop(key):
-                wait.end(met=False)
+            self._end(disk, self._purges.pop(key), met=False)
         self._leaving.setdefault(disk, [])
 
     def remove(self, disk: Disk, wait: Wait) -> None:
@@ -93,7 +93,10 @@ class Outcomes:
         self._leaving.setdefault(disk, []).append(wait)
 
     def purge(self, waits: list[Wait]) -> None:
-        """Purge every disk, or have it purged when it has recovered."""
+        """Purge every disk, or have it purged when it has recovered. What a failed one
+        has may be back when it is opened again."""
+        for disk in self._failed:
+            self._end(disk, waits, met=False)
         for disk in self._disks:
             disk.purges.append(waits)
             for ready in disk.begin_purges():
@@ -127,8 +130,7 @@ class Outcomes:
         if isinstance(event, Lost):
             disk.health.write_failed(event.errno, now)
         if waits is not None:
-            for wait in waits:
-                wait.end(met=met)
+            self._end(disk, waits, met=met)
         elif not self._reinsertion.ended(disk, event.token):
             for part in (self._demotion, self._deletions):
                 if part.durable(disk, event.token, now) if met else part.lost(disk, event.token):
@@ -136,7 +138,11 @@ class Outcomes:
 
     def _begin_purge(self, disk: Disk, waits: list[Wait]) -> None:
         if disk.health.state == "off" or disk.volume.state in ("closing", "closed"):
-            for wait in waits:
-                wait.end(met=False)
+            self._end(disk, waits, met=False)
         else:
             self._purges[disk, disk.volume.purge()] = waits
+
+    def _end(self, disk: Disk, waits: list[Wait], *, met: bool) -> None:
+        """End a purge on a disk. It does not matter where that will be emptied."""
+        for wait in waits:
+            wait.end(met=met or not self._membership.counts(disk))

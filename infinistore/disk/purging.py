@@ -48,8 +48,8 @@ class Purging:
         return bool(self._keys)
 
     def check(self) -> None:
-        """Raise `DiskFailed` if the disks failed, and `DeadlineExceeded` if they did
-        not answer by the deadline."""
+        """Raise `DiskFailed` if a disk failed, or cannot be written, and
+        `DeadlineExceeded` if one did not answer by the deadline."""
         for wait in self.waits:
             wait.check(in_time=True)
 

@@ -95,7 +95,8 @@ class DiskTier:
         )
         self._promotion = Promotion(core, self._reader, self._disks, self._commit, clock)
         self._promotion.on_promoted = self._promoted
-        self._deletions = Deletions(self._disks)
+        self._membership = Membership()
+        self._deletions = Deletions(self._disks, self._membership)
         self._demotion.on_doubt = self._deletions.outdate
         self._journal = JournalFollower(
             core,
@@ -107,7 +108,6 @@ class DiskTier:
             purge=lambda: self._purge([]),
         )
         self._reinsertion = Reinsertion(core)
-        self._membership = Membership()
         self._outcomes = Outcomes(
             self._disks,
             demotion=self._demotion,
@@ -322,7 +322,7 @@ class DiskTier:
         so in memory, too. `unmet` counts disks that failed.
         """
         self._follow()
-        wait = Wait(deadline, len(self._disks))
+        wait = Wait(deadline, len(self._outcomes.shown()))
         self._purge([wait])
         self._has_work()
         return self._waits.add(wait)

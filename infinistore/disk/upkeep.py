@@ -93,7 +93,7 @@ class Upkeep:
         log = self._log
         if not log.segments.needs_floor(segment, log.floor, log.durable_floor):
             return True
-        errno = yield from log.write_superblock(floor=log.floor)
+        errno = yield from log.write_superblock()
         if errno:
             self._stop(errno)
         return not errno
@@ -254,7 +254,7 @@ class Upkeep:
         """Make a purge durable, in both copies of the superblock."""
         log = self._log
         for _ in range(2):
-            errno = yield from log.write_superblock(floor=max(token, log.superblock.floor))
+            errno = yield from log.write_superblock()
             if errno:
                 log.events.append(Lost(token, errno))
                 self._stop(errno)
@@ -317,4 +317,4 @@ class Upkeep:
             yield from self.write_footer(current)
         checksum = yield from self.snapshot()
         if checksum:
-            yield from log.write_superblock(clean=1, snapshot=checksum, floor=log.floor)
+            yield from log.write_superblock(clean=1, snapshot=checksum)

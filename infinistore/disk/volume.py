@@ -145,7 +145,7 @@ class Volume:
         log = self._log
         session = log.settled >> SESSION_SHIFT
         for _ in range(copies):
-            errno = yield from log.write_superblock(session=session, clean=0, floor=log.floor)
+            errno = yield from log.write_superblock(session=session, clean=0)
             if errno:
                 self._stop(errno)
                 return
@@ -360,8 +360,7 @@ class Volume:
         disk failed before.
         """
         log = self._log
-        token = log.take_sequence()
-        log.floor = token
+        log.floor = token = log.take_sequence()
         log.purges += 1
         log.records.clear()
         self._batches.forget_all()
@@ -383,6 +382,11 @@ class Volume:
         """When the set of disks of the store last changed, as far as this disk knows.
         One that knows an older number than others was away, and has to be purged."""
         return self._log.superblock.membership
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether the index is there, and was before the volume ended."""
+        return not self._unrestored and self.state not in ("recovering", "closed")
 
     def set_membership(self, membership: int) -> None:
         """Note that the set of disks has changed."""

@@ -44,14 +44,20 @@ class Wait:
             self._on_settled = call
 
     def check(self, *, in_time: bool = False) -> None:
-        """Of a settled wait: raise `DiskFailed` if the disks failed meanwhile;
-        with `in_time`, `DeadlineExceeded` if they did not answer by its deadline."""
+        """Of a settled wait: raise `DiskFailed` if the disks failed meanwhile; with
+        `in_time`, also if a part is unmet, and `DeadlineExceeded` if the disks did not
+        answer by its deadline."""
         if self._failure:
             raise DiskFailed(self._failure)
         if in_time and self._is_late:
             raise DeadlineExceeded(
                 "a disk did not make it durable in time: after a crash, what was deleted may be back; see the disk's"
                 " state in the statistics, and call again"
+            )
+        if in_time and self.unmet:
+            raise DiskFailed(
+                "it is done in memory and where disks take it, but one cannot be written: when that is opened again,"
+                " what was deleted may be back; see the disk's state in the statistics, and call again then"
             )
 
     def end(self, *, met: bool, parts: int = 1) -> None:

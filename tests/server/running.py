@@ -58,6 +58,7 @@ __all__ = [
     "let_linger",
     "make_config",
     "peer_with",
+    "recovered",
     "running_server",
     "simulated_server",
     "until",
@@ -322,6 +323,16 @@ async def fill_twice(store: AsyncStore, pool_bytes: int, block: bytes) -> None:
 
 async def _accept(listener: Any, *rest: Any) -> MemoryStream | SocketStream:
     return await (listener.accept_stream() if isinstance(listener, MemoryListener) else accept(listener, *rest))
+
+
+async def recovered(server: RunningServer) -> None:
+    """Wait until the disks know what they have."""
+
+    def holds() -> bool:
+        found = server.server.telemetry.disk()
+        return found is None or all(one.state != "recovering" for one in found.disks)
+
+    await until(holds)
 
 
 async def connect_tls(address: tuple[str, int], files: "Files") -> TlsStream:

@@ -13,7 +13,7 @@ from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
 from infinistore.sizes import KIB, MIB
-from tests.server.running import RunningServer, make_config, running_server, until
+from tests.server.running import RunningServer, make_config, recovered, running_server, until
 from tests.server.tenants_files import Serving, store_of, text_of, write
 
 KEYS = [f"key {number}" for number in range(16)]
@@ -48,16 +48,6 @@ def blocks_of(name: str) -> list[tuple[str, bytes]]:
 async def put_on_disk(store: AsyncStore, name: str) -> None:
     await store.put_many(blocks_of(name))
     assert await store.flush(KEYS) == len(KEYS)
-
-
-async def recovered(server: RunningServer) -> None:
-    """Wait until the disks know what they have."""
-
-    def holds() -> bool:
-        found = server.server.telemetry.disk()
-        return found is None or all(one.state != "recovering" for one in found.disks)
-
-    await until(holds)
 
 
 async def drained(server: RunningServer) -> None:

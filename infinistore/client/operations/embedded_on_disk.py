@@ -142,9 +142,9 @@ class OperationsOnDisk(EmbeddedOperations):
             with self._lock:
                 done = disks.waiting(wait)
             await AwaitDisk(done)
-        purging.check()
         with self._lock:
             disks.tier.core.removal_log.end()  # what was on disk only has no names here
+        purging.check()
         return purging.deleted
 
     async def statistics(self, request: requests.GetStatistics) -> Stats:

@@ -106,7 +106,11 @@ class Probe:
 
 @attrs.frozen
 class Purge:
-    """Delete every block of this node."""
+    """Delete every block of this node.
+
+    Raises:
+        DiskFailed: it is done, but some of them may be back after a restart.
+    """
 
     def __await__(self) -> Generator["Purge", None, None]:
         yield self

@@ -48,7 +48,7 @@ from infinistore.cluster.etcd.messages import (
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.view import Node, NodeState, View
-from infinistore.errors import ConfigError
+from infinistore.errors import ConfigError, DiskFailed
 
 __all__ = ["Registration", "RegistrationState"]
 
@@ -120,6 +120,9 @@ class Registration:
         self._conflict_since: float | None = None
         self._purged: int | None = None if has_old_blocks else 0
         """The last purge that was carried out; None if only etcd can know."""
+        self._lasting_purge = 0
+        """The last one that no restart undoes: the next process carries out what came
+        later."""
         self._look_soon = False
         self._on_registered = on_registered
         self.state = RegistrationState.REGISTERING
@@ -367,14 +370,20 @@ class Registration:
             return False
         if self._purged is None:
             self._purged = read_purged(items.get(self._layout.purged(self._node.id), Item("")).value)
+            self._lasting_purge = self._purged
         if self._purged == purge.mod_revision:
             return False
-        await Purge()
+        try:
+            await Purge()
+        except DiskFailed as error:
+            _log.warning("a purge of the cluster is not done on disk", extra={"problem": str(error)})
+        else:
+            self._lasting_purge = purge.mod_revision
         self._purged = purge.mod_revision
         return True
 
     def _put_purged(self) -> dict[str, Any]:
-        return put(self._layout.purged(self._node.id), b"%d" % (self._purged or 0))
+        return put(self._layout.purged(self._node.id), b"%d" % self._lasting_purge)
 
     async def _displace(self, standing: Item, other: Node | None) -> bool:
         """Whether what another process wrote under this id has been deleted."""

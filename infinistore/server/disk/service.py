@@ -54,7 +54,12 @@ class ServerDisks(Protocol):
 
     async def purge(self) -> int:
         """Delete everything that is on a disk, and return how many keys of that there
-        were in memory."""
+        were in memory.
+
+        Raises:
+            DiskFailed: it is deleted, but some of it may be back when a disk is opened
+                again.
+        """
 
     def statistics(self) -> DiskTierStatistics | None:
         """Return the figures of all, if there are any."""
@@ -199,6 +204,10 @@ class DiskService:
     async def delete(self, keys: Sequence[str], deadline_us: int) -> int:
         """Delete keys from memory and disk, and wait until no crash can bring them
         back; return how many were there.
+
+        Raises:
+            DiskFailed: they are deleted, but a disk that cannot be written may bring
+                one back when it is opened again.
         """
         on_disk = names_on_disk(self.tier, keys)
         deletion = self.tier.delete(keys, self._deadline(deadline_us))
@@ -210,6 +219,10 @@ class DiskService:
     async def purge(self, deadline_us: int = 0) -> int:
         """Delete everything, and wait until no crash can bring it back; return how many
         keys there were in memory.
+
+        Raises:
+            DiskFailed: everything is deleted, but a disk that cannot be written may
+                bring some of it back when it is opened again.
         """
         purging = Purging(self.tier, self._deadline(deadline_us))
         await self._settled(purging.disks)
@@ -217,8 +230,8 @@ class DiskService:
             await trio.lowlevel.checkpoint()
         for wait in purging.waits:
             await self._settled(wait)
-        purging.check()
         self.tier.core.removal_log.end()  # what was on disk only has no names here
+        purging.check()
         return purging.deleted
 
     async def _settled(self, wait: Wait) -> None:

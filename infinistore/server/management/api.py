@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from infinistore.access.policy import Policy
 from infinistore.access.roles import Role
 from infinistore.config import ServerConfig
+from infinistore.errors import DiskFailed
 from infinistore.server.maintenance.incremental import evict_incrementally, purge_incrementally
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
@@ -112,7 +113,10 @@ class Management:
         """Delete all keys."""
         self.check_lasts()
         core, disk = self.there.core, self.there.context.disks
-        purged = await purge_incrementally(core) if disk is None else await disk.purge()
+        try:
+            purged = await purge_incrementally(core) if disk is None else await disk.purge()
+        except DiskFailed as error:
+            raise HTTPException(503, str(error)) from None
         self.check_lasts()
         return JSONResponse({"status": "ok", "num": purged})
 
@@ -225,7 +229,12 @@ OPERATIONS: Final = (
     ),
     Operation("GET", "/kvmap_len", "How many keys there are", Management.kvmap_len, {200: exactly(len=_COUNT)}),
     Operation(
-        "POST", "/purge", "Delete every key; num is how many there were", Management.purge, {200: _DONE}, Role.ADMIN
+        "POST",
+        "/purge",
+        "Delete every key; num is how many there were. 503 if what is gone may be back after a restart",
+        Management.purge,
+        {200: _DONE, 503: {"$ref": "#/components/schemas/Error"}},
+        Role.ADMIN,
     ),
     Operation(
         "POST",

@@ -19,7 +19,7 @@ from infinistore.core.journal import Journal
 from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk_io.tenant_folders import TenantFolders
 from infinistore.disk_settings import DiskPlace
-from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.errors import ConfigError, DiskFailed, StoreUnavailable
 from infinistore.server.disk.service import DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance.incremental import purge_incrementally
@@ -194,17 +194,24 @@ class TenantDisks:
         return how many keys there were in memory.
 
         Raises:
-            DiskFailed: a disk could not be purged. The others are.
+            DiskFailed: disks of these tenants could not be purged. All others are.
         """
         counts: list[int] = []
+        failed: dict[str, DiskFailed] = {}
 
-        async def purge(service: DiskService) -> None:
-            counts.append(await service.purge())
+        async def purge(tenant: str, service: DiskService) -> None:
+            try:
+                counts.append(await service.purge())
+            except DiskFailed as error:
+                failed[tenant] = error
 
         async with trio.open_nursery() as nursery:
-            for found in list(self._open.values()):
-                nursery.start_soon(purge, found.service)
-        return sum(counts) + await purge_incrementally(self._tenancy.whole)
+            for tenant, found in list(self._open.items()):
+                nursery.start_soon(purge, tenant, found.service)
+        counts.append(await purge_incrementally(self._tenancy.whole))
+        if failed:
+            raise DiskFailed(f"of tenants {', '.join(sorted(failed))}: {next(iter(failed.values()))}")
+        return sum(counts)
 
     def statistics(self) -> DiskTierStatistics | None:
         """Return the figures of all together; None if no tenant has a disk."""
