@@ -42,7 +42,7 @@ GROUND: dict[str, set[str]] = {
     "namesake": set(),
     "new_threads": {"errors"},
     "numa": {"errors", "settings"},
-    "security_settings": {"addresses", "settings"},
+    "security_settings": {"addresses", "cluster_settings", "settings"},
     "service_manager": {"errors"},
     "settings": {"errors", "sizes"},
     "shard_settings": {"disk_settings", "sizes"},
@@ -160,6 +160,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "pools": {"budgets", "disk", "environment", "listeners", "maintenance", "movers", "session", "take_over"},
         "server": {
             "disk",
+            "maintenance",
             "pools",
             "security",
             "session",
