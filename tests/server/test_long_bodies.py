@@ -3,19 +3,20 @@ and who waits for it.
 """
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import attrs
 import pytest
 import trio
 import trio.testing
 
-from infinistore.errors import LimitExceeded
+from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Exists, ExistsReply, Keys
-from infinistore.server.budgets.body_budget import BodyBudget
+from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
 from infinistore.server.environment import Environment
-from tests.server.running import HALF_REQUEST_ID, KIB, Peer, RunningServer, simulated_server
+from tests.server.running import HALF_REQUEST_ID, KIB, MIB, Peer, RunningServer, simulated_server
 from tests.transports.memory_network import random_chunks, whole
 
 ROOM_BYTES = 1000 * KIB
@@ -140,7 +141,7 @@ async def test_more_long_requests_than_there_is_room_for_are_all_answered(
     assert sorted(answered) == list(range(100, 400, 20))
 
 
-@attrs.frozen
+@attrs.define
 class _Body:
     length: int
     arrived: int = 0
@@ -168,3 +169,79 @@ async def test_the_shortest_that_waits_comes_first_and_who_gives_up_waiting_has_
         budget.release(first)
         budget.release(first)
     assert (order, budget.taken_bytes) == ([80, 90, 1000], 0)
+
+
+LONGEST_BYTES = 64 * MIB - 100 * KIB
+
+
+async def announced(server: RunningServer, length: int) -> Peer:
+    """A client that has announced a body of so many bytes."""
+    peer = await server.peer()
+    await peer.send(HEAD[:12] + length.to_bytes(4, "little") + HEAD[16:32])
+    await trio.testing.wait_all_tasks_blocked()
+    return peer
+
+
+@pytest.mark.parametrize("number", [2, 3, 6])
+async def test_what_arrives_slowly_for_its_length_keeps_nobody_out(
+    number: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Two of the longest bodies, sent at more than the least rate, take all there is;
+    more of them wait."""
+    async with simulated_server() as server, trio.open_nursery() as nursery:
+        peers = [await announced(server, LONGEST_BYTES) for _ in range(number)]
+
+        async def trickle(peer: Peer) -> None:
+            with suppress(StoreUnavailable):
+                while True:
+                    await peer.send(bytes(8 * KIB))
+                    await trio.sleep(0.1)
+
+        for peer in peers:
+            nursery.start_soon(trickle, peer)
+        other = await server.peer()
+        start = trio.current_time()
+        for _ in range(10):
+            assert await other.ask(LONG) == ExistsReply(bytes(250))
+        assert trio.current_time() - start <= 3 * number  # each of them has a second and a look, or two
+        nursery.cancel_scope.cancel()
+        close(server, [*peers, other])
+
+
+async def test_no_more_slow_bodies_are_given_up_than_others_need_room_the_slowest_first(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    budget, ended = BodyBudget(4 * MIB), list[int]()
+    bodies = [_Body(MIB) for _ in range(4)]
+    grants = [await budget.acquire(body, partial(ended.append, i)) for i, body in enumerate(bodies)]  # type: ignore[arg-type]
+    for body, arrived in zip(bodies, [3, 1, 2, MIB], strict=True):
+        body.arrived = arrived
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(budget.acquire, _Body(MIB // 2), lambda: None)  # type: ignore[arg-type]
+        await trio.sleep(5)
+        assert ended == [1]
+        budget.release(grants[1])
+
+
+async def test_the_tenant_that_has_most_gives_and_the_one_that_has_least_comes_first(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    budget, ended, order = BodyBudget(100), list[str](), list[str]()
+    grants: list[BodyGrant] = []
+
+    async def take(length: int, tenant: str) -> None:
+        grants.append(await budget.acquire(_Body(length), partial(ended.append, tenant), tenant))  # type: ignore[arg-type]
+        order.append(tenant)
+
+    async with trio.open_nursery() as nursery:
+        for length, tenant in [(30, "few"), (35, "many"), (35, "many")]:
+            await take(length, tenant)
+        for length, tenant in [(21, "many"), (21, "many"), (50, "new")]:
+            nursery.start_soon(take, length, tenant)
+        await trio.sleep(1.5)
+        assert ended == ["many", "many", "few"]  # all are slow, and all of their room is wanted
+        budget.release(grants[0])
+        budget.release(grants[1])
+        await trio.testing.wait_all_tasks_blocked()
+        assert order[3:] == ["new"]
+        budget.release(grants[2])

@@ -1,7 +1,8 @@
-"""A rate limit for log lines that strangers can cause as often as they like."""
+"""A rate limit for log lines that others can cause as often as they like."""
 
 import logging
 
+import attrs
 import trio
 
 __all__ = ["LogBudget"]
@@ -11,24 +12,35 @@ _BURST = 20
 _EVERY_S = 1.0
 
 
+@attrs.define
+class _Bucket:
+    counted_at: float
+    credit: float = _BURST
+    left_out: int = 0
+
+
 class LogBudget:
-    """A token bucket: a burst of lines, then one line per second. A line says how many
-    were dropped before it.
+    """A token bucket for each tenant, and one for strangers: a burst of lines, then one
+    line per second. A line says how many were dropped before it.
     """
 
     def __init__(self) -> None:
-        self._credit = float(_BURST)
-        self._counted_at = trio.current_time()
-        self._left_out = 0
+        self._buckets: dict[str, _Bucket] = {}
 
-    def log(self, level: int, message: str, **fields: object) -> None:
-        """Write a line, or count it as dropped."""
+    def log(self, level: int, message: str, *, tenant: str = "", **fields: object) -> None:
+        """Write a line that a tenant has caused, or a stranger, or count it as
+        dropped."""
         now = trio.current_time()
-        self._credit = min(_BURST, self._credit + (now - self._counted_at) / _EVERY_S)
-        self._counted_at = now
-        if self._credit < 1:
-            self._left_out += 1
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            bucket = self._buckets[tenant] = _Bucket(now)
+        bucket.credit = min(_BURST, bucket.credit + (now - bucket.counted_at) / _EVERY_S)
+        bucket.counted_at = now
+        if bucket.credit < 1:
+            bucket.left_out += 1
             return
-        self._credit -= 1
-        _log.log(level, message, extra=fields | ({"left_out": self._left_out} if self._left_out else {}))
-        self._left_out = 0
+        bucket.credit -= 1
+        if tenant:
+            fields["tenant"] = tenant
+        _log.log(level, message, extra=fields | ({"left_out": bucket.left_out} if bucket.left_out else {}))
+        bucket.left_out = 0

@@ -26,7 +26,7 @@ are sent count as well, but not all requests have one."""
 
 class Receiving:
     """The requests of one connection. Once one was begun, its client may send nothing
-    for `stall_s` seconds. `end` ends the session.
+    for `stall_s` seconds. `end` ends the session, which is that of `tenant`.
     """
 
     def __init__(
@@ -36,12 +36,15 @@ class Receiving:
         body_budget: BodyBudget,
         stall_s: float,
         end: Callable[[], None],
+        *,
+        tenant: str,
     ) -> None:
         self._connection = connection
         self._stream = stream
         self._body_budget = body_budget
         self._stall_s = stall_s
         self._end = end
+        self._tenant = tenant
         self._body: BodyGrant | None = None
         self.reacts = False
         """Whether the next request is expected to be one that is answered at once."""
@@ -94,7 +97,7 @@ class Receiving:
         return received
 
     async def _admit_body(self, body: LongBody) -> None:
-        self._body = await self._body_budget.acquire(body, self._end)
+        self._body = await self._body_budget.acquire(body, self._end, self._tenant)
 
     @property
     def ended(self) -> bool:

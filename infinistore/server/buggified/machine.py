@@ -100,7 +100,7 @@ class _BodyBudget(BodyBudget):
         super().__init__(budget_bytes)
         self._buggify = buggify
 
-    async def acquire(self, body: LongBody, end: Callable[[], None]) -> BodyGrant:
+    async def acquire(self, body: LongBody, end: Callable[[], None], tenant: str = "") -> BodyGrant:
         if self._buggify(Point.FULL_BODY_BUDGET):
             await trio.sleep(_MOST_PAUSE_S * self._buggify.random.random())
-        return await super().acquire(body, end)
+        return await super().acquire(body, end, tenant)

@@ -115,7 +115,8 @@ class Session:
         space.
         """
         self._scope = trio.CancelScope()
-        self._receiving = Receiving(connection, stream, context.body_budget, context.limits.grace_s, self._scope.cancel)
+        budget, stall_s, end = context.body_budget, context.limits.grace_s, self._scope.cancel
+        self._receiving = Receiving(connection, stream, budget, stall_s, end, tenant=identity.tenant)
         self._finishing = False
         self._audit = audit or Audit()
         self._revoked = False
@@ -290,9 +291,8 @@ class Session:
             # What an invalid request names may be a key, and keys are nobody's business
             # above debug.
             why = type(error).__name__ if isinstance(error, InvalidRequest) else f"{type(error).__name__}: {error}"
-            self._context.log_budget.log(
-                logging.INFO, "connection closed", client=self.name, transport=self.transport, error=why
-            )
+            where = {"client": self.name, "tenant": self.identity.tenant, "transport": self.transport}
+            self._context.log_budget.log(logging.INFO, "connection closed", **where, error=why)
             self.traffic.errors += 1
             await send_fatal_error(self._connection, self._stream, error)
         except Exception:  # noqa: BLE001  # a fault of ours in one session must not end all the others
