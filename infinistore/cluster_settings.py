@@ -18,6 +18,7 @@ __all__ = [
     "node_warm_up",
     "node_weight",
     "node_zone",
+    "registers_in_etcd",
 ]
 
 _CLUSTER: Final = "Cluster"
@@ -124,9 +125,16 @@ class _Settings(Protocol):
 def conflicts_of_cluster(config: _Settings) -> list[tuple[tuple[str, ...], str]]:
     """Return what does not go together, as (keys of settings, problem)."""
     found: list[tuple[tuple[str, ...], str]] = []
-    if config.cluster is None:
-        return found
-    if config.cluster.startswith("infinistore+etcd:") and config.host in _EVERYWHERE and config.advertise is None:
-        problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
-        found.append((("cluster", "host"), problem))
+    if registers_in_etcd(config.cluster):
+        if config.advertise is None and config.host in _EVERYWHERE:
+            problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
+            found.append((("cluster", "host"), problem))
+        if config.advertise is not None and host_and_port(config.advertise, 1)[0] in _EVERYWHERE:
+            problem = "is no address that others can connect to; name this machine"
+            found.append((("advertise",), problem))
     return found
+
+
+def registers_in_etcd(cluster: str | None) -> bool:
+    """Whether a server with this URL of a cluster registers in etcd."""
+    return (cluster or "").partition("://")[0].endswith("+etcd")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from infinistore.addresses import is_loopback
+from infinistore.cluster_settings import registers_in_etcd
 from infinistore.settings import Kind, declare, path, switch, text
 
 __all__ = [
@@ -168,7 +169,7 @@ def conflicts_of_security(config: _Settings) -> list[tuple[tuple[str, ...], str]
         found.append((("peer_token_file",), problem))
     if (
         config.tenants is not None
-        and (config.cluster or "").startswith("infinistore+etcd:")
+        and registers_in_etcd(config.cluster)
         and config.peer_token_file is None
         and config.tls_cert is None
     ):

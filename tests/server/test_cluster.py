@@ -110,6 +110,12 @@ async def test_a_server_in_a_static_list_registers_nowhere() -> None:
     assert (found["registration"], found["copies"], len(found["nodes"])) == ("listed", 2, 2)
 
 
+async def test_a_node_may_listen_on_an_ipv6_address() -> None:
+    async with running_server(make_config(host="::1", cluster="infinistore+static://[::1]")) as server:
+        port = server.server.addresses.port
+        assert (await cluster_of(server))["node"] == f"[::1]:{port}"
+
+
 async def test_the_metrics_say_how_much_of_the_keys_a_server_owns(tmp_path: Path) -> None:
     nodes = [
         {"id": "a", "address": "h1", "weight": 100},

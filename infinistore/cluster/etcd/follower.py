@@ -32,7 +32,7 @@ from infinistore.cluster.etcd.messages import (
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.view import View
 
-__all__ = ["LEASE_S", "READ_AGAIN_S", "Follower"]
+__all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Follower"]
 
 _log = logging.getLogger("infinistore.cluster")
 
@@ -41,7 +41,8 @@ LEASE_S: Final = 10
 READ_AGAIN_S: Final = 30.0
 _CREATED_S: Final = 5.0
 """How long etcd may take to say that it has created a watch."""
-_PROBE_S: Final = 0.5
+PROBE_S: Final = 0.5
+"""How long nodes may take to answer who they are."""
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 
@@ -161,7 +162,7 @@ class Follower:
         self._purged_revision = listing.purged_revision or self._purged_revision
         doubtful = self._departures.listed(listing.nodes, self._clock())
         if doubtful:
-            alive = await Probe(doubtful, _PROBE_S)
+            alive = await Probe(doubtful, PROBE_S)
             self._departures.answered(alive)
             if alive:
                 _log.warning(

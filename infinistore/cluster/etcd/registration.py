@@ -1,9 +1,10 @@
 """Registers one node in etcd, under a lease that it renews.
 
 A node that loses its lease goes on serving and keeps its blocks; it registers again. An
-id that another process uses stops the newcomer, and never the one that was there. What
-stands under the address of this very node was written by an earlier process, which must
-be gone, for this one has its port.
+id or an address that another process uses stops the newcomer, and never the one that
+was there. What stands under the address of this very node on this very machine was
+written by an earlier process, unless that one answers there: a process that comes takes
+its place at once, and one that was registered already waits for the lease to run out.
 
 A node that has missed a purge of the cluster purges before it registers. One that joins
 others begins with a part of its weight, so that not everybody puts to an empty store,
@@ -22,10 +23,11 @@ from typing import Any, Final
 
 import attrs
 
+from infinistore.cluster.apart import machine_of
 from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.drains import Drain
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Purge
-from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
+from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe, Purge
+from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import (
     NOT_FOUND_CODE,
@@ -175,8 +177,9 @@ class Registration:
         """Register, and stay registered.
 
         Raises:
-            ConfigError: another process uses the id, the cluster has another placement
-                version, or etcd refuses this user. Only before the first success.
+            ConfigError: another process uses the id or the address, the cluster has
+                another placement version, or etcd refuses this user. Only before the
+                first success.
         """
         while True:
             try:
@@ -221,11 +224,16 @@ class Registration:
         standing = items.get(key, Item(key))
         nodes = Listing.of(self._layout, found.items).nodes
         other = nodes.get(self._node.id)
+        for one in nodes.values():
+            is_rival = one.id == self._node.id or one.address == self._node.address
+            if is_rival and one.instance != self._node.instance and not await self._is_gone(one):
+                return
+        self._conflict_since = None
         if standing.mod_revision and (other is None or other.instance != self._node.instance):
-            if not await self._displace(standing, other):
+            request = transaction([unless_changed(standing)], [delete(key)], key)
+            if not read_outcome(await self._session.call(request, _CALL_S)).succeeded:
                 return
             standing = Item(key)
-        self._conflict_since = None
         if not self.registrations or came_back:
             self._join(items)
         await self._write_under_new_lease(standing)
@@ -385,16 +393,19 @@ class Registration:
     def _put_purged(self) -> dict[str, Any]:
         return put(self._layout.purged(self._node.id), b"%d" % self._lasting_purge)
 
-    async def _displace(self, standing: Item, other: Node | None) -> bool:
-        """Whether what another process wrote under this id has been deleted."""
-        if other is None or other.address == self._node.address:
-            request = transaction([unless_changed(standing)], [delete(standing.key)], standing.key)
-            return read_outcome(await self._session.call(request, _CALL_S)).succeeded
+    async def _is_gone(self, other: Node) -> bool:
+        """Whether another process that has this node's id or address was an earlier one
+        of this server. If not, note the conflict.
+        """
+        is_here = (other.address, other.host) == (self._node.address, self._node.host)
+        if is_here and not self.registrations and not await Probe((other,), PROBE_S):
+            return True
         if self._conflict_since is None:
             self._conflict_since = self._clock()
         problem = (
-            f"another server, at {other.address}, is registered in the cluster {self._layout.cluster} as "
-            f"{self._node.id!r}: give each its own --node-id"
+            f"another server, at {other.address}, is registered in the cluster {self._layout.cluster} as {other.id!r} "
+            f"(instance {other.instance or 'unknown'}, on the machine {machine_of(other)}): give each its own "
+            f"{'--advertise HOST:PORT' if other.address == self._node.address else '--node-id'}"
         )
         if not self.registrations and self._clock() - self._conflict_since > self._lease_s + 1:
             raise ConfigError(problem)

@@ -287,7 +287,8 @@ def _nothing() -> None:
 
 
 def _node_of(config: ServerConfig, server: Server, host_name: str) -> Node:
-    address = with_port(*host_and_port(config.advertise or config.host, server.addresses.port))
+    host, port = config.host, server.addresses.port
+    address = with_port(host, port) if config.advertise is None else with_port(*host_and_port(config.advertise, port))
     return Node(
         id=config.node_id or address,
         address=f"{'infinistore' if config.tls_cert is None else 'infinistores'}://{address}",
