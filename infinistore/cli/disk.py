@@ -12,7 +12,7 @@ from infinistore.cli.asking import demand_yes
 from infinistore.cli.options import json_option
 from infinistore.cli.output import note, print_json, print_line, print_table, progress_bar, visible
 from infinistore.disk_settings import check_numpy
-from infinistore.errors import ChecksumMismatch
+from infinistore.errors import ChecksumMismatch, ConfigError
 from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
@@ -154,7 +154,10 @@ def _inspector(folder: "DiskFolder") -> "Inspector":
     from infinistore.disk.format import decode_superblocks
     from infinistore.disk.inspection import Inspector
 
-    return Inspector(decode_superblocks(folder.superblock(), f"disk {folder.path}"), folder.files())
+    superblock = folder.superblock()
+    if not superblock:
+        raise ConfigError(f"disk {folder.path} is empty: no server has written to it yet, or it is being wiped")
+    return Inspector(decode_superblocks(superblock, f"disk {folder.path}"), folder.files())
 
 
 def _inspect(inspector: "Inspector", runner: "DiskRunner") -> "DiskContents":

@@ -19,7 +19,7 @@ from typing import Final
 
 from infinistore.disk.jobs import aligned
 from infinistore.disk_io.direct_io import aligned_memory, copy, transfer
-from infinistore.disk_io.folder import DiskFolder
+from infinistore.disk_io.folder import NEW, DiskFolder
 from infinistore.forks import let_go_in_child
 from infinistore.sizes import MIB
 
@@ -27,8 +27,6 @@ __all__ = ["DiskFiles"]
 
 _MAX_OPEN: Final = 128
 _CHUNK_BYTES: Final = MIB
-_NEW: Final = ".new"
-"""What the name of a file ends in until it has replaced another one."""
 
 
 class _OpenFile:
@@ -116,7 +114,7 @@ class DiskFiles:
         """Write a small file anew, durably; until then, and if that fails, it is as it
         was.
         """
-        new = file + _NEW
+        new = file + NEW
         flags = self._flags | os.O_CREAT | os.O_TRUNC
         fd = os.open(new, flags, 0o600, dir_fd=self.folder.fd)
         try:

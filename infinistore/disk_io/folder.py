@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -24,15 +24,30 @@ from infinistore.errors import ConfigError
 from infinistore.forks import let_go_in_child
 from infinistore.sizes import MIB, format_size, in_units
 
-__all__ = ["SEGMENTS", "SUPERBLOCK", "DiskFolder", "lock_holder", "open_existing_folder", "open_folder", "open_folders"]
+__all__ = [
+    "NEW",
+    "SEGMENTS",
+    "SUPERBLOCK",
+    "TENANTS",
+    "DiskFolder",
+    "is_disk",
+    "lock_holder",
+    "open_existing_folder",
+    "open_folder",
+    "open_folders",
+]
 
 SUPERBLOCK: Final = "disk"
 SEGMENTS: Final = "segments"
 SNAPSHOT: Final = "snapshot"
+TENANTS: Final = "tenants"
+NEW: Final = ".new"
+"""What the name of a file ends in until it has replaced another one."""
 _STAT_BLOCK_BYTES: Final = 512  # whatever the file system's blocks are
-_NOT_FOREIGN: Final = {SUPERBLOCK, "lost+found", PROBE}
-"""What file systems put into their top folder, and what a server that was killed while
-it created a disk leaves."""
+_LEFT_BEHIND: Final = {SNAPSHOT + NEW, PROBE}
+"""What a server leaves that was killed while it wrote a snapshot, or created a disk."""
+_NOT_FOREIGN: Final = {SUPERBLOCK, "lost+found", *_LEFT_BEHIND}
+"""These, and what file systems put into their top folder."""
 
 _REMEDIES: Final = {
     errno.ENOENT: "create the folder that it is to be in, or correct the path",
@@ -99,10 +114,12 @@ class DiskFolder:
         """
         os.ftruncate(self.superblock_fd, 0)
         os.fsync(self.superblock_fd)
-        for name in self.files():
-            os.unlink(name, dir_fd=self.fd)
+        for name in (*self.files(), *_LEFT_BEHIND):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.fd)
         with suppress(OSError):  # something else is in it
             os.rmdir(SEGMENTS, dir_fd=self.fd)
+        os.fsync(self.fd)  # first: what is left without a superblock is no disk
         os.unlink(SUPERBLOCK, dir_fd=self.fd)
         os.fsync(self.fd)
 
@@ -157,8 +174,9 @@ def open_folder(path: Path, *, probe: Callable[[int], bool] = direct_io_works) -
 def open_existing_folder(path: Path, *, to_wipe: bool = False, locked: bool = True) -> DiskFolder:
     """Open the folder of a disk that exists: to read it, or to wipe it.
 
-    Nothing is created or changed. While it is open to be read, no server can open it,
-    unless `locked` is False: then a server may even be using it, and change it.
+    Nothing is changed. While it is open to be read, no server can open it, unless
+    `locked` is False: then a server may even be using it, and change it. To wipe it, it
+    may also be what is left of a disk.
 
     Raises:
         ConfigError: it is no disk, cannot be used, or is in use.
@@ -166,12 +184,14 @@ def open_existing_folder(path: Path, *, to_wipe: bool = False, locked: bool = Tr
     with _explained(path, missing="give the folder that a server was given with --disk"), ExitStack() as undo:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        if SUPERBLOCK not in os.listdir(fd):
-            raise ConfigError(
-                f"{path} is not a disk of InfiniStore; give the folder that a server was given with --disk"
-            )
-        flags = (os.O_RDWR if to_wipe else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        superblock_fd = os.open(SUPERBLOCK, flags, dir_fd=fd)
+        names = os.listdir(fd)
+        if SUPERBLOCK not in names and not (to_wipe and is_disk(names)):
+            remedy = "give the folder that a server was given with --disk"
+            if TENANTS in names:
+                remedy = f"it has those of tenants: give one of them, such as {path / TENANTS / 'NAME'}"
+            raise ConfigError(f"{path} is not a disk of InfiniStore; {remedy}")
+        flags = (os.O_RDWR | os.O_CREAT if to_wipe else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        superblock_fd = os.open(SUPERBLOCK, flags, 0o600, dir_fd=fd)
         undo.callback(os.close, superblock_fd)
         if locked:
             _check_and_lock(path, superblock_fd, fcntl.LOCK_EX if to_wipe else fcntl.LOCK_SH)
@@ -221,13 +241,19 @@ def lock_holder(fd: int, locks: Path = Path("/proc/locks")) -> int | None:
     return None
 
 
+def is_disk(names: Collection[str]) -> bool:
+    """Whether a folder that has these names is a disk, or what is left of one."""
+    return SUPERBLOCK in names or (_NOT_FOREIGN.issuperset(names) and not _LEFT_BEHIND.isdisjoint(names))
+
+
 def _check_contents(path: Path, names: Sequence[str]) -> None:
     """Refuse a folder that holds anything, but no disk."""
     foreign = sorted(set(names) - _NOT_FOREIGN)
     if foreign and SUPERBLOCK not in names:
+        tenants = f"; remove {TENANTS} if its tenants are not to come back" if TENANTS in names else ""
         raise ConfigError(
             f"disk {path} is not empty ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}) and not a disk of"
-            " InfiniStore; give an empty folder, or one that does not exist yet"
+            f" InfiniStore{tenants}; give an empty folder, or one that does not exist yet"
         )
 
 

@@ -11,13 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from infinistore.disk_io.folder import SUPERBLOCK, lock, open_existing_folder
+from infinistore.disk_io.folder import SUPERBLOCK, TENANTS, is_disk, lock, open_existing_folder
 from infinistore.errors import ConfigError
 from infinistore.forks import let_go_in_child
 
-__all__ = ["TENANTS", "TenantFolders"]
+__all__ = ["TenantFolders"]
 
-TENANTS: Final = "tenants"
 _NOT_FOREIGN: Final = {TENANTS, "lost+found"}
 
 
@@ -71,7 +70,7 @@ class TenantFolders:
         """
         for folder in self.of(tenant):
             try:
-                if folder.is_dir() and SUPERBLOCK in os.listdir(folder):
+                if folder.is_dir() and is_disk(os.listdir(folder)):
                     opened = open_existing_folder(folder, to_wipe=True)
                     try:
                         opened.wipe()

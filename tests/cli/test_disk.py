@@ -168,6 +168,20 @@ def test_a_folder_that_is_no_disk_is_refused(command: Run, tmp_path: Path) -> No
         assert b"is not a disk of InfiniStore" in ended.stderr
 
 
+def test_what_is_not_a_whole_disk_says_what_to_do(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "tenants").mkdir()
+    ended = command("disk", "wipe", "--yes", str(tmp_path))
+    assert f"give one of them, such as {tmp_path}/tenants/NAME" in ended.stderr.decode()
+    (tmp_path / "left" / "tenants" / "ann").mkdir(parents=True)
+    left = tmp_path / "left" / "tenants" / "ann"
+    (left / "snapshot.new").write_bytes(b"a part")
+    assert command("disk", "wipe", "--yes", str(left)).returncode == 0
+    assert os.listdir(left) == []
+    open_folder(left).close()
+    for name in ("inspect", "verify"):
+        assert b"is empty: no server has written to it yet" in command("disk", name, str(left)).stderr
+
+
 def test_a_disk_of_another_version_is_refused_and_can_be_wiped(command: Run, disk: Path) -> None:
     data = bytearray((disk / "disk").read_bytes())
     for copy in (0, 4096):
