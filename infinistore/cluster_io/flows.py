@@ -14,12 +14,10 @@ from infinistore.cluster.etcd.effects import (
     OpenStream,
     Pause,
     Probe,
-    Purge,
 )
 from infinistore.cluster.etcd.messages import EtcdMisbehaved
 from infinistore.cluster.view import Node
 from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.errors import DiskFailed
 
 __all__ = ["AskInstance", "FlowRunner"]
 
@@ -32,23 +30,12 @@ AskInstance: TypeAlias = Callable[[Node], Awaitable[str]]
 """Returns the instance of the server at a node's address; empty if none answers."""
 
 
-async def _nothing() -> None:
-    await trio.lowlevel.checkpoint()
-
-
 class FlowRunner:
     """Runs one flow at a time over its own connections."""
 
-    def __init__(
-        self,
-        connections: EtcdConnections,
-        *,
-        ask_instance: AskInstance,
-        purge: Callable[[], Awaitable[None]] = _nothing,
-    ) -> None:
+    def __init__(self, connections: EtcdConnections, *, ask_instance: AskInstance) -> None:
         self._connections = connections
         self._ask_instance = ask_instance
-        self._purge = purge
         self._wake = trio.Event()
 
     def wake(self) -> None:
@@ -62,7 +49,7 @@ class FlowRunner:
             while True:
                 try:
                     result = await self._carry_out(effect)
-                except (EtcdUnavailable, EtcdMisbehaved, DiskFailed) as error:
+                except (EtcdUnavailable, EtcdMisbehaved) as error:
                     effect = flow.throw(error)
                 else:
                     effect = flow.send(result)
@@ -83,8 +70,6 @@ class FlowRunner:
                 return await self._connections.next_line(effect.timeout_s)
             case Probe():
                 return await self._probe(effect)
-            case Purge():
-                await self._purge()
             case Pause():
                 with trio.move_on_after(effect.seconds):
                     await self._wake.wait()

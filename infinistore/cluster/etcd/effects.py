@@ -20,7 +20,6 @@ __all__ = [
     "Pause",
     "Post",
     "Probe",
-    "Purge",
 ]
 
 _T = TypeVar("_T")
@@ -104,18 +103,6 @@ class Probe:
         return (yield self)
 
 
-@attrs.frozen
-class Purge:
-    """Delete every block of this node.
-
-    Raises:
-        DiskFailed: it is done, but some of them may be back after a restart.
-    """
-
-    def __await__(self) -> Generator["Purge", None, None]:
-        yield self
-
-
-Effect: TypeAlias = Exchange | OpenStream | NextLine | Pause | Probe | Purge
+Effect: TypeAlias = Exchange | OpenStream | NextLine | Pause | Probe
 Flow: TypeAlias = Coroutine[Effect, Any, _T]
 """A coroutine whose awaits end in these effects."""

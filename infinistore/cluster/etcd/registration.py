@@ -26,7 +26,7 @@ import attrs
 from infinistore.cluster.apart import machine_of
 from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.drains import Drain
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe, Purge
+from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import (
@@ -50,7 +50,7 @@ from infinistore.cluster.etcd.messages import (
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.view import Node, NodeState, View
-from infinistore.errors import ConfigError, DiskFailed
+from infinistore.errors import ConfigError
 
 __all__ = ["Registration", "RegistrationState"]
 
@@ -93,6 +93,7 @@ class Registration:
         has_old_blocks: bool = False,
         on_registered: Callable[[], None] = lambda: None,
         on_drain: Callable[[bool], None] = lambda wanted: None,
+        on_purge: Callable[[], None] = lambda: None,
         warm_up_s: float = 30.0,
         lease_s: int = LEASE_S,
     ) -> None:
@@ -100,7 +101,8 @@ class Registration:
         `has_old_blocks` says that the node has blocks of an earlier process.
         `on_registered` is called each time that the node has been registered, or knows
         that it stays out. `on_drain` is called with True when somebody asks the node to
-        drain, and with False when that is taken back.
+        drain, and with False when that is taken back. `on_purge` is called when the
+        node is to delete its blocks; `purged` says that it has.
         """
         self._session = session
         self._layout = layout
@@ -122,6 +124,9 @@ class Registration:
         self._conflict_since: float | None = None
         self._purged: int | None = None if has_old_blocks else 0
         """The last purge that was carried out; None if only etcd can know."""
+        self._purging: int | None = None
+        """The purge that is being carried out. Meanwhile, the lease is renewed."""
+        self._on_purge = on_purge
         self._lasting_purge = 0
         """The last one that no restart undoes: the next process carries out what came
         later."""
@@ -161,6 +166,15 @@ class Registration:
         """
         self._request.progress = progress
 
+    def purged(self, *, lasting: bool) -> None:
+        """Say that the blocks are deleted, and whether no restart brings some back.
+        Takes effect when the flow's pause ends.
+        """
+        self._purged, self._purging = self._purging, None
+        if lasting:
+            self._lasting_purge = self._purged or 0
+        self._look_soon = True
+
     def seen(self, view: View) -> bool:
         """Whether a view gives reason to look at what stands in etcd, when the flow's
         pause ends.
@@ -169,7 +183,7 @@ class Registration:
             self._look_soon |= (self._node.id in view.drains) != self._request.wanted
         if self.state is RegistrationState.REGISTERED:
             mine = [node.instance for node in view.nodes if node.id == self._node.id]
-            known = self._purged or 0
+            known = self._purging or self._purged or 0
             self._look_soon |= mine != [self._node.instance] or view.purged_revision not in (0, known)
         return self._look_soon
 
@@ -212,10 +226,14 @@ class Registration:
                 _log.info("the lease in etcd is left to run out", extra={"problem": str(error)})
 
     async def _register(self) -> None:
-        found = read_range(await self._session.call(range_of(self._layout.prefix)))
-        items = {item.key: item for item in found.items}
-        await self._check_config(items)
-        await self._purge_if_told(items)
+        while True:
+            found = read_range(await self._session.call(range_of(self._layout.prefix)))
+            items = {item.key: item for item in found.items}
+            await self._check_config(items)
+            self._purge_if_told(items)
+            if self._purging is None:
+                break
+            await Pause(READ_AGAIN_S)
         came_back = self._request.found(items)
         if self._request.over:
             await self._stay_out()
@@ -342,7 +360,8 @@ class Registration:
         if standing != self._item:
             self._lose("somebody else wrote what stands in etcd, or deleted it")
             return
-        if await self._purge_if_told(items):
+        self._purge_if_told(items)
+        if read_purged(items.get(self._layout.purged(self._node.id), Item("")).value) != self._lasting_purge:
             await self._session.call(transaction([], [self._put_purged()], self._item.key), _CALL_S)
         if write_node(self.node) != self._item.value:
             await self._rewrite()
@@ -369,26 +388,20 @@ class Registration:
             write = [put(missing.key, write_config(self._config))]
             await self._session.call(transaction([unless_changed(missing)], write, missing.key), _CALL_S)
 
-    async def _purge_if_told(self, items: dict[str, Item]) -> bool:
-        """Purge, if the last purge of the cluster is not one that this node has carried
-        out. Revisions of an etcd that was replaced mean nothing, so any other counts.
+    def _purge_if_told(self, items: dict[str, Item]) -> None:
+        """Begin to purge, if the last purge of the cluster is not one that this node
+        has carried out. Revisions of an etcd that was replaced mean nothing, so any
+        other counts.
         """
         purge = items.get(self._layout.purge)
-        if purge is None:
-            return False
+        if purge is None or self._purging is not None:
+            return
         if self._purged is None:
             self._purged = read_purged(items.get(self._layout.purged(self._node.id), Item("")).value)
             self._lasting_purge = self._purged
-        if self._purged == purge.mod_revision:
-            return False
-        try:
-            await Purge()
-        except DiskFailed as error:
-            _log.warning("a purge of the cluster is not done on disk", extra={"problem": str(error)})
-        else:
-            self._lasting_purge = purge.mod_revision
-        self._purged = purge.mod_revision
-        return True
+        if self._purged != purge.mod_revision:
+            self._purging = purge.mod_revision
+            self._on_purge()
 
     def _put_purged(self) -> dict[str, Any]:
         return put(self._layout.purged(self._node.id), b"%d" % self._lasting_purge)

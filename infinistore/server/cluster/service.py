@@ -31,7 +31,7 @@ from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
 from infinistore.cluster_io.probing import Token, instance_asker
 from infinistore.config import ServerConfig
-from infinistore.errors import ConfigError
+from infinistore.errors import ConfigError, DiskFailed
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import MINOR
 from infinistore.server.cluster.asking import PeerToken, Refusals
@@ -129,10 +129,11 @@ class ClusterService:
                 has_old_blocks=bool(config.disks) or has_old_blocks,
                 on_registered=may_serve.set,
                 on_drain=self._want_drain,
+                on_purge=lambda: self._tasks.start_soon(self._purge, registration, runner),
                 warm_up_s=config.node_warm_up_s,
             )
             connections = EtcdConnections(place, machine.connect_etcd)
-            runner = FlowRunner(connections, ask_instance=ask_instance, purge=self._purge)
+            runner = FlowRunner(connections, ask_instance=ask_instance)
             self._registrar = _Registrar(registration, runner, may_serve)
 
     def _peer_token(self, config: ServerConfig, token: str) -> Token:
@@ -168,6 +169,7 @@ class ClusterService:
         refused: KeptError | None = None
         remove = self._membership.add_listener(registrar.look)
         async with trio.open_nursery() as nursery:
+            self._tasks = nursery
 
             async def register() -> None:
                 nonlocal refused
@@ -190,10 +192,17 @@ class ClusterService:
             await registrar.runner.run(registrar.registration.leave())
         return refused
 
-    async def _purge(self) -> None:
+    async def _purge(self, registration: Registration, runner: FlowRunner) -> None:
         self._server.policy.audit.note("purge", origin=_ORIGIN, count=len(self._server.core))
+        lasting = True
         with self._drainer.suspended():
-            await self._server.purge()
+            try:
+                await self._server.purge()
+            except DiskFailed as error:
+                lasting = False
+                _log.warning("a purge of the cluster is not done on disk", extra={"problem": str(error)})
+        registration.purged(lasting=lasting)
+        runner.wake()
 
     async def _drain_on_request(self) -> None:
         """Drain whenever somebody asks for it, until the server is told to stop."""

@@ -22,7 +22,6 @@ from infinistore.cluster.etcd.effects import (
     Pause,
     Post,
     Probe,
-    Purge,
 )
 from infinistore.cluster.etcd.messages import Answer
 from infinistore.cluster.view import Node
@@ -212,7 +211,6 @@ class Running:
     done: bool = False
     stream: Stream | None = None
     woken: bool = False
-    purges: int = 0
 
 
 class World:
@@ -316,8 +314,6 @@ class World:
                     case Probe():
                         self.probed.append(tuple(node.id for node in effect.nodes))
                         value = self._answering(effect.nodes)
-                    case Purge():
-                        running.purges += 1
         except StopIteration:
             running.done = True
         except Exception as error:  # noqa: BLE001  # what a flow ends with is what a test looks at

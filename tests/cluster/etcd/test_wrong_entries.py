@@ -37,7 +37,15 @@ class _World(World):
 
     def register(self) -> tuple[Registration, Running]:
         node = Node("b", "infinistore://b:1", instance="b")
-        registration = Registration(EtcdSession(1), LAYOUT, node, clock=self.clock, random=Random(1), warm_up_s=0)
+        registration = Registration(
+            EtcdSession(1),
+            LAYOUT,
+            node,
+            clock=self.clock,
+            random=Random(1),
+            on_purge=lambda: registration.purged(lasting=True),
+            warm_up_s=0,
+        )
         return registration, self.start(registration.run())
 
 
