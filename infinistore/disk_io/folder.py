@@ -67,15 +67,26 @@ class DiskFolder:
 
     `fd` is the folder's descriptor, `superblock_fd` the locked file's, `direct` whether
     files are read and written past the page cache, `writable` whether they may be
-    written. Make one with `open_folder`.
+    written, `is_made` whether the folder was made to be this. Make one with
+    `open_folder`.
     """
 
-    def __init__(self, path: Path, fd: int, superblock_fd: int, *, direct: bool, writable: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        superblock_fd: int,
+        *,
+        direct: bool,
+        writable: bool = True,
+        is_made: bool = False,
+    ) -> None:
         self.path = path
         self.fd = fd
         self.superblock_fd = superblock_fd
         self.direct = direct
         self.writable = writable
+        self._is_made = is_made
         let_go_in_child(self)
 
     def superblock(self) -> bytes:
@@ -135,6 +146,16 @@ class DiskFolder:
                 os.close(fd)
         self.superblock_fd = self.fd = -1
 
+    def discard(self) -> None:
+        """Close a folder that is not used after all, and remove what was made for it.
+        What has ever been written stays."""
+        with suppress(OSError):
+            if self.fd >= 0 and not self.superblock():
+                self.wipe()
+                if self._is_made:
+                    self.path.rmdir()
+        self.close()
+
     def let_go(self) -> None:
         """In a forked child: close its copies, which would keep the lock after the
         parent's end.
@@ -152,8 +173,10 @@ def open_folder(path: Path, *, probe: Callable[[int], bool] = direct_io_works) -
     """
     no_folders = "its file system takes no folders; give one on a disk" if path.parent.is_dir() else ""
     with _explained(path, missing=no_folders), ExitStack() as undo:
+        is_made = False
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
+            is_made = True
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, fd)
         _check_contents(path, os.listdir(fd))
@@ -162,13 +185,16 @@ def open_folder(path: Path, *, probe: Callable[[int], bool] = direct_io_works) -
         undo.callback(os.close, superblock_fd)
         _check_and_lock(path, superblock_fd, fcntl.LOCK_EX)
         _check_superblock(path, superblock_fd)
+        undo.pop_all()
+        folder = DiskFolder(path, fd, superblock_fd, direct=False, is_made=is_made)
+        undo.callback(folder.discard)
         if os.fstat(fd).st_mode & 0o077:
             os.fchmod(fd, 0o700)
         with suppress(FileExistsError):
             os.mkdir(SEGMENTS, 0o700, dir_fd=fd)
-        direct = probe(fd)
+        folder.direct = probe(fd)
         undo.pop_all()
-    return DiskFolder(path, fd, superblock_fd, direct=direct)
+    return folder
 
 
 def open_existing_folder(path: Path, *, to_wipe: bool = False, locked: bool = True) -> DiskFolder:
@@ -208,7 +234,7 @@ def open_folders(
 
     Raises:
         ConfigError: one of them cannot be used, is given twice, or wants more than its
-            file system has left. None of them stays open.
+            file system has left. None of them stays open, and none is made.
     """
     given: dict[tuple[int, int], Path] = {}
     wanted_bytes: dict[int, int] = {}
@@ -218,7 +244,7 @@ def open_folders(
             _check_given_once(path, given)
             folder = open_folder(path, probe=probe)
             folders.append(folder)
-            undo.callback(folder.close)
+            undo.callback(folder.discard)
             given[_identity(os.fstat(folder.fd))] = path
             with _explained(path):
                 _check_room(folder, size_bytes, wanted_bytes)

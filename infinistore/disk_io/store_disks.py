@@ -82,7 +82,7 @@ def open_disks(places: Sequence[DiskPlace], random: Random) -> StoreDisks:
     with ExitStack() as undo:
         folders = open_folders([(place.folder, place.size_bytes) for place in places])
         for folder in folders:
-            undo.callback(folder.close)  # which may be done twice
+            undo.callback(folder.discard)  # which may be closed already
         volumes = [
             _volume(number, folder, place.size_bytes, random)
             for number, (folder, place) in enumerate(zip(folders, places, strict=True))

@@ -7,7 +7,7 @@ another. What belongs to nobody any more is removed.
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,11 +33,12 @@ class TenantFolders:
         """
         self._disks = disks
         self._fds: list[int] = []
+        self._made: list[Path] = []
         with ExitStack() as undo:
             undo.callback(self.close)
             for disk in disks:
                 try:
-                    self._fds.append(_opened(disk))
+                    self._fds.append(self._opened(disk))
                 except OSError as error:
                     raise ConfigError(
                         f"disk {disk} cannot be used: {error.strerror}; correct the path or its permissions, or give"
@@ -84,37 +85,47 @@ class TenantFolders:
                 ) from error
 
     def close(self) -> None:
-        """Unlock the disks; idempotent."""
+        """Unlock the disks, and remove what was made and has stayed empty;
+        idempotent."""
+        while self._made:
+            with suppress(OSError):
+                self._made.pop().rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
 
     def let_go(self) -> None:
         """In a forked child: close its copies, which would keep the locks."""
-        self.close()
+        self._unlock()
 
+    def _make(self, folder: Path) -> None:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            self._made.append(folder)
 
-def _opened(disk: Path) -> int:
-    """Return the folder `tenants` of a disk, open and locked."""
-    if not disk.exists():
-        disk.mkdir(mode=0o700)
-    names = os.listdir(disk)
-    if SUPERBLOCK in names:
-        raise ConfigError(
-            f"disk {disk} has blocks of a server without tenants, which belong to none of them; give another folder, or"
-            f" remove them: infinistore disk wipe {disk}"
-        )
-    foreign = sorted(set(names) - _NOT_FOREIGN)
-    if foreign:
-        raise ConfigError(
-            f"disk {disk} is not empty ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}) and not a disk of"
-            " tenants; give an empty folder, or one that does not exist yet"
-        )
-    folder = disk / TENANTS
-    folder.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        lock(disk, fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    def _opened(self, disk: Path) -> int:
+        """Return the folder `tenants` of a disk, open and locked."""
+        self._make(disk)
+        names = os.listdir(disk)
+        if SUPERBLOCK in names:
+            raise ConfigError(
+                f"disk {disk} has blocks of a server without tenants, which belong to none of them; give another"
+                f" folder, or remove them: infinistore disk wipe {disk}"
+            )
+        foreign = sorted(set(names) - _NOT_FOREIGN)
+        if foreign:
+            raise ConfigError(
+                f"disk {disk} is not empty ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}) and not a disk of"
+                " tenants; give an empty folder, or one that does not exist yet"
+            )
+        folder = disk / TENANTS
+        self._make(folder)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            lock(disk, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd

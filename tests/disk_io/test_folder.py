@@ -224,8 +224,10 @@ def test_disks_that_want_more_room_than_there_is_are_refused(path: Path, tmp_pat
 
     with pytest.raises(ConfigError, match=r"no room for .* left, .* has 0 bytes .* give at most \d+\w+, or free"):
         open_folders([(path, total_bytes + GIB)])
+    assert os.listdir(tmp_path) == []
     with pytest.raises(ConfigError, match=r"two has no room for .*, of which other disks want .*; give at most"):
         open_folders([(path, MIB), (tmp_path / "two", total_bytes)])
+    assert os.listdir(tmp_path) == []
     for folder in open_folders([(path, MIB), (tmp_path / "two", MIB)]):
         folder.close()
 

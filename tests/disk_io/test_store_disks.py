@@ -33,3 +33,14 @@ def test_a_disk_that_cannot_be_read_is_named(offset: int, bytes_there: bytes, sa
             file.seek(copy * 4096 + offset)
             file.write(bytes_there)
     assert says.format(bad) in refusal(DiskPlace(good, SIZE_BYTES), DiskPlace(bad, SIZE_BYTES))
+    assert not good.exists()
+
+
+def test_what_is_refused_leaves_an_empty_folder_empty_and_a_disk_as_it_was(tmp_path: Path) -> None:
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    empty.mkdir()
+    fill_disk(full, [{"a": b"1"}])
+    before = {file.name: file.read_bytes() for file in full.rglob("*") if file.is_file()}
+    assert "no room" in refusal(DiskPlace(empty, SIZE_BYTES), DiskPlace(full, 1 << 50))
+    assert list(empty.iterdir()) == []
+    assert before == {file.name: file.read_bytes() for file in full.rglob("*") if file.is_file()}

@@ -2,6 +2,7 @@
 of those who are gone.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,9 @@ async def test_what_disks_and_tenants_cannot_have_is_refused_in_one_line(
     assert "give it a disk_max_bytes of 128 MiB or more" in await refused(configured(small, disks=2))
     large = text_of(ann={"disk_max_bytes": "1GiB"})
     assert "the disks have 256 MiB; lower disk_max_bytes" in await refused(configured(large))
+    huge = text_of(ann={"disk_max_bytes": "1PiB"})
+    assert "no room for 1" in await refused(configured(huge, disks=(DiskPlace(tmp_path / "huge", 1 << 50),)))
+    assert os.listdir(tmp_path) == ["tenants.yaml"], "nothing is made for what is refused"
     (tmp_path / "mine" / "photos").mkdir(parents=True)
     mine = (DiskPlace(tmp_path / "mine", 256 * MIB),)
     assert "is not empty (photos) and not a disk of tenants" in await refused(configured(text_of(ann=DISK), disks=mine))

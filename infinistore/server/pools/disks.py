@@ -58,8 +58,6 @@ async def open_tenant_disks(
         ConfigError: a disk cannot be used, or not by these tenants.
     """
     limits = list(limits)
-    folders = await environment.run_in_thread(TenantFolders, [disk.folder for disk in config.disks])
-    resources.callback(folders.close)
     check_disks(config, limits)
     kept = {one.tenant for one in limits if one.disk_max_bytes is not None}
     if not kept:
@@ -67,6 +65,8 @@ async def open_tenant_disks(
             f"--disk: no tenant in {config.tenants} has a disk_max_bytes, so none may use it; add that, or leave out"
             " --disk"
         )
+    folders = await environment.run_in_thread(TenantFolders, [disk.folder for disk in config.disks])
+    resources.callback(folders.close)
     gone = await environment.run_in_thread(folders.wipe_all_but, kept)
     if gone:
         _log.info("the blocks of tenants that are gone were removed", extra={"tenants": gone})
