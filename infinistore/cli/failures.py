@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TextIO
 
 import attrs
 import rich_click as click
@@ -105,11 +105,16 @@ def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int
     `invoke` carries the command out.
     """
     session = Session()
+    # No socket may take the place of a stream that was closed.
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)
+    closed = sys.stdout is None
+    if closed:  # what is written there fails
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)  # noqa: SIM115 - until the end
+    if sys.stderr is None:  # and there is lost
+        sys.stderr = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     if logging.lastResort is not None:  # what prints warnings while nobody has set up a log
         logging.lastResort.setFormatter(NoteFormatter())
-    closed = sys.stdout is None
-    if closed:  # no socket may take its place, and what is written there fails
-        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     try:
         code = invoke(arguments, session)
         sys.stdout.flush()  # a pipe that was closed is met here, where it is handled, and not at the exit of Python
@@ -146,14 +151,17 @@ def _report(error: BaseException, session: Session) -> int:
         sys.stdout.flush()  # what was printed before stands before the error
     except OSError:  # closed, or full
         abandon_output()
-    if line:
-        print(f"{'' if code == INTERRUPTED else 'infinistore: '}{line}", file=sys.stderr)
+    try:
+        if line:
+            print(f"{'' if code == INTERRUPTED else 'infinistore: '}{line}", file=sys.stderr)
+    except OSError:  # the code says it all the same
+        abandon_output(sys.stderr)
     return code
 
 
-def abandon_output() -> None:
+def abandon_output(stream: TextIO | None = None) -> None:
     """Discard buffered output, or Python would complain about it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
