@@ -20,7 +20,7 @@ from infinistore.access.policy import Policy
 from infinistore.access.roles import Role
 from infinistore.config import ServerConfig
 from infinistore.errors import DiskFailed
-from infinistore.server.maintenance.incremental import evict_incrementally, purge_incrementally
+from infinistore.server.maintenance.incremental import evict_incrementally
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
 from infinistore.server.management.openapi import Schema, schema_of
@@ -112,12 +112,10 @@ class Management:
     async def purge(self, request: Request) -> Response:
         """Delete all keys."""
         self.check_lasts()
-        core, disk = self.there.core, self.there.context.disks
         try:
-            purged = await purge_incrementally(core) if disk is None else await disk.purge()
+            purged = await self.there.purge()
         except DiskFailed as error:
             raise HTTPException(503, str(error)) from None
-        self.check_lasts()
         return JSONResponse({"status": "ok", "num": purged})
 
     async def evict(self, request: Request) -> Response:
