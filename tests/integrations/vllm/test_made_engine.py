@@ -428,6 +428,7 @@ def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int)
     generator = random.Random(seed)
     heads = [prompt(100 * seed + number, BLOCK * number) for number in range(1, 5)]
     with running_server_process("--prealloc-size", "1MiB") as small, blocking.open_store(small.url) as store:
+        stored_by(opened, *heads, store=small)
         engines = [opened(small, blocks=26, save_generated=bool(seed % 2)) for _ in range(2)]
         waiting: list[tuple[MadeEngine, Any, list[int]]] = []
         for turn in range(120):
@@ -440,7 +441,8 @@ def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int)
                 owner, request, _ = waiting.pop(generator.randrange(len(waiting)))
                 owner.abort(request)
             elif event < 0.4 and (keys := store.keys("vllm/")):
-                chosen = generator.sample(keys, min(4, len(keys)))
+                # Not by the same generator: whether there are keys does not depend on the seed alone.
+                chosen = random.Random(turn).sample(keys, min(4, len(keys)))
                 store.delete(chosen) if turn % 2 else store.put_many(dict.fromkeys(chosen, b"too short"))
             elif event < 0.5:
                 engine.loads_may_go.clear() if turn % 2 else engine.loads_may_go.set()
