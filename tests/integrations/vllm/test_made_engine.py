@@ -441,7 +441,7 @@ def test_whatever_happens_a_request_gets_its_own_answer(opened: Open, seed: int)
                 owner, request, _ = waiting.pop(generator.randrange(len(waiting)))
                 owner.abort(request)
             elif event < 0.4 and (keys := store.keys("vllm/")):
-                # by a generator of its own: when there are keys does not depend on the seed
+                # by another generator: when there are keys does not depend on the seed
                 chosen = random.Random(turn).sample(keys, min(4, len(keys)))
                 store.delete(chosen) if turn % 2 else store.put_many(dict.fromkeys(chosen, b"too short"))
             elif event < 0.5:
