@@ -7,13 +7,13 @@ callback nor a thread behind.
 """
 
 import asyncio
-import errno
-import os
+import math
 import socket
+import time
 from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
-from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, found_addresses, look_up
+from infinistore.transports.sockets.names import Dialer
 from infinistore.transports.sockets.raw_sockets import (
     broken,
     cannot_connect,
@@ -134,25 +134,34 @@ class AsyncioSocketStream:
         self.socket.close()
 
 
-async def connect_tcp(host: str, port: int, spinner: Spinner) -> AsyncioSocketStream:
-    """Connect to the first address of the host that answers.
+async def connect_tcp(host: str, port: int, spinner: Spinner, dialer: Dialer | None = None) -> AsyncioSocketStream:
+    """Connect to the first address of the host that answers. With a `dialer`, what was
+    begun goes on if this is cancelled.
 
     Raises:
         StoreUnavailable: no address answers.
     """
-    place = f"{host}:{port}"
+    dialer = dialer or Dialer(keeps=False)
     try:
-        addresses = found_addresses(await asyncio.wrap_future(look_up(host, port)))
+        found = await asyncio.wrap_future(dialer.look_up(host, port))
+        with dialer.dial(found, time.monotonic()) as dial:
+            while (sock := dial.connected(now := time.monotonic())) is None:
+                await _any_writable(dial.sockets, dial.next_at - now)
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
-        raise cannot_connect(place, error) from error
-    for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
-        try:
-            async with asyncio.timeout(None if number == len(addresses) else NEXT_ADDRESS_AFTER_S):
-                return AsyncioSocketStream(await _connected(family, kind, protocol, address), spinner)
-        except OSError as error:
-            if number == len(addresses):
-                raise cannot_connect(place, error) from error
-    raise cannot_connect(place, OSError(errno.EADDRNOTAVAIL, "the name has no address"))
+        raise cannot_connect(f"{host}:{port}", error) from error
+    return AsyncioSocketStream(sock, spinner)
+
+
+async def _any_writable(sockets: Sequence[socket.socket], within_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    for sock in sockets:
+        loop.add_writer(sock, _wake, ready)
+    try:
+        await asyncio.wait([ready], timeout=None if math.isinf(within_s) else within_s)
+    finally:
+        for sock in sockets:
+            loop.remove_writer(sock)
 
 
 async def connect_unix(path: str, spinner: Spinner) -> AsyncioSocketStream:
@@ -162,32 +171,16 @@ async def connect_unix(path: str, spinner: Spinner) -> AsyncioSocketStream:
         StoreUnavailable: no server listens there.
     """
     try:
-        return AsyncioSocketStream(await _connected(socket.AF_UNIX, socket.SOCK_STREAM, 0, path), spinner)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         raise cannot_connect(path, error) from error
-
-
-async def _connected(family: int, kind: int, protocol: int, address: object) -> socket.socket:
-    sock = socket.socket(family, kind, protocol)
-    try:
-        await _connect(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _connect(sock: socket.socket, address: object) -> None:
     sock.setblocking(False)
     try:
-        sock.connect(address)  # type: ignore[arg-type]
-    except BlockingIOError:
-        if sock.family == socket.AF_UNIX:  # it does not go on by itself: nobody accepts, and too many wait already
-            raise
-        await _writable(sock)
-        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, os.strerror(error)) from None
+        sock.connect(path)  # a Unix socket connects at once, or refuses
+        return AsyncioSocketStream(sock, spinner)
+    except OSError as error:
+        sock.close()
+        raise cannot_connect(path, error) from error
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from infinistore.protocol.span import Span
 from infinistore.settings import ADAPTIVE, Spin
-from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, SocketAddress, found_addresses, look_up
+from infinistore.transports.sockets.names import Dialer
 from infinistore.transports.sockets.raw_sockets import (
     LOOK,
     broken,
@@ -148,42 +148,36 @@ class BlockingSocketStream:
         until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
 
 
-def connect_tcp(host: str, port: int, deadline: float, *, spin_us: Spin = ADAPTIVE) -> BlockingSocketStream:
-    """Connect to the first address of the host that answers.
+def connect_tcp(
+    host: str, port: int, deadline: float, *, spin_us: Spin = ADAPTIVE, dialer: Dialer | None = None
+) -> BlockingSocketStream:
+    """Connect to the first address of the host that answers. With a `dialer`, what was
+    begun goes on after the deadline.
 
     Raises:
         StoreUnavailable: no address answers.
         TimeoutError: the deadline has passed.
     """
-    place = f"{host}:{port}"
+    dialer = dialer or Dialer(keeps=False)
     try:
-        addresses = found_addresses(look_up(host, port).result(max(0.0, deadline - time.monotonic())))
-    except TimeoutError:
-        raise
+        found = dialer.look_up(host, port).result(max(0.0, deadline - time.monotonic()))
+        with dialer.dial(found, time.monotonic()) as dial:
+            while (sock := dial.connected(now := time.monotonic())) is None:
+                if now >= deadline:
+                    raise TimeoutError
+                _wait_for_any(dial.sockets, min(deadline, dial.next_at) - now)
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
-        raise cannot_connect(place, error) from error
-    for number, found in enumerate(addresses, 1):
-        next_at = deadline if number == len(addresses) else time.monotonic() + NEXT_ADDRESS_AFTER_S
-        try:
-            return BlockingSocketStream(_connected(found, min(deadline, next_at)), spin_us)
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise TimeoutError from error
-            if number == len(addresses):
-                raise cannot_connect(place, error) from error
-    raise cannot_connect(place, OSError(errno.EADDRNOTAVAIL, "the name has no address"))
+        if isinstance(error, TimeoutError) and error.errno is None:  # our deadline, not the network's ETIMEDOUT
+            raise
+        raise cannot_connect(f"{host}:{port}", error) from error
+    return BlockingSocketStream(sock, spin_us)
 
 
-def _connected(found: SocketAddress, deadline: float) -> socket.socket:
-    family, kind, protocol, _, address = found
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        sock.connect(address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def _wait_for_any(sockets: Sequence[socket.socket], within_s: float) -> None:
+    writable = select.poll()
+    for sock in sockets:
+        writable.register(sock, select.POLLOUT)
+    writable.poll(min(within_s, _LONGEST_POLL_S) * 1000)
 
 
 def connect_unix(path: str, deadline: float, *, spin_us: Spin = ADAPTIVE) -> BlockingSocketStream:

@@ -11,14 +11,15 @@ import errno
 import math
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 
 import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
-from infinistore.new_threads import NO_THREAD, no_thread
 from infinistore.protocol.span import Span
 from infinistore.transports.base import React
 from infinistore.transports.ready_sockets import ReadySockets
+from infinistore.transports.sockets.names import Dialer, Found
 from infinistore.transports.sockets.raw_sockets import (
     BACKLOG,
     VANISHED_AFTER_MS,
@@ -259,30 +260,48 @@ class SocketStream:
         await trio.lowlevel.checkpoint()
 
 
-async def connect_tcp(host: str, port: int) -> SocketStream:
-    """Connect to the first address of the host that answers.
+async def connect_tcp(host: str, port: int, dialer: Dialer | None = None) -> SocketStream:
+    """Connect to the first address of the host that answers. With a `dialer`, what was
+    begun goes on if this is cancelled.
 
     Raises:
         StoreUnavailable: no address answers.
     """
+    dialer = dialer or Dialer(keeps=False)
     try:
-        stream = await trio.open_tcp_stream(host, port)
-    except NO_THREAD as error:  # to look the name up
-        raise no_thread(error) from error
+        found = await _result(dialer.look_up(host, port))
+        with dialer.dial(found, trio.current_time()) as dial:
+            while (sock := dial.connected(trio.current_time())) is None:
+                await _any_writable(dial.sockets, dial.next_at)
     except (OSError, UnicodeError) as error:  # UnicodeError: what no host can be called
-        error.__traceback__ = None  # Trio's frames keep it, and it would keep them
-        raise cannot_connect(f"{host}:{port}", _last_reason(error)) from error
-    return SocketStream(_stdlib_socket(stream.socket))
+        raise cannot_connect(f"{host}:{port}", error) from error
+    return SocketStream(sock)
 
 
-def _last_reason(error: OSError | UnicodeError) -> OSError | UnicodeError:
-    """Return the reason of the last attempt: Trio says that all attempts failed, and
-    the cause has the reason.
-    """
-    cause = error.__cause__
-    if isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[-1]
-    return cause if isinstance(cause, OSError) else error
+async def _result(answer: "Future[Found]") -> Found:
+    await trio.lowlevel.checkpoint()
+    if not answer.done():
+        done = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(trio.RunFinishedError):  # nobody waits any more
+                token.run_sync_soon(done.set)
+
+        answer.add_done_callback(wake)
+        await done.wait()
+    return answer.result()
+
+
+async def _any_writable(sockets: Sequence[socket.socket], until: float) -> None:
+    async def wait(sock: socket.socket) -> None:
+        await trio.lowlevel.wait_writable(sock)
+        nursery.cancel_scope.cancel()
+
+    with trio.move_on_at(until):
+        async with trio.open_nursery() as nursery:
+            for sock in sockets:
+                nursery.start_soon(wait, sock)
 
 
 async def connect_unix(path: str) -> SocketStream:
@@ -379,13 +398,6 @@ _LOST_BEFORE_ACCEPT = {
     errno.EHOSTDOWN,
     errno.ENETUNREACH,
 }
-
-
-def _stdlib_socket(wrapped: trio.socket.SocketType) -> socket.socket:
-    """Take the socket out of Trio's wrapper, which closes nothing when it is
-    dropped.
-    """
-    return socket.socket(fileno=wrapped.detach())
 
 
 def _cannot_listen(host: str, port: int, error: OSError, host_flag: str, port_flag: str) -> str:

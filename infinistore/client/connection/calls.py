@@ -43,6 +43,7 @@ from infinistore.forks import FORKED, let_go_in_child
 from infinistore.protocol.states import State
 from infinistore.transports.cuda.memory import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names
+from infinistore.transports.sockets.names import Dialer
 
 __all__ = ["LOOKUP_CONNECTIONS", "PLAIN", "WAITING_CONNECTIONS", "Attempt", "Calls", "Terms", "unknown_outcome"]
 
@@ -121,6 +122,7 @@ class Calls(Generic[_Stream]):
         """Whether it is one of several, which know by themselves what they are."""
         self.breaker = CircuitBreaker(clock, random, terms.failures_to_open)
         self.pool: ConnectionPool[_Stream] = ConnectionPool()
+        self.dialer = Dialer()
         transport = options.transport or _TRANSPORTS.get(address.scheme, address.scheme)
         _check_scheme(address.scheme, options.transport)
         self._allows_rdma = self.tls is None or options.unencrypted_rdma
@@ -322,6 +324,7 @@ class Calls(Generic[_Stream]):
         if self.pool.closed == FORKED:  # they are, and threads that are not here may have their locks
             return
         self.pool.close()
+        self.dialer.close()
         for source in self._sources:
             source.close()
         if self._owns_rdma:
@@ -332,6 +335,7 @@ class Calls(Generic[_Stream]):
         the parent.
         """
         self.pool.let_go()
+        self.dialer.let_go()
         for source in self._sources:
             source.let_go()
         if self._owns_rdma:

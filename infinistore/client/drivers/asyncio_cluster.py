@@ -106,7 +106,10 @@ async def _connect(options: Options, store: Callable[[], Any], url: StoreUrl) ->
     patience_s = options.lookup_deadline_s
     try:
         async with asyncio.timeout(patience_s):
-            found = await (connect_unix(url.path, spinner) if url.path else connect_tcp(url.host, url.port, spinner))
+            if url.path:
+                found = await connect_unix(url.path, spinner)
+            else:
+                found = await connect_tcp(url.host, url.port, spinner, store().calls.dialer)
     except TimeoutError:
         raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
     return _PatientStream(found.socket, spinner, store, patience_s)

@@ -370,7 +370,7 @@ class RemoteAsyncioStore(AsyncStore):
         spinner = Spinner(self.calls.options.spin_us)
         if address.path:
             return await connect_unix(address.path, spinner)
-        return await connect_tcp(address.host, address.port, spinner)
+        return await connect_tcp(address.host, address.port, spinner, self.calls.dialer)
 
 
 class Slots:

@@ -179,7 +179,10 @@ def _connect(options: Options, store: Callable[[], Any], url: StoreUrl, deadline
     patience_s = options.lookup_deadline_s
     soon = min(deadline, time.monotonic() + patience_s)
     try:
-        found = connect_unix(url.path, soon) if url.path else connect_tcp(url.host, url.port, soon)
+        if url.path:
+            found = connect_unix(url.path, soon)
+        else:
+            found = connect_tcp(url.host, url.port, soon, dialer=store().calls.dialer)
     except TimeoutError:
         raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
     return PatientStream(found.socket, options.spin_us, store, patience_s)

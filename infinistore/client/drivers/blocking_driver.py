@@ -366,4 +366,4 @@ class RemoteBlockingStore(BlockingStore):
         spin_us = self.calls.options.spin_us
         if address.path:
             return connect_unix(address.path, deadline, spin_us=spin_us)
-        return connect_tcp(address.host, address.port, deadline, spin_us=spin_us)
+        return connect_tcp(address.host, address.port, deadline, spin_us=spin_us, dialer=self.calls.dialer)

@@ -113,7 +113,8 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
 async def _connect(options: Options, store: Callable[[], Any], url: StoreUrl) -> SocketStream:
     patience_s = options.lookup_deadline_s
     with trio.move_on_after(patience_s):
-        stream = await (connect_unix(url.path) if url.path else connect_tcp(url.host, url.port))
+        connecting = connect_unix(url.path) if url.path else connect_tcp(url.host, url.port, store().calls.dialer)
+        stream = await connecting
         return _PatientStream(stream.socket, store, patience_s)
     raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s")
 

@@ -240,7 +240,7 @@ class RemoteTrioStore(AsyncStore):
         self.calls: Calls[SocketStream] = Calls(
             address, options, trio.current_time, environment.random, environment.machine, terms=terms
         )
-        self._connect = environment.connect or _connect
+        self._connect = environment.connect or self._connect_sockets
         if self.calls.tls is not None:
             from infinistore.transports.tls.trio_stream import over_tls  # late: few need it
 
@@ -375,8 +375,7 @@ class RemoteTrioStore(AsyncStore):
             if not waited:
                 await trio.lowlevel.cancel_shielded_checkpoint()
 
-
-async def _connect(address: StoreUrl) -> SocketStream:
-    if address.path:
-        return await connect_unix(address.path)
-    return await connect_tcp(address.host, address.port)
+    async def _connect_sockets(self, address: StoreUrl) -> SocketStream:
+        if address.path:
+            return await connect_unix(address.path)
+        return await connect_tcp(address.host, address.port, self.calls.dialer)
