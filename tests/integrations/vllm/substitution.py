@@ -10,6 +10,7 @@ It runs in a process of its own, in which `tests` is vLLM's package.
 """
 
 import importlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,8 @@ URL = os.environ["INFINISTORE_URL"]
 
 MADE: list["Substitute"] = []
 """The connectors of the test that runs."""
+NUMBERS = itertools.count()
+"""For namespaces that no other test has stored anything in."""
 
 
 class Substitute(InfiniStoreConnector):
@@ -36,7 +39,7 @@ class Substitute(InfiniStoreConnector):
         transfer = vllm_config.kv_transfer_config
         self._matched = transfer.kv_connector_extra_config.get("matched_tokens")
         transfer.kv_role = "kv_consumer"
-        transfer.kv_connector_extra_config = {"url": URL, "namespace": f"{len(MADE)}-{id(self)}"}
+        transfer.kv_connector_extra_config = {"url": URL, "namespace": f"{next(NUMBERS)}"}
         self.asked = 0
         super().__init__(vllm_config, role, kv_cache_config)
         MADE.append(self)
