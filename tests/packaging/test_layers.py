@@ -317,3 +317,8 @@ def test_only_suites_for_other_packages_need_what_tests_need() -> None:
     }
     assert needing == suites
     assert {name for name, imported in import_graph().items() if imported & suites} == set()
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    silent = [name for name, file in product_files().items() if not ast.get_docstring(ast.parse(file.read_text()))]
+    assert silent == []
