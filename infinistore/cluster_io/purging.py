@@ -1,5 +1,6 @@
 """Purges a cluster that registers in etcd."""
 
+import secrets
 from random import Random
 
 import trio
@@ -29,6 +30,7 @@ async def purge_registered(place: EtcdPlace, timeout_s: float, ask_instance: Ask
     runner = FlowRunner(EtcdConnections(place), ask_instance=ask_instance)
     session = make_session(place, Random())
     try:
-        return await runner.run(purge_cluster(session, Layout(place.cluster), trio.current_time, timeout_s))
+        flow = purge_cluster(session, Layout(place.cluster), secrets.token_hex(16), trio.current_time, timeout_s)
+        return await runner.run(flow)
     except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
         raise StoreUnavailable(f"the cluster may not be purged; etcd: {error}") from None

@@ -4,10 +4,11 @@
 |---|---|
 | `config` | the placement version and the number of copies |
 | `nodes/ID` | a node, under a lease; its create revision is the generation |
-| `purge` | anything; its revision is that of the last purge of the whole cluster |
+| `purge` | 32 random digits, or anything; its revision is that of the last purge |
 | `purged/ID` | the last purge that a node has carried out |
 """
 
+import re
 from collections.abc import Iterable, Mapping
 
 import attrs
@@ -17,7 +18,14 @@ from infinistore.cluster.drains import Drain, read_drain
 from infinistore.cluster.etcd.messages import Item
 from infinistore.cluster.view import Node, NodeState
 
-__all__ = ["Layout", "Listing"]
+__all__ = ["Layout", "Listing", "is_unique"]
+
+_UNIQUE = re.compile(rb"[0-9a-f]{32}")
+
+
+def is_unique(purge: bytes) -> bool:
+    """Whether the value of a purge tells it from all others."""
+    return bool(_UNIQUE.fullmatch(purge))
 
 
 @attrs.frozen

@@ -40,8 +40,11 @@ class Purged:
     waiting: tuple[str, ...]
 
 
-async def purge_cluster(session: EtcdSession, layout: Layout, clock: Callable[[], float], timeout_s: float) -> Purged:
-    """Purge a cluster. A flow that waits `timeout_s` for its nodes.
+async def purge_cluster(
+    session: EtcdSession, layout: Layout, unique: str, clock: Callable[[], float], timeout_s: float
+) -> Purged:
+    """Purge a cluster. A flow that waits `timeout_s` for its nodes. `unique` are 32
+    random hexadecimal digits.
 
     Raises:
         ConfigError: etcd knows no such cluster.
@@ -50,7 +53,7 @@ async def purge_cluster(session: EtcdSession, layout: Layout, clock: Callable[[]
     until = clock() + timeout_s
     if not read_range(await session.call(range_of(layout.prefix))).items:
         raise ConfigError(f"etcd knows no cluster {layout.cluster!r}: no server has registered there yet")
-    write = transaction([], [put(layout.purge, b"infinistore cluster purge")], layout.purge)
+    write = transaction([], [put(layout.purge, unique.encode())], layout.purge)
     revision = read_outcome(await session.call(write)).revision
     items: dict[str, Item] = {}
     try:

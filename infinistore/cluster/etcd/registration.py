@@ -28,7 +28,7 @@ from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_pur
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
-from infinistore.cluster.etcd.layout import Layout, Listing
+from infinistore.cluster.etcd.layout import Layout, Listing, is_unique
 from infinistore.cluster.etcd.messages import (
     NOT_FOUND_CODE,
     EtcdMisbehaved,
@@ -126,6 +126,8 @@ class Registration:
         """The last purge that was carried out; None if only etcd can know."""
         self._purging: int | None = None
         """The purge that is being carried out. Meanwhile, the lease is renewed."""
+        self._purge = Item(layout.purge)
+        """What stood in etcd of the last of these."""
         self._on_purge = on_purge
         self._lasting_purge = 0
         """The last one that no restart undoes: the next process carries out what came
@@ -384,14 +386,19 @@ class Registration:
         except WrongDocument as error:
             raise ConfigError(str(error)) from None
         if self._layout.config not in items:
-            missing = Item(self._layout.config)
-            write = [put(missing.key, write_config(self._config))]
-            await self._session.call(transaction([unless_changed(missing)], write, missing.key), _CALL_S)
+            await self._write_missing(self._layout.config, write_config(self._config))
+        if self._layout.purge not in items and is_unique(self._purge.value):
+            # An etcd that came back empty would let off who missed it.
+            await self._write_missing(self._layout.purge, self._purge.value)
+
+    async def _write_missing(self, key: str, value: bytes) -> None:
+        request = transaction([unless_changed(Item(key))], [put(key, value)], key)
+        await self._session.call(request, _CALL_S)
 
     def _purge_if_told(self, items: dict[str, Item]) -> None:
         """Begin to purge, if the last purge of the cluster is not one that this node
         has carried out. Revisions of an etcd that was replaced mean nothing, so any
-        other counts.
+        other counts; but one that a node has put there again is known by its value.
         """
         purge = items.get(self._layout.purge)
         if purge is None or self._purging is not None:
@@ -399,8 +406,11 @@ class Registration:
         if self._purged is None:
             self._purged = read_purged(items.get(self._layout.purged(self._node.id), Item("")).value)
             self._lasting_purge = self._purged
+        if purge.value == self._purge.value and is_unique(purge.value):
+            lasting, self._purging = self._lasting_purge == self._purged, purge.mod_revision
+            self.purged(lasting=lasting)
         if self._purged != purge.mod_revision:
-            self._purging = purge.mod_revision
+            self._purge, self._purging = purge, purge.mod_revision
             self._on_purge()
 
     def _put_purged(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def start(world: World, timeout_s: float = 15) -> tuple[Running, list[Purged]]:
 
     async def flow() -> None:
         session = EtcdSession(world.members)
-        results.append(await purge_cluster(session, LAYOUT, world.clock, timeout_s))
+        results.append(await purge_cluster(session, LAYOUT, "5a" * 16, world.clock, timeout_s))
 
     return world.start(flow()), results
 

@@ -277,6 +277,25 @@ def test_a_node_that_missed_a_purge_purges_before_it_registers(has_old_blocks: b
     assert again.purges == 0
 
 
+def test_a_purge_is_not_forgotten_with_etcd() -> None:
+    """Who was stopped meanwhile carries it out, and nobody else does so again."""
+    world = World()
+    stopped, other = Registered(world), Registered(world, "b")
+    world.stop(stopped.flow)
+    world.run(20)  # its lease runs out
+    world.etcd.put(LAYOUT.purge, "0f" * 16)
+    world.run(100)
+    assert (stopped.purges, other.purges) == (0, 1)
+
+    world.etcd.empty()
+    stopped.flow = world.start(stopped.registration.run())
+    world.run(100)
+    assert world.etcd.kvs[LAYOUT.purge].value == "0f" * 16
+    assert (stopped.purges, other.purges) == (1, 1)
+    marks = {world.etcd.kvs[LAYOUT.purged(node_id)].value for node_id in "ab"}
+    assert marks == {str(world.etcd.kvs[LAYOUT.purge].mod_revision)}
+
+
 def test_a_node_that_serves_purges_as_soon_as_a_view_tells_of_it_and_only_once() -> None:
     one = Registered(has_old_blocks=True)
     one.world.etcd.put(LAYOUT.purge, "")
