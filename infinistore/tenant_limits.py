@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-__all__ = ["DEFAULT_GROUP", "MAX_NAME_LENGTH", "TenantLimits", "TenantStatistics", "check_tenant_name"]
+__all__ = ["DEFAULT_GROUP", "MAX_NAME_LENGTH", "TenantLimits", "TenantStatistics", "check_tenant_name", "why_no_places"]
 
 MAX_NAME_LENGTH: Final = 64
 DEFAULT_GROUP: Final = "default"
@@ -34,6 +34,17 @@ def check_tenant_name(name: object) -> None:
             f"must be 1 to {MAX_NAME_LENGTH} letters, digits, hyphens and underscores, and begin with a letter or"
             f" digit, not {name!r:.80}"
         )
+
+
+def why_no_places(tenants: int, connections: int) -> str:
+    """Return why not each of so many tenants can have one of so many connections; empty
+    if each can."""
+    if tenants <= connections:
+        return ""
+    return (
+        f"{tenants} tenants cannot share {connections} connections, of which each needs one; raise --max-connections,"
+        " and the limit of open files (ulimit -n) if that is lower"
+    )
 
 
 def _check_name(limits: "TenantLimits", attribute: "attrs.Attribute[str]", value: object) -> None:

@@ -3,7 +3,8 @@
 A tenant may use what is free, whoever it is reserved for: then it is above what is
 reserved for it, and its blocks go when the others come. What is pinned cannot go. So
 all that tenants pin beyond what is reserved for them has to fit beside what is reserved
-for all.
+for all. Where clients may pin without a request (hazards), this holds for all that
+tenants take: what is reserved is kept free for its tenant.
 
 Leaves to others: what a tenant may take at most, and which of its blocks go
 (`tenant_space`).
@@ -52,6 +53,9 @@ class Sharing:
         self.mapping: dict[Sharer, None] = {}  # a set, in the order in which they came
         """Those whose clients map the pool. Only they have space that waits to be
         free."""
+        self.keeps_reserved = False
+        """Whether clients may pin blocks without a request."""
+        self._taken_above_bytes = 0  # what all take beyond what is reserved for them
         self._draining = False  # on the way from the high watermark down to the low one
         self._above: dict[Sharer, int] = {}
         self._above_bytes = 0
@@ -66,28 +70,66 @@ class Sharing:
 
         OutOfMemory, and nothing evicted: it does not fit.
         """
-        pool, watermarks = self.pool, self.watermarks
-        high_bytes = watermarks.high * pool.capacity_bytes - wanted_bytes
-        if pool.used_bytes <= high_bytes and not self._draining:  # the usual case
+        watermarks, most_bytes = self.watermarks, self._most_claimed_bytes
+        room_bytes = self._room_for(asking, most_bytes)
+        high_bytes = watermarks.high * room_bytes - wanted_bytes
+        if self.pool.used_bytes <= high_bytes and not self._draining:  # the usual case
             return
         for sharer in self.mapping:
             sharer.settle()
-        if self._used_bytes > high_bytes:
-            gifts = self._plan_to(high_bytes, asking, wanted_bytes)
-            must_bytes = self._used_bytes + wanted_bytes - pool.capacity_bytes
-            if sum(gifts.values()) < must_bytes:
-                self.reclaim()
-                gifts = self._plan_to(high_bytes, asking, wanted_bytes)
-                must_bytes = self._used_bytes + wanted_bytes - pool.capacity_bytes
-                if sum(gifts.values()) < must_bytes:
-                    raise self._out_of_memory(asking, f"a batch of {in_units(wanted_bytes)} does not fit")
-            self._draining = True
-            self._take(gifts, "on_demand", None)
+        if not self._make_room(asking, wanted_bytes, most_bytes):
+            self.reclaim()
+            if not self._make_room(asking, wanted_bytes, most_bytes):
+                raise self._out_of_memory(asking, f"a batch of {in_units(wanted_bytes)} does not fit")
         if self._draining:
-            low_bytes = watermarks.low * pool.capacity_bytes - wanted_bytes
+            low_bytes = watermarks.low * room_bytes - wanted_bytes
             gifts = self.victims.plan(self._used_bytes - low_bytes, asking, wanted_bytes, EXTRA_STEPS)
             # Done too when nobody may lose more.
             self._draining = self._take(gifts, "on_demand", EXTRA_STEPS) > 0 and self._used_bytes > low_bytes
+
+    def _make_room(self, asking: Sharer, wanted_bytes: int, most_bytes: int) -> bool:
+        """Evict for a batch down to the high watermark; return whether it fits then."""
+        room_bytes = self._room_for(asking, most_bytes)
+        high_bytes = self.watermarks.high * room_bytes - wanted_bytes
+        if self._used_bytes > high_bytes:
+            gifts = self._plan_to(high_bytes, asking, wanted_bytes)
+            if sum(gifts.values()) < self._used_bytes + wanted_bytes - room_bytes:
+                return False
+            self._draining = True
+            self._take(gifts, "on_demand", None)
+        # Some may wait to be free, also of what was evicted: clients may have pinned it
+        # just before.
+        return not self.keeps_reserved or self.pool.used_bytes + wanted_bytes <= self._room_for(asking, most_bytes)
+
+    def has_room(self, asking: Sharer, wanted_bytes: int) -> bool:
+        """Whether a tenant may take so much more as things are."""
+        return self.pool.used_bytes + wanted_bytes <= self._room_for(asking, self._most_claimed_bytes)
+
+    @property
+    def _claimed_bytes(self) -> int:
+        """What all have taken or may still take of what is reserved for them."""
+        return self.reserved_bytes + self._taken_above_bytes
+
+    @property
+    def _most_claimed_bytes(self) -> int:
+        """How much that may be: not more than it is, if new limits have made it too
+        much."""
+        return max(self.pool.capacity_bytes, self._claimed_bytes)
+
+    def _room_for(self, asking: Sharer, most_bytes: int) -> int:
+        """Return how much of the pool may be taken when a tenant gets more: less than
+        all of it if what is reserved for others is kept for them."""
+        if not self.keeps_reserved:
+            return self.pool.capacity_bytes
+        own_bytes = max(0, asking.tenant_limits.reserved_bytes - asking.taken_bytes)
+        return most_bytes - self._claimed_bytes + own_bytes + self.pool.used_bytes
+
+    def note_taken(self, sharer: Sharer, before_bytes: int, now_bytes: int) -> None:
+        """Note that a tenant takes more of the pool than before, or less."""
+        reserved_bytes = sharer.tenant_limits.reserved_bytes
+        self._taken_above_bytes += max(0, now_bytes - reserved_bytes) - max(0, before_bytes - reserved_bytes)
+        if now_bytes > before_bytes:
+            self.victims.note(sharer)
 
     def make_larger_pieces(self, asking: Sharer, wanted_bytes: int, rounds: int) -> None:
         """Evict for a batch that was refused although its bytes are free. OutOfMemory
@@ -139,10 +181,12 @@ class Sharing:
                 )
         self._note(sharer, above_bytes)
 
-    def recount_pins(self, sharers: Iterable[Sharer]) -> None:
-        """Count what all pin beyond what is reserved for them anew: limits have
-        changed."""
+    def recount(self, sharers: Iterable[Sharer]) -> None:
+        """Count what all take and pin beyond what is reserved for them anew: limits
+        have changed."""
+        self._taken_above_bytes = 0
         for sharer in sharers:
+            self.note_taken(sharer, 0, sharer.taken_bytes)
             self._note(sharer, sharer.pinned_bytes - sharer.tenant_limits.reserved_bytes)
 
     def forget(self, sharer: Sharer) -> None:

@@ -16,11 +16,12 @@ __all__ = ["TenantPool"]
 
 
 class TenantPool(Pool):
-    """A tenant's view of `whole`. `on_growth` is called when it has taken more."""
+    """A tenant's view of `whole`. `on_change` is called with what it took before, when
+    it takes more or less."""
 
     def __init__(self, whole: Pool) -> None:
         super().__init__(whole.allocator)
-        self.on_growth: Callable[[], object] = _nothing
+        self.on_change: Callable[[int], object] = _nothing
         self._whole = whole
         self._extents = 0
         self.arenas = whole.arenas
@@ -32,26 +33,28 @@ class TenantPool(Pool):
         """As for the whole pool."""
         extents = self._whole.allocate(sizes)
         if extents is not None:
+            before = self.used_bytes
             self.used_bytes += self.footprints(sizes)
             self._extents += len(extents)
-            self.on_growth()
+            self.on_change(before)
         return extents
 
     def adopt(self, extents: Sequence[Extent]) -> list[bool]:
         """As for the whole pool."""
-        before = self._whole.used_bytes
+        own_before, before = self.used_bytes, self._whole.used_bytes
         adopted = self._whole.adopt(extents)
         self.used_bytes += self._whole.used_bytes - before
         self._extents += sum(adopted)
-        self.on_growth()
+        self.on_change(own_before)
         return adopted
 
     def free(self, extents: Sequence[Extent]) -> None:
         """As for the whole pool."""
-        before = self._whole.used_bytes
+        own_before, before = self.used_bytes, self._whole.used_bytes
         self._whole.free(extents)
         self.used_bytes -= before - self._whole.used_bytes
         self._extents -= len(extents)
+        self.on_change(own_before)
 
     def statistics(self) -> AllocatorStatistics:
         """What the tenant has of the pool, as if nobody else had anything."""
@@ -68,5 +71,5 @@ class TenantPool(Pool):
         """Does nothing: the arenas are those of the whole pool."""
 
 
-def _nothing() -> None:
+def _nothing(before: int) -> None:
     """Tell nobody."""

@@ -42,7 +42,7 @@ class TenantSpace(Space):
         self.blocks_reserved: Callable[[], int] = int
         """Returns how many blocks its unfinished writes have."""
         self._sharing = sharing
-        pool.on_growth = self._note_growth
+        pool.on_change = self._note_change
 
     # What it asks for
 
@@ -58,8 +58,10 @@ class TenantSpace(Space):
     def reserve_spare(self, sizes: Sequence[int], footprint_bytes: int) -> list[Extent] | None:
         """As for any store; None also if it would bring the tenant to a limit."""
         whole, most_keys = self._sharing.pool, self.tenant_limits.max_keys
-        if whole.used_bytes + footprint_bytes > self._watermarks.high * whole.capacity_bytes or (
-            most_keys is not None and len(self.index()) + self.blocks_reserved() + len(sizes) > most_keys
+        if (
+            whole.used_bytes + footprint_bytes > self._watermarks.high * whole.capacity_bytes
+            or not self._sharing.has_room(self, footprint_bytes)
+            or (most_keys is not None and len(self.index()) + self.blocks_reserved() + len(sizes) > most_keys)
         ):
             return None
         return super().reserve_spare(sizes, footprint_bytes)
@@ -156,8 +158,8 @@ class TenantSpace(Space):
         self.expire_holds()
         self._retired.reclaim()
 
-    def _note_growth(self) -> None:
-        self._sharing.victims.note(self)
+    def _note_change(self, before_bytes: int) -> None:
+        self._sharing.note_taken(self, before_bytes, self._pool.used_bytes)
 
 
 def _nothing() -> None:

@@ -191,12 +191,14 @@ class Tenants:
     @property
     def on_removal(self) -> Callable[[Sequence[Entry]], object] | None:
         """Called with blocks that lose their keys, whoever they are of, before their
-        space is reused. Set it before anything is stored."""
+        space is reused. Set it before anything is stored: clients may then pin blocks
+        without a request, and what is reserved is kept free."""
         return self._on_removal
 
     @on_removal.setter
     def on_removal(self, value: Callable[[Sequence[Entry]], object] | None) -> None:
         self._on_removal = value
+        self.sharing.keeps_reserved = value is not None
         for store in self.all_stores().values():
             self._watch(store)
 
@@ -230,7 +232,7 @@ class Tenants:
     def _recount(self) -> None:
         spaces = [store.space for store in self.all_stores().values()]
         self.sharing.victims.rebuild(spaces)
-        self.sharing.recount_pins(spaces)
+        self.sharing.recount(spaces)
 
     def _make_store(self, tenant_limits: TenantLimits, journal: Journal | None = None) -> TenantStore:
         store = TenantStore(

@@ -56,6 +56,7 @@ from infinistore.server.take_over.kept import Kept, forget_kept, open_kept
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
+from infinistore.tenant_limits import why_no_places
 from infinistore.token_file import read_token
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
@@ -303,6 +304,8 @@ def compose_server(
         disk=None if disk is None else disk.statistics,
     )
     if tenancy is not None:
+        if problem := why_no_places(len(tenancy), sessions.most):
+            raise ConfigError(problem)
         tenancy.figures = telemetry.tenant_tree
         telemetry.tenants = tenancy.statistics
     if giving is not None:

@@ -14,6 +14,7 @@ import trio
 
 from infinistore.access.identity import Identity
 from infinistore.core.store import StoreCore
+from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
@@ -27,7 +28,7 @@ from infinistore.server.session.session import Session
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.take_over.exporting import Ended
 from infinistore.server.telemetry import Telemetry
-from infinistore.tenant_limits import TenantLimits
+from infinistore.tenant_limits import TenantLimits, why_no_places
 from infinistore.transports.base import Stream
 from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.spin import Spinner
@@ -248,6 +249,8 @@ class Server:
         Raises:
             ConfigError: they cannot. Nothing has changed.
         """
+        if problem := why_no_places(len(limits), self.sessions.most):
+            raise ConfigError(problem)
         if self.tenancy is not None:
             await self.tenancy.apply(limits)
 

@@ -1,8 +1,8 @@
 """The sessions of a server: those that are open, and what the earlier ones moved.
 
-With tenants, half of the places are divided among them, and each tenant's share of that
-half is kept for it. The other half is for whoever comes first. So no tenant can take
-all places.
+With tenants, half of the places are divided among them, and each tenant's share, at
+least one place, is kept for it. The rest is for whoever comes first. So no tenant can
+take all places.
 """
 
 from collections import Counter
@@ -64,7 +64,7 @@ class SessionRegistry:
                 f"tenant {limits.tenant!r} has its max_connections={most} connections; close some, or raise "
                 "max_connections in the tenants file"
             )
-        share = self.most // 2 // max(1, tenants)
+        share = max(1, self.most // 2 // max(1, tenants))
         if tenants > 1 and has >= share:
             kept = share * tenants - sum(min(share, one) for one in self._of_tenants.values())
             if len(self._open) + kept >= self.most:

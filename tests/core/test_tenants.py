@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from infinistore.buggify import Buggify, Point
 from infinistore.core import Client, CoreLimits, Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Hazard
 from infinistore.core.entry import Entry
+from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants
-from infinistore.errors import ConfigError, LimitExceeded
+from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator
 
@@ -267,6 +269,81 @@ def test_whoever_is_at_its_reserved_size_loses_nothing_to_others(make_tenants: C
         put(tenants.store("b"), *names(f"b{batch}/", 10))
     assert len(tenants.store("a")) == 20
     assert len(tenants.store("b")) == 44
+
+
+class InPlace:
+    """A client that reads without a request: `rows` is what it pins."""
+
+    def __init__(self, store: TenantStore) -> None:
+        self.store, self.rows = store, list[Hazard]()
+        self.client = store.open_client("in place")
+        store.accept_hazards(self.client, lambda: list(self.rows))
+
+    def pin_everything(self) -> None:
+        for key in self.store.all_keys():
+            entry = self.store.index.get(key)
+            assert entry is not None
+            self.rows.append((*entry, 1))
+
+
+@pytest.mark.parametrize("how", ["put", "spare", "single"])
+def test_what_is_reserved_is_there_whatever_others_read_in_place(
+    make_tenants: Callable[..., Tenants], how: str
+) -> None:
+    """One tenant takes all that it can have, and pins all of that without a request."""
+    shares = [limits("a", reserved=8), limits("b", reserved=24), limits("c", reserved=16), limits("d")]
+    tenants = make_tenants(*shares, limits=CoreLimits(max_pinned_ratio=1))
+    tenants.on_removal = lambda entries: None
+    a, b, c, d = map(tenants.store, "abcd")
+    put(c, *names("c", 8))
+    put(d, *names("d", 10))
+    reader = InPlace(a)
+    for number in range(100):
+        if how == "put":
+            put(a, f"k{number}")
+        elif how == "single":
+            a.singles.write(reader.client, f"k{number}", memoryview(bytes(UNIT_BYTES)), 0)
+        elif (spare := a.reserve_spare(reader.client, [UNIT_BYTES])) is not None:
+            a.commit(spare, [f"k{number}"], None)
+    assert len(a) + len(d) == 24  # what is its own, and what nobody reserved
+    reader.pin_everything()
+    InPlace(d).pin_everything()
+    with pytest.raises((LimitExceeded, OutOfMemory)):
+        put(a, "more")
+    put(b, *names("b", 24))
+    put(c, *names("d", 8))
+    assert (len(b), len(c)) == (24, 16)
+
+
+def test_what_is_pinned_just_before_it_is_evicted_takes_nothing_that_is_reserved(
+    make_tenants: Callable[..., Tenants],
+) -> None:
+    tenants = make_tenants(limits("a"), limits("b", reserved=32), limits=CoreLimits(max_pinned_ratio=1))
+    a, reader = tenants.store("a"), InPlace(tenants.store("a"))
+    tenants.on_removal = lambda entries: reader.rows.extend((*entry, 1) for entry in entries)
+    put(a, *names("a", 32))
+    for number in range(40):
+        with suppress(LimitExceeded, OutOfMemory):
+            put(a, f"more{number}")
+    put(tenants.store("b"), *names("b", 32))
+    assert len(tenants.store("b")) == 32
+
+
+def test_new_limits_keep_what_is_reserved_free_as_soon_as_nobody_reads_it(make_tenants: Callable[..., Tenants]) -> None:
+    tenants = make_tenants(limits("a"), limits("b"))
+    tenants.on_removal = lambda entries: None
+    a, reader = tenants.store("a"), InPlace(tenants.store("a"))
+    put(a, *names("a", 60))
+    tenants.apply([limits("a"), limits("b", reserved=32)])
+    put(a, "more")
+    assert len(a) <= 60
+    reader.pin_everything()
+    put(tenants.store("b"), *names("b", 4))
+    with pytest.raises(OutOfMemory):
+        put(tenants.store("b"), *names("c", 28))
+    reader.rows.clear()
+    put(tenants.store("b"), *names("c", 28))
+    assert (len(a), len(tenants.store("b"))) == (32, 32)
 
 
 def test_what_is_free_may_be_used_until_its_owner_comes(make_tenants: Callable[..., Tenants]) -> None:

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, Watermarks, create_arena
 from infinistore.core.arena import adopt_arena
+from infinistore.core.clients import Hazard
 from infinistore.core.pool_state import decode_state, encode_state
 from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants
@@ -67,13 +68,19 @@ class Model:
     contents: dict[str, bytes] = attrs.field(factory=dict)
     leases: list[tuple[Lease, list[bytes]]] = attrs.field(factory=list)
     reservations: list[Reservation] = attrs.field(factory=list)
+    read_in_place: list[Hazard] = attrs.field(factory=list)
 
 
 class TenantsMachine(RuleBasedStateMachine):
     """Three tenants, each with one client."""
 
-    @initialize(limits=st.fixed_dictionaries(dict.fromkeys(NAMES, quotas)), low=st.sampled_from([0.5, 1.0]))
-    def begin(self, limits: dict[str, dict[str, Any]], low: float) -> None:
+    @initialize(
+        limits=st.fixed_dictionaries(dict.fromkeys(NAMES, quotas)),
+        low=st.sampled_from([0.5, 1.0]),
+        in_place=st.booleans(),
+    )
+    def begin(self, limits: dict[str, dict[str, Any]], low: float, in_place: bool) -> None:
+        self.in_place = in_place
         self.pool = Pool(make_allocator("bitmap"))
         self.pool.add_arena(create_arena(0, UNITS * UNIT_BYTES))
         self.clock = FakeClock()
@@ -82,7 +89,7 @@ class TenantsMachine(RuleBasedStateMachine):
         self.old_pools: list[Pool] = []
         self.leased: list[tuple[Lease, list[bytes]]] = []  # of clients of an earlier process
         self.make_tenants(Watermarks(low, 1.0))
-        self.models = {name: Model(self.store(name).open_client(name)) for name in NAMES}
+        self.models = {name: self.model(name) for name in NAMES}
         self.written = 0
         self.stand_ins: list[tuple[TenantStore, Client]] = []
         for name, quota in limits.items():
@@ -97,7 +104,16 @@ class TenantsMachine(RuleBasedStateMachine):
             watermarks=watermarks,
             random=random.Random(5),
         )
+        if self.in_place:
+            self.tenants.on_removal = lambda entries: None
         self.tenants.apply(self.quotas.values())
+
+    def model(self, name: str, contents: dict[str, bytes] | None = None) -> Model:
+        store = self.store(name)
+        model = Model(store.open_client(name), contents or {})
+        if self.in_place:
+            store.accept_hazards(model.client, lambda: list(model.read_in_place))
+        return model
 
     def store(self, name: str) -> TenantStore:
         return self.tenants.store(name)
@@ -122,7 +138,12 @@ class TenantsMachine(RuleBasedStateMachine):
         before = {other: (self.taken(other), set(self.store(other).all_keys())) for other in NAMES}
         wanted = len(keys) * UNIT_BYTES
         within = self.pinned(name) + wanted <= quota.reserved_bytes and quota.max_keys is None
-        within = within and self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
+        claimed = self.claimed()
+        within = within and (
+            claimed <= self.pool.capacity_bytes
+            if self.in_place
+            else self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
+        )
         try:
             reservation = store.reserve(model.client, [UNIT_BYTES] * len(keys))
         except (LimitExceeded, OutOfMemory):
@@ -131,6 +152,7 @@ class TenantsMachine(RuleBasedStateMachine):
             self.check_losses(name, before)
             return
         self.check_losses(name, before)
+        assert not self.in_place or self.claimed() <= max(self.pool.capacity_bytes, claimed)
         if quota.max_keys is not None and name not in self.lowered:
             assert len(store) + len(keys) <= quota.max_keys
         if finish == "keep":
@@ -152,7 +174,12 @@ class TenantsMachine(RuleBasedStateMachine):
         value = f"{name}/{key}/{self.written}".encode().ljust(UNIT_BYTES)
         self.written += 1
         within = self.pinned(name) + UNIT_BYTES <= quota.reserved_bytes and quota.max_keys is None
-        within = within and self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
+        claimed = self.claimed()
+        within = within and (
+            claimed <= self.pool.capacity_bytes
+            if self.in_place
+            else self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
+        )
         try:
             stored = store.singles.write(
                 model.client, key, memoryview(value), xxhash.xxh3_64_intdigest(value), replace=replace
@@ -171,6 +198,11 @@ class TenantsMachine(RuleBasedStateMachine):
             assert len(store) <= quota.max_keys
         store.free_replaced()
         self.check_losses(name, before)
+        assert not self.in_place or self.claimed() <= max(self.pool.capacity_bytes, claimed)
+
+    def claimed(self) -> int:
+        """What all have or may still have of what is reserved for them."""
+        return sum(max(self.taken(name), self.quotas[name].reserved_bytes) for name in NAMES)
 
     def pinned_above(self) -> int:
         return sum(max(0, self.pinned(name) - self.quotas[name].reserved_bytes) for name in NAMES)
@@ -223,6 +255,13 @@ class TenantsMachine(RuleBasedStateMachine):
             assert bytes(self.pool.view(entry)) == model.contents[key]
         store.singles.use(model.client, key, entry)
 
+    @rule(name=some_names, keys=st.lists(st.sampled_from(KEYS), max_size=30), scanned=st.booleans())
+    def read_in_place(self, name: str, keys: list[str], scanned: bool) -> None:
+        store, model = self.store(name), self.models[name]
+        model.read_in_place = [(*entry, 1) for entry in store.index.get_many(keys) if entry is not None]
+        if scanned:
+            store.catch_up()
+
     @rule(name=some_names, keys=some_keys)
     def hold(self, name: str, keys: list[str]) -> None:
         try:
@@ -250,8 +289,7 @@ class TenantsMachine(RuleBasedStateMachine):
     def lose_the_connection(self, name: str) -> None:
         store, model = self.store(name), self.models[name]
         store.close_client(model.client)
-        model.client = store.open_client(name)
-        model.leases, model.reservations = [], []
+        self.models[name] = self.model(name, model.contents)
 
     @rule(low=st.sampled_from([0.0, 0.5]))
     def evict_periodically(self, low: float) -> None:
@@ -284,7 +322,7 @@ class TenantsMachine(RuleBasedStateMachine):
         assert len(store) == 0
         assert store.pool.used_bytes == 0
         self.tenants.apply(self.quotas.values())
-        self.models[name] = Model(self.store(name).open_client(name))
+        self.models[name] = self.model(name)
 
     @rule(chance=st.integers(min_value=0, max_value=3))
     def another_process_takes_over(self, chance: int) -> None:
@@ -313,7 +351,7 @@ class TenantsMachine(RuleBasedStateMachine):
             assert store.all_keys() == before[name][0]
             self.stand_ins += [(store, client) for client in adopted[name].stand_ins]
             self.leased += model.leases
-            self.models[name] = Model(store.open_client(name), model.contents)
+            self.models[name] = self.model(name, model.contents)
 
     @rule()
     def clients_of_the_earlier_process_end(self) -> None:

@@ -226,12 +226,14 @@ async def test_the_blocks_of_a_tenant_that_is_removed_go(
             "129 KiB .*are reserved for tenants together",
         ),
         (text_of(ann={"group": "elsewhere"}), "elsewhere"),
+        (text_of(ann={}, ben={}, cleo={}, ops={}), "4 tenants cannot share 3 connections"),
     ],
 )
 async def test_limits_that_cannot_hold_change_nothing(
     serving: Serving, tmp_path: Path, text: str, problem: str
 ) -> None:
-    async with serving(text_of(ann={"max_bytes": "2KiB"})) as server, store_of(server, "ann") as ann:
+    before = text_of(ann={"max_bytes": "2KiB"})
+    async with serving(before, max_connections=3) as server, store_of(server, "ann") as ann:
         write(tmp_path, text)
         problems = await server.server.reloads.run()
         assert len(problems) == 1
@@ -285,6 +287,11 @@ async def test_an_operator_sees_the_sum_and_clears_everything(serving: Serving) 
     [
         (TEAM, {"prealloc_bytes": 100 * KIB}, "the groups of .* have 128 KiB together, and --prealloc-size is 100 KiB"),
         (text_of(ann={"reserved_bytes": "1MiB"}), {}, "group 'default': 1 MiB are reserved for tenants together"),
+        (
+            text_of(ann={}, ben={}),
+            {"max_connections": 1},
+            "2 tenants cannot share 1 connections, of which each needs one",
+        ),
         (TEAM, {"auto_increase": True}, "--tenants does not go together with --auto-increase"),
     ],
 )

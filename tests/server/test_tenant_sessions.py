@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import infinistore
@@ -162,15 +162,17 @@ class Visitor:
 @given(
     most=st.integers(1, 30),
     tenants=st.integers(2, 6),
+    first=st.integers(0, 30),
     steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200),
 )
-def test_each_tenant_always_gets_its_share_of_half_the_places(
-    most: int, tenants: int, steps: list[tuple[int, bool]]
+@example(10, 6, 10, [(number, True) for number in range(6)])
+def test_each_tenant_always_gets_its_share_of_half_the_places_and_one_at_least(
+    most: int, tenants: int, first: int, steps: list[tuple[int, bool]]
 ) -> None:
     registry = SessionRegistry(most, "close some")
     visitors: list[Any] = []
     has: Counter[str] = Counter()
-    for number, comes in steps:
+    for number, comes in [(0, True)] * first + steps:
         name = f"t{number % tenants}"
         if not comes:
             leaving = next((one for one in visitors if one.tenant == name), None)
@@ -182,7 +184,7 @@ def test_each_tenant_always_gets_its_share_of_half_the_places(
         try:
             registry.check_free(TenantLimits(name), tenants)
         except LimitExceeded:
-            assert has[name] >= most // 2 // tenants
+            assert has[name] >= max(most // 2 // tenants, min(1, most // tenants))
             continue
         visitors.append(Visitor(name))
         registry.add(visitors[-1])

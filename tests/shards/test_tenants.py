@@ -132,6 +132,7 @@ def test_a_file_that_no_shard_can_use_changes_nothing_in_any(tenanted: Tenanted)
         ),
         (text_of("groups: {team: 9MiB}\n", ann="    group: team\n"), "--prealloc-size is 8 MiB"),
         (text_of(ann="    group: team\n    reserved_bytes: 3MiB\n"), "3 MiB are reserved for tenants together"),
+        (text_of(ann=MEMBER, ben=MEMBER), "2 tenants cannot share 1 connections"),
     ],
 )
 def test_what_does_not_fit_is_refused_once_in_the_sizes_of_the_whole(
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_refused_once_in_the_sizes_of_the_whole(
 ) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(text)
-    assert run(["--shards", "2", *FREE_PORTS, "--tenants", str(file)]) != 0
+    assert run(["--shards", "2", "--max-connections", "1", *FREE_PORTS, "--tenants", str(file)]) != 0
     said = capsys.readouterr().err
     assert problem in said
     assert "Traceback" not in said

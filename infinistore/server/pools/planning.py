@@ -16,7 +16,7 @@ from infinistore.errors import ConfigError
 from infinistore.machine_memory import free_huge_pages
 from infinistore.shard_settings import SMALLEST_POOL_BYTES
 from infinistore.sizes import in_units
-from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
+from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
 
 __all__ = [
     "OnlyTenants",
@@ -177,6 +177,8 @@ class PlannedGroups:
         self._apply(limits)
 
     def _apply(self, limits: list[TenantLimits]) -> None:
+        if problem := why_no_places(len(limits), self._config.max_connections):
+            raise ConfigError(problem)
         check_disks(self._config, limits)
         wanted = by_group(limits, self._sizes)
         self._only.check(wanted)
