@@ -1,10 +1,12 @@
 """Where a server listens, and who may already be there."""
 
+import errno
 import os
 import socket
 import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import trio
@@ -14,7 +16,7 @@ from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, Put, PutReply, Statistics, StatisticsReply
 from infinistore.server import serve
-from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix, listen_tcp
 from tests.server.other_users import connect_as, needs_root
 from tests.server.running import KIB, Peer, make_config, running_server, until
 
@@ -25,6 +27,28 @@ async def test_a_port_in_use_is_refused_and_named() -> None:
         with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"port {port}.*in use.*--service-port")):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, make_config(service_port=port))
+
+
+def test_a_port_that_is_free_at_one_address_of_a_name_only_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    class Socket(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address[0] == "127.0.0.2":
+                tried.append(address[1])
+                if len(tried) == 1:
+                    raise OSError(errno.EADDRINUSE, "in use")
+            super().bind(address)
+
+    two = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{number}", 0)) for number in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *args, **options: two)
+        patch.setattr(socket, "socket", Socket)
+        listeners = listen_tcp("two", 0)
+    assert len({listener.getsockname()[1] for listener in listeners}) == 1
+    assert len(listeners) == len(set(tried)) == 2
+    for listener in listeners:
+        listener.close()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid", "..", "a" * 300])

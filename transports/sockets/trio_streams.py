@@ -344,6 +344,7 @@ def listen_tcp(
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{host_flag} {host}: {reason(error)}; give an address or a name of this machine") from None
     listeners: list[socket.socket] = []
+    chooses = not port
     with contextlib.ExitStack() as undo:
         for family, kind, protocol, _, address in dict.fromkeys(found):
             sock = undo.enter_context(socket.socket(family, kind, protocol))
@@ -355,6 +356,8 @@ def listen_tcp(
                 sock.bind((address[0], port, *address[2:]))
                 sock.listen(BACKLOG)
             except OSError as error:
+                if chooses and listeners and error.errno == errno.EADDRINUSE:  # free at some of the addresses only
+                    return listen_tcp(host, 0, host_flag=host_flag, port_flag=port_flag)
                 raise ConfigError(_cannot_listen(host, port, error, host_flag, port_flag)) from None
             port = sock.getsockname()[1]
             listeners.append(sock)
