@@ -40,7 +40,7 @@ from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_confi
 from tests.server.test_disk_faults import Faults
 from tests.transports.certificates import issue
 
-TOKEN = "a secret \N{SNOWMAN}"
+TOKEN = "a-secret-\N{SNOWMAN}"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}".encode().decode("latin-1")}
 
 
@@ -348,6 +348,8 @@ async def test_without_the_token_nothing_is_told_or_changed(token_file: Path, he
         for path in ("/stats", "/metrics", "/kvmap_len", "/clients", "/cluster", "/selftest", "/openapi.json"):
             address = server.server.addresses.management[0]
             assert (await ask(address, "GET", path, headers=given)).status == 401
+        named = given | {"Host": "x/healthz?"}  # which makes no other path of it
+        assert (await ask(address, "GET", "/stats", headers=named)).status == 401
         for path in ("/healthz", "/readyz"):
             assert (await get(server, path)).status == 200
 

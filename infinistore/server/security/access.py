@@ -49,7 +49,8 @@ class Access:
         Raises:
             HTTPException: it may not.
         """
-        if request.url.path in PROBES:
+        path = request.scope["path"]  # that of `request.url` may be made of the Host header
+        if path in PROBES:
             return
         if request.method == "POST" and "origin" in request.headers:
             raise HTTPException(403, "a web page may not change the store; send the request without Origin")
@@ -62,7 +63,7 @@ class Access:
                     f"the management API is for operators, and tenant {identity.tenant} is none; the operator of the "
                     "server adds operator: true in the tenants file"
                 )
-            identity.check(role, f"{request.method} {request.url.path}")
+            identity.check(role, f"{request.method} {path}")
             if role is Role.ADMIN:
                 self._note("administration", request, tenant=identity.tenant)
         except PermissionDenied as error:
@@ -87,7 +88,7 @@ class Access:
             ) from None
 
     def _note(self, event: str, request: Request, **fields: object) -> None:
-        what = f"{request.method} {request.url.path}"
+        what = f"{request.method} {request.scope['path']}"
         origin = request.scope.get(ORIGIN, "unknown")
         self.policy.audit.note(event, **fields, origin=origin, transport="management", request=what)
 

@@ -166,7 +166,8 @@ class ShardsManagement:
         """Pass a request on to all shards at once, and return the answers that come in
         time, in the order of the shards.
         """
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        query = request.scope["query_string"].decode()
+        target = request.scope["path"] + (f"?{query}" if query else "")
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         body = await request.body()
         answers: dict[int, Answer] = {}
