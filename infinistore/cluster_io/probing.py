@@ -14,7 +14,7 @@ from infinistore.cluster_io.flows import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
-from infinistore.token_file import read_token
+from infinistore.token_file import clean_token, read_token
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp
 
@@ -44,7 +44,8 @@ def credentials(options: Mapping[str, str], token: str | None = None) -> "tuple[
     """
     if token is None:
         file = options.get("token_file")
-        token = os.environ.get("INFINISTORE_TOKEN", "") if file is None else read_token(file)
+        given = os.environ.get("INFINISTORE_TOKEN", "")
+        token = clean_token(given, "INFINISTORE_TOKEN") if file is None else read_token(file)
     files = {name: Path(options[name]) for name in ("ca", "cert", "key") if name in options}
     if not files:
         return token, None

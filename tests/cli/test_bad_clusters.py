@@ -125,7 +125,7 @@ def test_another_placement_version_in_etcd(etcd: Etcd) -> None:
 
 def test_a_token_that_one_node_refuses(told: Tell, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("a token of its own\n")
+    token.write_text("a-token-of-its-own\n")
     with running_cluster(1) as plain, running_cluster(1, token_file=str(token)) as strict:
         both = Cluster([*plain.members, *strict.members])
         told(both.url(), f"(the node {strict.members[0].address} at")

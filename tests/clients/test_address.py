@@ -135,13 +135,13 @@ def test_the_callers_token_is_stronger_than_the_files_and_that_than_the_environm
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
-    file.write_text("of the file\nsecond line")
+    file.write_text("of-the-file\nsecond line")
     with_file = f"tcp://host?token_file={file}"
     monkeypatch.delenv("INFINISTORE_TOKEN", raising=False)
     assert make_options("tcp://host", {})[1].token == ""
-    monkeypatch.setenv("INFINISTORE_TOKEN", "of the environment")
-    assert make_options("tcp://host", {})[1].token == "of the environment"
-    assert make_options(with_file, {})[1].token == "of the file"
+    monkeypatch.setenv("INFINISTORE_TOKEN", "of-the-environment")
+    assert make_options("tcp://host", {})[1].token == "of-the-environment"
+    assert make_options(with_file, {})[1].token == "of-the-file"
     assert make_options(with_file, {"token": "given"})[1].token == "given"
     assert make_options("tcp://host", {"token": ""})[1].token == ""
 

@@ -207,7 +207,7 @@ def test_all_nodes_lost_is_an_error_when_a_store_is_opened_and_all_missing_later
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_one_node_refuses_is_one_clear_error(kind: str, three: Cluster, tmp_path: Any) -> None:
     token = tmp_path / "token"
-    token.write_text("a token of its own\n")
+    token.write_text("a-token-of-its-own\n")
     stranger = Member(token_file=str(token))
     cluster = Cluster([*three.members, stranger])
     names = [f"key {number}" for number in range(100)]  # of which it owns some, wherever it listens

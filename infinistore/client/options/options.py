@@ -34,7 +34,7 @@ from infinistore.settings import (
     spinning,
     switch,
 )
-from infinistore.token_file import MAX_TOKEN_BYTES, read_token
+from infinistore.token_file import MAX_TOKEN_BYTES, clean_token, read_token
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -369,7 +369,7 @@ def _from_url(url: str, parsed: StoreUrl | ClusterUrl) -> dict[str, Any]:
     known = {setting.key: setting for setting in url_settings()}
     options: dict[str, Any] = {}
     if "token_file" not in parsed.options and "INFINISTORE_TOKEN" in os.environ:
-        options["token"] = os.environ["INFINISTORE_TOKEN"]
+        options["token"] = clean_token(os.environ["INFINISTORE_TOKEN"], "INFINISTORE_TOKEN")
     for name, text in parsed.options.items():
         if name not in known:
             raise ConfigError(f"unknown option {name!r} in {url!r}{_near(name, tuple(known))}")
@@ -388,7 +388,8 @@ def _options(given: Mapping[str, Any]) -> Options:
     for name in given:
         if name not in known:
             raise ConfigError(f"unknown option {name!r}{_near(name, tuple(known))}")
-    return Options(**given)
+    token = given.get("token")
+    return Options(**{**given, "token": clean_token(token, "token")} if isinstance(token, str) else given)
 
 
 def _near(name: str, known: tuple[str, ...]) -> str:
