@@ -349,7 +349,7 @@ async def test_without_the_token_nothing_is_told_or_changed(token_file: Path, he
             address = server.server.addresses.management[0]
             assert (await ask(address, "GET", path, headers=given)).status == 401
         named = given | {"Host": "x/healthz?"}  # which makes no other path of it
-        assert (await ask(address, "GET", "/stats", headers=named)).status == 401
+        assert (await ask(server.server.addresses.management[0], "GET", "/stats", headers=named)).status == 401
         for path in ("/healthz", "/readyz"):
             assert (await get(server, path)).status == 200
 
