@@ -5,11 +5,14 @@
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import attrs
 
 from infinistore.client.requests import Request
+
+if TYPE_CHECKING:
+    from infinistore.cluster.view import View
 
 __all__ = ["Followed", "Place", "Removed", "RemovedKeys"]
 
@@ -28,7 +31,8 @@ class RemovedKeys:
     keys: list[str] = attrs.field(factory=list)
     missed: int | None = 0
     """How many removals are not told, because more happened than the store keeps; None
-    if nobody knows how many: the server is another one, or was restarted or purged."""
+    if nobody knows how many: the server is another one, or was restarted or purged, or
+    reads of a cluster do not look any more wherever they did."""
     problem: str = ""
     """Why the store could not be asked; empty if it was."""
 
@@ -40,21 +44,26 @@ class RemovedKeys:
 
 @attrs.frozen
 class Followed:
-    """What was found, and from where to go on, by the ids of nodes."""
+    """What was found, and from where to go on, by the ids of nodes. A cluster has the
+    view in which that is so.
+    """
 
     places: Mapping[str, Place]
     removed: RemovedKeys
+    view: "View | None" = None
 
 
 @attrs.define
 class Removed(Request[Followed]):
-    """Ask which keys were removed since `places`, and wait for one at most `wait_s`.
+    """Ask which keys were removed since `places`, which are those of a `view`, and wait
+    for one at most `wait_s`.
 
     Without places it begins. The place of a server by itself is that of the node "".
     """
 
     places: Mapping[str, Place]
     wait_s: float
+    view: "View | None" = None
     waits: ClassVar[bool] = True
 
     def at(self, node: str) -> "Removed":

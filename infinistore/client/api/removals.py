@@ -5,10 +5,13 @@ meanwhile batches say why it is not asked. Only closing the store ends the itera
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+
+if TYPE_CHECKING:
+    from infinistore.cluster.view import View
 
 __all__ = ["AsyncRemovals", "BlockingRemovals"]
 
@@ -22,12 +25,13 @@ class _Following:
         self._call = call
         self._wait_s = wait_s
         self._places: Mapping[str, Place] = {}
+        self._view: View | None = None
 
     def _request(self) -> Removed:
-        return Removed(self._places, self._wait_s)
+        return Removed(self._places, self._wait_s, self._view)
 
     def _take(self, followed: Followed) -> RemovedKeys:
-        self._places = followed.places
+        self._places, self._view = followed.places, followed.view
         return followed.removed
 
 

@@ -12,6 +12,7 @@ from infinistore.client.cluster.writes import check_done, commit, delete, flush,
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.removed import Followed, Removed, RemovedKeys
 from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Purge, Request
+from infinistore.cluster.changes import still_finds
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats
 from infinistore.summed_statistics import summed
@@ -102,13 +103,15 @@ async def removed(call: CallInView, request: Removed) -> Followed:
     """Ask all nodes which keys were removed, and wait a moment for one; tell
     those that no node has.
 
-    A node that has joined, left or lost its log makes a gap. One that does not answer
-    is asked again, from where it was.
+    A node that has lost its log makes a gap, and so does a view in which reads do not
+    look everywhere they did. A node that does not answer is asked again, from where it
+    was.
 
     Raises:
         StoreUnavailable: no node answers.
     """
-    nodes = [node.node.id for node in call.view.nodes]
+    view = call.view.view
+    nodes = [node.id for node in view.nodes]
     short = attrs.evolve(request, wait_s=min(request.wait_s, _WAIT_SHARE * call.calls.lookup_s))
     outcomes: list[Outcome] = await call.ask([(index, short.at(node)) for index, node in enumerate(nodes)])
     if all(map(is_lost, outcomes)):
@@ -117,7 +120,7 @@ async def removed(call: CallInView, request: Removed) -> Followed:
             raise StoreUnavailable("the cluster has no nodes; start one")
         raise outcomes[0].again()
     places = {node: place for node, place in request.places.items() if node in nodes}
-    missed: int | None = 0 if len(places) == len(request.places) else None
+    missed: int | None = 0 if request.view is None or still_finds(view, request.view) else None
     found: dict[str, None] = {}
     for node, outcome in zip(nodes, outcomes, strict=True):
         if is_lost(outcome):
@@ -133,7 +136,7 @@ async def removed(call: CallInView, request: Removed) -> Followed:
     if keys:
         there = await exists(call, Exists(keys))
         keys = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
-    return Followed(places, RemovedKeys(keys, missed))
+    return Followed(places, RemovedKeys(keys, missed), view)
 
 
 HANDLERS: Final[Handlers] = {
