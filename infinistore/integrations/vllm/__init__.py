@@ -21,12 +21,17 @@ what it is made of, such as `kv_events` and `publisher`, need vLLM; it is import
 first use.
 """
 
-from typing import TYPE_CHECKING
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from infinistore.integrations.vllm.connector import InfiniStoreConnector
 
 __all__ = ["InfiniStoreConnector"]
+TESTED_VLLM: Final = "0.32"
+"""The release of vLLM that the connector was tested with. Others may lack what it
+imports; that is an error with a remedy.
+"""
 
 
 if not TYPE_CHECKING:
@@ -34,6 +39,19 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name != "InfiniStoreConnector":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from infinistore.integrations.vllm.connector import InfiniStoreConnector
-
+        try:
+            from infinistore.integrations.vllm.connector import InfiniStoreConnector
+        except ImportError as error:
+            if error.name is None or error.name.partition(".")[0] != "vllm":
+                raise
+            raise ImportError(_not_this_vllm(error), name=error.name) from error
         return InfiniStoreConnector
+
+
+def _not_this_vllm(error: ImportError) -> str:
+    try:
+        found = f"with vLLM {version('vllm')} ({error})"
+    except PackageNotFoundError:
+        found = "without vLLM"
+    remedy = f"pip install 'vllm=={TESTED_VLLM}.*' installs one that it was tested with"
+    return f"the connector of this InfiniStore does not work {found}; {remedy}"
