@@ -26,7 +26,7 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightFiles", "identity_of_tensors", "weight_files"]
+__all__ = ["WeightFiles", "identity_of_files", "identity_of_tensors", "weight_files"]
 
 _WEIGHTS: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz"}
 _SETTINGS: Final = {".json", ".py"}
@@ -37,6 +37,7 @@ _OTHERS: Final = re.compile(
 )
 """What begins like this does not change the keys and values of given tokens."""
 _OTHER_FOLDERS: Final = re.compile(r"(checkpoint-|original$|runs$|\.|__)")
+_OTHER_HUBS: Final = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")
 _WHOLE_BYTES: Final = 64 * 1024 * 1024
 _HEADER_BYTES: Final = 100 * 1024 * 1024
@@ -77,27 +78,44 @@ class WeightFiles:
             return ""
 
 
-def weight_files(where: str, *, revision: str | None = None, cache: str | None = None) -> WeightFiles | None:
+def weight_files(
+    where: str, *, revision: str | None = None, cache: str | None = None, only: bool = False
+) -> WeightFiles | None:
     """Return the files at a path, or of a repository of the Hugging Face Hub that was
     downloaded (to the folder `cache`, or the usual one). None if there are no weights.
+
+    With `only`, it is not known which revision is meant: it must be the only one there.
     """
     try:
-        found = _files(_place(where, revision, cache))
+        found = _files(_place(where, revision, cache, only))
     except OSError:
         return None
     return WeightFiles(found) if any(Path(file.name).suffix in _WEIGHTS for file in found) else None
 
 
-def _place(where: str, revision: str | None, cache: str | None) -> Path:
+def identity_of_files(where: str, *, revision: str | None = None, cache: str | None = None, only: bool = False) -> str:
+    """Return the identity of the files that `weight_files` finds; nothing if there are
+    none.
+    """
+    files = weight_files(where, revision=revision, cache=cache, only=only)
+    return "" if files is None else files.identity()
+
+
+def _place(where: str, revision: str | None, cache: str | None, only: bool) -> Path:
     place = Path(where).expanduser()
     if place.exists():
         return place
+    if any(os.environ.get(name, "").lower() in ("1", "true") for name in _OTHER_HUBS):
+        raise FileNotFoundError(where)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(where, revision=revision, cache_dir=cache, local_files_only=True))
+        place = Path(snapshot_download(where, revision=revision, cache_dir=cache, local_files_only=True))
     except (ImportError, ValueError) as error:  # what the Hub raises are OSErrors, or these
         raise FileNotFoundError(where) from error
+    if only and len(os.listdir(place.parent)) > 1:
+        raise FileNotFoundError(where)
+    return place
 
 
 def _files(place: Path) -> tuple[_File, ...]:

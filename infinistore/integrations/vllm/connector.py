@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.adapters import Adapters
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
@@ -89,6 +90,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._teller: Teller | None = None
         self._untold: Stages = {}
         self._unhashed = UnhashedInputs(vllm_config)
+        self._adapters = Adapters(vllm_config)
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
         scheduling = role is KVConnectorRole.SCHEDULER
@@ -116,7 +118,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 save_generated=self._settings.save_generated,
                 boundary_tokens=self._settings.boundary_tokens,
                 observations=self._observed,
-                extra=extra_keys,
+                extra=lambda request, first, end: extra_keys(request, first, end, self._adapters.identity(request)),
                 events=None if self._teller is None else self._teller.changes,
                 pins=self._pins(record),
                 workers=vllm_config.parallel_config.world_size,
@@ -304,7 +306,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look up how much of a request is stored; it is loaded in the background."""
-        if self._unhashed.are_in(request):
+        if self._unhashed.are_in(request) or self._adapters.are_unknown(request):
             return 0, False
         tokens = self.scheduler_side.loadable_tokens(request, num_computed_tokens)
         if any(group.offered for group in self._layout.groups):
@@ -315,7 +317,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks to load into."""
-        if not self._unhashed.are_in(request):
+        if not self._unhashed.are_in(request) and not self._adapters.are_unknown(request):
             self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -346,13 +348,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished request until they are written."""
+        self._adapters.forget(request)
         return self.scheduler_side.finished(request), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished request until they are written."""
-        return self.scheduler_side.finished(request), None
+        return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
         """Delete all blocks of this model from the store, as for new weights. The
@@ -413,9 +416,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
 
-def extra_keys(request: Any, first: int, end: int) -> bytes:
+def extra_keys(request: Any, first: int, end: int, adapter: str = "") -> bytes:
     """Return a block's further inputs: cache salt, LoRA adapter, images, embeddings."""
     keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
+    if keys and request.lora_request is not None:  # vLLM gives its name and path
+        keys = (("lora", adapter), *keys[1:])
     return repr(keys).encode() if keys else b""
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.transformers_utils.config import get_config
 
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
+from infinistore.integrations.internal.weights import identity_of_files
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
-__all__ = ["model_facts"]
+__all__ = ["model_facts", "weights_of"]
 
 LOG = logging.getLogger("vllm.infinistore")
 
@@ -30,6 +31,11 @@ _INPUTS_BY_LENGTH: Final = {
     "NemotronH_Super_Omni_Reasoning_V3",
 }
 """Models whose images or videos are scaled to fit into `max_model_len`."""
+_FROM_FILES: Final = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "sharded_state"),
+    *("runai_streamer", "runai_streamer_sharded"),
+}
+"""The load formats with which vLLM reads the files of a model's path."""
 _TUNING: Final = "attn_temperature_tuning"
 _LENGTH: Final = "--max-model-len"
 
@@ -44,14 +50,37 @@ def model_facts(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
     config = _config_as_loaded(model)
     return {
         "model": name,
-        "revision": model.revision,
         "config": fingerprint_of_config(config),
-        "quantization": model.quantization,
+        "classes": [config.get("architectures"), model.model_class_overrides],
+        "quantization": [model.quantization, model.quantization_config],
         "dtype": model.dtype,
         **_by_length(model, config),
         **_of_inputs(model),
         **_of_draft(vllm_config, name),
     }
+
+
+def weights_of(vllm_config: "VllmConfig") -> str:
+    """Return what stands for all weights that vLLM has loaded, those of a draft model
+    among them; nothing if it cannot be known: they have no files, or are elsewhere, or
+    are replaced while vLLM runs.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if vllm_config.weight_transfer_config is not None:
+        return ""
+    found = [_identity(model, load)]
+    for part in _parts(model.hf_config.to_dict()):  # such as Ultravox, of two other models
+        others = [part[name] for name in ("audio_model_id", "text_model_id") if part.get(name)]
+        found += [identity_of_files(where, cache=load.download_dir) for where in others]
+    if (guessing := _guessing(vllm_config)) is not None:
+        found.append(_identity(guessing.draft_model_config, guessing.draft_load_config or load))
+    return " ".join(found) if all(found) else ""
+
+
+def _identity(model: "ModelConfig", load: "LoadConfig") -> str:
+    if load.load_format not in _FROM_FILES or model.model_weights:
+        return ""
+    return identity_of_files(model.model, revision=model.revision, cache=load.download_dir)
 
 
 def _config_as_loaded(model: "ModelConfig") -> dict[str, Any]:
@@ -132,18 +161,25 @@ def _of_inputs(model: "ModelConfig") -> dict[str, object]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
+def _guessing(vllm_config: "VllmConfig") -> "SpeculativeConfig | None":
+    """Return the settings of a draft model with layers of its own in the cache."""
+    guessing = vllm_config.speculative_config
+    if guessing is None or not (guessing.uses_draft_kv_cache() or guessing.method == "custom_class"):
+        return None
+    return guessing
+
+
 def _of_draft(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
     """Return what the layers of a draft model depend on. They are stored like others,
     so that an engine without them could not read what one with them asks for.
     """
-    guessing = vllm_config.speculative_config
-    if guessing is None or not (guessing.uses_draft_kv_cache() or guessing.method == "custom_class"):
+    guessing = _guessing(vllm_config)
+    if guessing is None:
         return {}
     draft = guessing.draft_model_config
     facts = {
         "draft method": guessing.method,
         "draft model": name if draft.model == vllm_config.model_config.model else draft.model,
-        "draft revision": draft.revision,
         "draft quantization": draft.quantization,
         "draft dtype": draft.dtype,
         "draft cache dtype": guessing.kv_cache_dtype,

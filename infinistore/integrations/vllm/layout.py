@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.vllm.facts import model_facts
+from infinistore.integrations.vllm.facts import model_facts, weights_of
 from infinistore.integrations.vllm.groups import Group, hash_tokens, is_uniform
 from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 __all__ = ["Layout"]
+
+
+_UNKNOWN_WEIGHTS = (
+    "it is not known what its weights are: they have no files at hand, or are replaced while vLLM runs; set namespace"
+    " in kv_connector_extra_config, to another one for other weights"
+)
 
 
 @attrs.frozen
@@ -61,7 +67,10 @@ class Layout:
         stored = [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
         labels = layer_labels([name for _, group in stored for name in group.layer_names])
         groups: list[Group] = []
+        weights = weights_of(vllm_config)
         obstacle = "" if stored else "it has no KV cache"
+        if not weights and not settings.namespace and not obstacle:
+            obstacle = _UNKNOWN_WEIGHTS
         for index, spec in stored:
             if (reason := _obstacle(spec)) and not obstacle:
                 obstacle = reason
@@ -69,7 +78,7 @@ class Layout:
                 groups.append(_group(index, spec, tuple(labels[name] for name in spec.layer_names)))
         if obstacle:
             groups = []
-        names = _names(vllm_config, kv_cache_config, settings, groups, labels, clustered=clustered)
+        names = _names(vllm_config, kv_cache_config, settings, groups, labels, weights=weights, clustered=clustered)
         return cls(tuple(groups), names, labels, obstacle)
 
 
@@ -115,6 +124,7 @@ def _names(
     groups: list[Group],
     labels: dict[str, str],
     *,
+    weights: str,
     clustered: bool,
 ) -> BlockNames:
     """Return the names of blocks: equal if and only if blocks are interchangeable.
@@ -124,9 +134,12 @@ def _names(
     model = settings.model or vllm_config.model_config.model
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
     unit = max(1, hash_tokens(groups))
+    attention = vllm_config.attention_config
     facts = {
         **model_facts(vllm_config, model),
-        "cache dtype": vllm_config.cache_config.cache_dtype,
+        "weights": weights,
+        "cache dtype": [vllm_config.cache_config.cache_dtype, vllm_config.cache_config.kv_cache_dtype_skip_layers],
+        "attention": [attention.backend, attention.backend_per_kind, attention.indexer_kv_dtype],
         "layout": kv_cache_config.kv_cache_layout,
         "kernels": _kernels(),
         "block tokens": unit,

@@ -19,6 +19,7 @@ import pytest
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -74,6 +75,8 @@ class MadeEngine:
         **extra: Any,
     ) -> None:
         (folder / "config.json").write_text('{"architectures": ["OPTForCausalLM"], "model_type": "opt"}')
+        if not (weights := folder / "pytorch_model.bin").exists():
+            weights.write_text("weights")
         model = ModelConfig(model=str(folder), dtype="float32", seed=0, skip_tokenizer_init=True)
         batch = SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, is_encoder_decoder=False, watermark=0.0
@@ -116,7 +119,7 @@ class MadeEngine:
         """What vLLM's scheduler told of each step."""
         self.preempted: set[str] = set()
 
-    def submit(self, prompt: Sequence[int], *, count: int = 4) -> Request:
+    def submit(self, prompt: Sequence[int], *, count: int = 4, adapter: LoRARequest | None = None) -> Request:
         """Submit a request for a few tokens."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         request = Request(
@@ -125,6 +128,7 @@ class MadeEngine:
             sampling_params=params,
             pooling_params=None,
             block_hasher=self._hasher,
+            lora_request=adapter,
         )
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)

@@ -56,22 +56,29 @@ def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | 
     model = SimpleNamespace(
         model="/models/made",
         revision=None,
+        model_weights="",
         hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "made"}),
+        model_class_overrides={},
         quantization=None,
+        quantization_config=None,
         dtype="float32",
         multimodal_config=None,
     )
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}, indexer_kv_dtype="auto"),
+        load_config=SimpleNamespace(load_format="dummy"),
+        weight_transfer_config=None,
         speculative_config=None,
     )
     groups = [
         KVCacheGroupSpec([f"layers.{number}.attn"], spec, enable_kv_transfer=transferred)
         for number, spec in enumerate(specs)
     ]
-    return Layout.of(config, KVCacheConfig(8, [], groups), ConnectorSettings(url="infinistore://nowhere"))
+    settings = ConnectorSettings(url="infinistore://nowhere", namespace="made")  # there are no weights
+    return Layout.of(config, KVCacheConfig(8, [], groups), settings)
 
 
 def window(tokens: int, **given: Any) -> Any:
