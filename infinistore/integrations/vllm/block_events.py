@@ -4,7 +4,8 @@ The scheduler's half collects changes here. A block is stored when every worker 
 written its part of it, or when a look-up has found it. It is gone when the store tells
 that it has removed it, when a look-up, a load or a sweep has missed it, or when the
 store was reset. A sweep asks for a few blocks at a time, so that in the end it is
-noticed, too, what the store could not tell.
+noticed, too, what the store could not tell; at once, if the store says that there was
+something that it could not.
 
 What is known is bounded: the blocks known for longest are told as gone, and no longer
 watched. A router that believes that sends a request elsewhere, which costs time only.
@@ -135,6 +136,11 @@ class BlockEvents:
         taken, self._changes = self._changes, []
         return taken
 
+    @property
+    def known(self) -> int:
+        """How many blocks are known."""
+        return len(self._known)
+
     def next_to_sweep(self, count: int) -> list[str]:
         """Return some known blocks, and other ones the next time."""
         hashes = list(itertools.islice(self._known, count))
@@ -157,7 +163,8 @@ class BlockEvents:
 class Sweeper:
     """Asks a store in a thread of its own which blocks are gone, one question at a
     time, and at most one in `pause_s`: which keys it has removed since the last, and
-    whether a few blocks are there.
+    whether a few blocks are there. If the store does not know all that it has removed,
+    it is asked for all blocks without a pause.
 
     `keys_of` returns some keys of each block, and how many each has; `blocks_with`
     returns the blocks that have some of these keys.
@@ -185,15 +192,21 @@ class Sweeper:
         self._next_s = clock() + pause_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-sweep")
         self._asked: Future[list[str]] | None = None
+        self._gap = False
+        self._in_doubt = 0
+        """How many blocks are still to be asked for without a pause."""
 
     def go_on(self) -> None:
         """Note what the last question found, and ask the next one if it is time."""
         if self._asked is not None and self._asked.done():
             self._events.missing(self._asked.result())
             self._asked = None
+            if self._gap:
+                self._gap, self._in_doubt = False, self._events.known
         now = self._clock()
-        if self._asked is None and now >= self._next_s:
+        if self._asked is None and (now >= self._next_s or self._in_doubt > 0):
             self._next_s = now + self._pause_s
+            self._in_doubt = max(0, self._in_doubt - _SWEPT_AT_ONCE)
             if hashes := self._events.next_to_sweep(_SWEPT_AT_ONCE):
                 self._asked = self._thread.submit(self._ask, hashes)
 
@@ -222,6 +235,7 @@ class Sweeper:
         try:
             for batch in itertools.islice(self._removals, _MOST_BATCHES):
                 keys += batch.keys
+                self._gap = self._gap or batch.gap
                 if not batch.keys:
                     break
         except VersionMismatch:

@@ -2,17 +2,21 @@
 gone.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
+from infinistore.blocking import RemovedKeys
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks
+from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks, Sweeper
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.step import Load, Step
 from infinistore.integrations.vllm.worker import WorkerSide
@@ -201,6 +205,38 @@ def test_what_the_store_removes_is_told_without_a_sweep(store: blocking.Blocking
         gone = told(engine.events)
     assert gone == [("gone", [115], None)]
     engine.scheduler.close()
+
+
+class ForgetfulStore:
+    """Has nothing, and does not know what it has removed before the first question."""
+
+    def removals(self, wait_s: float) -> Iterator[RemovedKeys]:
+        yield RemovedKeys(missed=None)
+        while True:
+            yield RemovedKeys()
+
+    def exists_many(self, keys: Sequence[str]) -> list[bool]:
+        return [False] * len(keys)
+
+
+def test_all_blocks_are_asked_for_at_once_if_the_store_does_not_know_what_it_removed() -> None:
+    events = BlockEvents(1, describe)
+    blocks = [str(number) for number in range(1000)]
+    events.found(MadeRequest.of(list(range(4 * len(blocks)))), blocks)
+    told(events)
+    store: Any = ForgetfulStore()
+    times = iter([0.0, 1.0])  # so that there is one question by the clock
+    sweeper = Sweeper(
+        store,
+        Record(logging.getLogger("a test"), "a test"),
+        events,
+        lambda hashes: (list(hashes), 1),
+        lambda keys: [],
+        clock=lambda: next(times, 1.0),
+    )
+    while events.known:
+        sweeper.go_on()
+    sweeper.close()
 
 
 def test_a_sweep_asks_for_others_the_next_time() -> None:
