@@ -25,13 +25,15 @@ class Appending:
         self._log = log
         self._batches = batches
         self._seal = seal
+        self.was_refused = False
+        """Whether there was no room for the last batch."""
 
     def room(self) -> int:
         """See `Volume.room`."""
         segments = self._log.segments
         left = 0 if segments.open is None else self.room_in(segments.open)
         whole = self.room_in(Segment(0))
-        return left if left >= whole // 32 or segments.spare is None else whole
+        return left if left >= whole // 32 or not segments.can_open else whole
 
     def room_in(self, segment: Segment) -> int:
         """Return how many bytes of blocks go into a segment, if most have 256 KiB."""
@@ -84,6 +86,7 @@ class Appending:
         paged = [aligned(lengths[row]) for row in rows]
         key_bytes = sum(map(len, encoded))
         segment = self._segment_for(len(rows), key_bytes, sum(paged))
+        self.was_refused = segment is None
         if segment is None:
             return None
         log.records.make_stale(slots[~again])
@@ -140,7 +143,7 @@ class Appending:
             return current
         if not self._fits_alone(rows, key_bytes, block_bytes):
             raise ValueError(f"a batch of {in_units(batch_bytes)} does not fit into a segment of {in_units(length)}")
-        if segments.spare is None:
+        if not segments.can_open:
             return None
         if current is not None:
             current.state = SegmentState.FULL

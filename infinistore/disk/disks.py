@@ -226,6 +226,21 @@ class Disks:
                 found = [one or other for one, other in zip(found, disk.volume.contains(keys), strict=True)]
         return found
 
+    def replaced_first(self, keys: list[str]) -> list[str]:
+        """Return the keys in this order, but first those of which a disk has a block
+        that counts no more."""
+        known = [False] * len(keys)
+        for disk in self._disks:
+            known = [one or other for one, other in zip(known, disk.volume.is_known(keys), strict=True)]
+        found = self.contains(keys)
+        replaced = {key for key, was, there in zip(keys, known, found, strict=True) if was and not there}
+        return sorted(keys, key=lambda key: key not in replaced)
+
+    def stop_overwriting(self) -> None:
+        """Overwrite nothing on any disk from now on."""
+        for disk in self._disks:
+            disk.volume.stop_overwriting()
+
     def forget(self, keys: Iterable[str]) -> None:
         """Let no disk have these keys."""
         forgotten = list(keys)

@@ -116,6 +116,8 @@ class Segments:
         self.open: Segment | None = None
         self.spare: Segment | None = None
         """The segment that is opened next; nothing in it counts."""
+        self.overwrites = True
+        """Whether the oldest segment is overwritten when there is no other."""
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._all.values())
@@ -157,6 +159,17 @@ class Segments:
         if self.allocated >= self.most:
             return None
         return next(number for number in range(self.most) if number not in self._all)
+
+    @property
+    def are_used_up(self) -> bool:
+        """Whether there is none beside the spare that nothing counts in."""
+        return self.free() is None and self.unused_number() is None
+
+    @property
+    def can_open(self) -> bool:
+        """Whether the spare segment may be opened. If nothing is overwritten now, the
+        last one stays: without it, the next start would have to overwrite."""
+        return self.spare is not None and (self.overwrites or not self.are_used_up)
 
     def needs_floor(self, segment: Segment, incarnation: int, durable_floor: int) -> bool:
         """Return whether the superblock needs a floor of this incarnation, the one that

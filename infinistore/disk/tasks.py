@@ -8,7 +8,7 @@ list is a pause. It yields WAIT to be asked again after something has changed (`
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from infinistore.disk.jobs import Job, Result
 
@@ -22,7 +22,7 @@ Steps: TypeAlias = Generator[Sequence[Job] | Literal["wait"], list[Result], _Ret
 
 
 class _Task:
-    def __init__(self, steps: Steps[None]) -> None:
+    def __init__(self, steps: Steps[Any]) -> None:
         self.steps = steps
         self.jobs: Sequence[Job] = ()
         self.results: dict[Job, Result] = {}
@@ -46,7 +46,7 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._ready) + len(self._waiting) + len({id(task) for task in self._by_job.values()})
 
-    def start(self, steps: Steps[None]) -> None:
+    def start(self, steps: Steps[Any]) -> None:
         """Add a task. Its first step is taken in `step`."""
         self._ready.append(_Task(steps))
 

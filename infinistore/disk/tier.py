@@ -94,7 +94,6 @@ class DiskTier:
             core, self._writer, disks=self._disks, queue=self._queue, flushes=self._flushes, settings=self.settings
         )
         self._promotion = Promotion(core, self._reader, self._disks, self._commit, clock)
-        self._promotion.on_promoted = self._promoted
         self._membership = Membership()
         self._deletions = Deletions(self._disks, self._membership)
         self._demotion.on_doubt = self._deletions.outdate
@@ -116,6 +115,7 @@ class DiskTier:
             membership=self._membership,
         )
         self._holds = TierHolds(core, self._reader, self._disks, random or random_module.SystemRandom())
+        self._promotion.on_promoted = lambda keys: self._holds.promoted(keys, self._clock())
         self._waits = Waits()
         self._has_more = False
         self._closing: Wait | None = None
@@ -328,8 +328,8 @@ class DiskTier:
         return self._waits.add(wait)
 
     def close(self, deadline: float) -> Wait:
-        """Write what is queued, and what was skipped: there is time now. Then write a
-        snapshot and the mark of a clean end, on every disk.
+        """Write what is queued, and what was skipped, where that overwrites nothing.
+        Then write a snapshot and the mark of a clean end, on every disk.
 
         From now on nothing new is read or written. Jobs that hang still have to return
         before the pool is closed. `unmet` counts disks that did not end in time.
@@ -337,9 +337,11 @@ class DiskTier:
         if self._closing is None:
             now = self._clock()
             self._close_at = now + _WRITING_RATIO * (deadline - now)
+            self._follow()
+            self._disks.stop_overwriting()
             # What was used last comes first. Who wants reads to decide still has that.
-            keys = None if self.settings.admission == "second-use" else list(self.core.index)[::-1]
-            self.flush(keys, self._close_at)
+            by_use = None if self.settings.admission == "second-use" else list(self.core.index)[::-1]
+            self.flush(by_use and self._disks.replaced_first(by_use), self._close_at)
             self._promotion.give_up()
             self._closing = self._waits.add(Wait(deadline, len(self._disks)))
         return self._closing
@@ -397,9 +399,6 @@ class DiskTier:
     def _follow(self) -> None:
         self._journal.follow()
 
-    def _promoted(self, keys: Sequence[str]) -> None:
-        self._holds.promoted(keys, self._clock())
-
     # Looking
 
     def _on_disk_only(self, keys: Sequence[str]) -> dict[str, Place]:
@@ -440,9 +439,10 @@ class DiskTier:
     def _close(self, wait: Wait, now: float) -> None:
         is_written = self._demotion.is_idle and self._deletions.is_idle and not self._outcomes.is_purging
         for disk in self._disks:
-            if is_written or now >= self._close_at or not disk.is_writable:
+            if is_written or now >= self._close_at or not disk.is_writable or disk.volume.is_full:
                 if disk.volume.state not in ("closing", "closed"):
                     disk.volume.close()
+                    self._demotion.give_up(disk)
                     self._deletions.give_up(disk)
                     self._has_more = True
                 if disk.volume.state == "closed" and disk not in self._closed:

@@ -102,18 +102,19 @@ class Upkeep:
         """Empty the oldest segment. None: there is none now, or it cannot be used."""
         log = self._log
         oldest = next(iter(log.segments.in_log()), None)
-        if oldest is None or oldest.state not in (SegmentState.SEALED, SegmentState.ABANDONED):
+        is_finished = oldest is not None and oldest.state in (SegmentState.SEALED, SegmentState.ABANDONED)
+        if oldest is None or not is_finished or not self._overwriting():
             return None
         self._in_reclaim = oldest
         listing = yield from self._listing_of(oldest)
         yield from self._offer(oldest, listing)
         barrier = log.next_sequence - 1  # what was appended again is durable first
         while not self._batches.ended_until(barrier) or oldest.pins:
-            if not self._writable():
+            if not self._overwriting():
                 break
             yield WAIT
         self._in_reclaim = None
-        if not self._writable():
+        if not self._overwriting():
             return None
         for start in range(0, len(listing), _ROWS_A_STEP):
             rows = slice(start, start + _ROWS_A_STEP)
@@ -180,9 +181,12 @@ class Upkeep:
             yield PAUSE
         self._reclaimed.discard(segment.number)
         log.events.append(Reclaim(segment.number, keys, locations, reads[wanted].tolist()))
-        while segment.number not in self._reclaimed and self._writable():
+        while segment.number not in self._reclaimed and self._overwriting():
             yield WAIT
         self._reclaimed.discard(segment.number)
+
+    def _overwriting(self) -> bool:
+        return self._log.segments.overwrites and self._writable()
 
     def reclaimed(self, segment: int) -> None:
         """See `Volume.reclaimed`."""
@@ -266,6 +270,12 @@ class Upkeep:
                 segment.clear(SegmentState.FREE)
         log.unread.clear()
         log.events.append(Durable(token))
+
+    def note_membership(self, membership: int) -> Steps[None]:
+        """Note that the set of disks has changed."""
+        errno = yield from self._log.write_superblock(membership=membership)
+        if errno:
+            self._stop(errno)
 
     # Snapshots
 

@@ -230,8 +230,7 @@ class Volume:
         """Return for each key whether `find` finds it, at less cost."""
         if self._unrestored or not keys:
             return [False] * len(keys)
-        records = self._log.records
-        answer: list[bool] = records.live(records.find(fingerprints(keys, self._log.seed).low)).tolist()
+        answer: list[bool] = self._log.records.live(self._slots(keys)).tolist()
         return answer
 
     def note_reads(self, keys: Sequence[str]) -> None:
@@ -390,14 +389,21 @@ class Volume:
 
     def set_membership(self, membership: int) -> None:
         """Note that the set of disks has changed."""
-        self._log.tasks.start(self._note_membership(membership))
-
-    def _note_membership(self, membership: int) -> Steps[None]:
-        errno = yield from self._log.write_superblock(membership=membership)
-        if errno:
-            self._stop(errno)
+        self._log.tasks.start(self._upkeep.note_membership(membership))
 
     # Ending
+
+    def stop_overwriting(self) -> None:
+        """Write to what is free from now on, and overwrite nothing."""
+        self._log.segments.overwrites = False
+        self._log.tasks.poke()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more can be written, because nothing may be overwritten."""
+        segments = self._log.segments
+        is_last = not segments.overwrites and segments.are_used_up
+        return is_last and (self._appending.was_refused or not self.room())
 
     def stop_writing(self) -> None:
         """Write nothing more: the volume becomes read-only. Batches under way go on."""
@@ -408,10 +414,7 @@ class Volume:
     def snapshot(self) -> None:
         """Begin a snapshot, so that the next start reads less. It is made in `step`."""
         if self._is_writable():
-            self._log.tasks.start(self._snapshot())
-
-    def _snapshot(self) -> Steps[None]:
-        yield from self._upkeep.snapshot()
+            self._log.tasks.start(self._upkeep.snapshot())
 
     def close(self) -> None:
         """End the volume: when batches under way have ended, write a snapshot and the
