@@ -197,13 +197,13 @@ class TenantDisks:
             DiskFailed: disks of these tenants could not be purged. All others are.
         """
         counts: list[int] = []
-        failed: dict[str, DiskFailed] = {}
+        failed: dict[str, str] = {}
 
         async def purge(tenant: str, service: DiskService) -> None:
             try:
                 counts.append(await service.purge())
             except DiskFailed as error:
-                failed[tenant] = error
+                failed[tenant] = str(error)
 
         async with trio.open_nursery() as nursery:
             for tenant, found in list(self._open.items()):
