@@ -44,6 +44,7 @@ def config_of(file: str, url: str) -> Any:
         config.remote_url = url
     else:
         config.extra_config["remote_storage_plugin.infinistore.url"] = url
+        config.extra_config["remote_storage_plugin.infinistore.key_prefix"] = "bench/"  # its model has no files
     return config
 
 

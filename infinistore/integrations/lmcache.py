@@ -42,6 +42,7 @@ from infinistore.integrations.internal.read_ahead import read_ahead
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.store_settings import StoreSettings
+from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units
 
 __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
@@ -49,15 +50,14 @@ __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
 _T = TypeVar("_T")
 _log = init_logger(__name__)
 _DESCRIPTION_BYTES = 1024  # a descriptor has about 60, and 20 for each further group of layers
-_SCHEME = "plugin://"
-_TYPE = "infinistore"
+_PREFIX, _SCHEME, _TYPE = "lmcache/", "plugin://", "infinistore"
 
 
 class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unused-ignore]
     """Creates the connector of `infinistore` or `infinistore.NAME` from `extra_config`.
 
     Raises:
-        ConfigError: the configuration names no store, or has an unknown setting.
+        ConfigError: no store is named, a setting or what the weights are is unknown.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class InfiniStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc, unuse
         given = {name.removeprefix(section): value for name, value in extra.items() if name.startswith(section)}
         for name in ("module_path", "class_name", *(name for name in given if "." in name)):
             given.pop(name, None)  # LMCache's, or those of another instance: infinistore.NAME beside infinistore
-        settings = StoreSettings.from_mapping(given, where=f"extra_config, {section}*", key_prefix="lmcache/")
+        settings = StoreSettings.from_mapping(given, where=f"extra_config, {section}*", key_prefix=_PREFIX)
         return InfiniStoreConnector(settings, context)
 
 
@@ -141,10 +141,10 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 "plugin://infinistore needs LMCache's metadata: give it to CreateConnector, with the configuration"
             )
         super().__init__(config, metadata)
-        self._blocks = settings.key_prefix + "kv/"
-        self._descriptions = settings.key_prefix + "about/"
-        self._settings = settings
-        self._memory = memory
+        weights = identity_of_files(metadata.model_name, only=True)
+        prefix = settings.prefix_of(metadata.model_name, weights, default=_PREFIX)
+        self._blocks, self._descriptions = prefix + "kv/", prefix + "about/"
+        self._settings, self._memory = settings, memory
         self._record = Record(_log, settings.url)
         self._usual: _Description | None = None
         self._held = HeldPrefixes(settings.hold_s)  # by look-up
@@ -302,8 +302,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
     async def _get_usual(
         self, store: aio.AsyncStore, keys: Sequence[CacheEngineKey]
     ) -> tuple[list[MemoryObj | None], list[int]]:
-        """Load blocks with the usual descriptor, and their descriptors, in one round
-        trip.
+        """Load blocks with the usual descriptor, and their descriptors, in one go.
 
         Returns them, and the indices of existing blocks with other descriptors.
         """

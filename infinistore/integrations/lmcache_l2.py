@@ -32,18 +32,20 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
-from infinistore.errors import LimitExceeded
+from infinistore.errors import ConfigError, LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
 from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.store_settings import StoreSettings
+from infinistore.integrations.internal.weights import WeightFiles, weight_files
 
 __all__ = ["InfiniStoreL2Adapter"]
 
 _T = TypeVar("_T")
 _log = init_logger(__name__)
+_PREFIX = "lmcache-mp/"
 _LOOKUP_THREADS = 2
 _TRANSFER_THREADS = 4
 
@@ -170,11 +172,13 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
 
     def __init__(self, parameters: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
-        settings = StoreSettings.from_mapping(parameters, where="adapter_params", key_prefix="lmcache-mp/")
+        settings = StoreSettings.from_mapping(parameters, where="adapter_params", key_prefix=_PREFIX)
         self._settings = settings
         self._record = Record(_log, settings.url)
         self._locks = _Locks()
         self._sizes: dict[tuple[str, int, int], int] = {}
+        self._seen: dict[str, WeightFiles | None] = {}  # by the model's name
+        self._prefixes: dict[str, str] = {}
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
             if l1_memory_desc is not None:  # so that RDMA moves objects without copying them
@@ -215,6 +219,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         return self._stores.pop_all()
 
     def _put(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
+        self._check_weights(keys)
         views = {self._name(key): memoryview(block.byte_array) for key, block in zip(keys, objects, strict=True)}
         skipped = set(self._store.put_many(views, replace=False, ttl_s=self._settings.ttl_s))
         stored = {key: len(views[self._name(key)]) for key in keys if self._name(key) not in skipped}
@@ -248,6 +253,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         self._guarded("unlock", lambda: sum(map(self._store.release_hold, holds)), 0)
 
     def _look_up(self, keys: Sequence[ObjectKey]) -> Bitmap:
+        self._check_weights(keys)
         # LMCache asks for several prefixes at once, one for each rank and group of
         # layers, and may want what comes after a hole, too: a sliding window needs the
         # last chunks, not the first.
@@ -341,10 +347,22 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()
 
+    def _check_weights(self, keys: Sequence[ObjectKey]) -> None:
+        """Learn the weights of these models, which engines load. LMCache has nothing to
+        tell those of before from those of now.
+        """
+        for model in {key.model_name for key in keys}:
+            files = weight_files(model, only=True)
+            if self._seen.setdefault(model, files) != files:
+                raise ConfigError(f"the weights of {model} have changed since LMCache's server started: start it again")
+            if model not in self._prefixes:
+                weights = "" if files is None else files.identity()
+                self._prefixes[model] = self._settings.prefix_of(model, weights, default=_PREFIX)
+
     def _name(self, key: ObjectKey) -> str:
         salt = f"@{key.cache_salt}" if key.cache_salt else ""
         group = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"
-        return f"{self._settings.key_prefix}{group}@{key.chunk_hash.hex()}{salt}"
+        return f"{self._prefixes[key.model_name]}{group}@{key.chunk_hash.hex()}{salt}"
 
     def _guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
         try:

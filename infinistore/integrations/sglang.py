@@ -7,7 +7,8 @@ and v2 interfaces (SGLang 0.5.23).
 
 Pages move directly between SGLang's host pool and the store. Each part of a page in the
 pool (keys and values, or the single latent of MLA) is a block. A block's key contains
-model, dtype, layout, parallel rank and the page's hash, so a hit can be used as it is.
+model, weights, dtype, layout, parallel rank and the page's hash, so a hit can be used
+as it is.
 Ranks of an MLA model hold the same data and share it.
 
 Hybrid models have further pools, of sliding windows or of states, which go by the v2
@@ -46,12 +47,14 @@ from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.read_outcomes import Outcome
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.resets import delete_all
+from infinistore.integrations.internal.sglang_facts import settings_of_engine, weights_of_engine
 from infinistore.integrations.internal.store_settings import StoreSettings
 
 __all__ = ["InfiniStoreHiCache"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+_PREFIX = "sglang/"
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
 """Keys of the extra configuration that SGLang reads and does not remove."""
 
@@ -75,17 +78,19 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     """A store as HiCache's storage. SGLang calls it from its own threads.
 
     Raises:
-        ConfigError: the configuration names no store or has an unknown setting, or the
-            host pool cannot be read in place.
+        ConfigError: the configuration names no store or has an unknown setting, the
+            host pool cannot be read in place, or it is not known what the weights are.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
         self._in_place = bool(extra.get("interface_v1", 0))
         given = {name: value for name, value in extra.items() if name not in _SGLANGS}
-        settings = StoreSettings.from_mapping(given, where="hicache-storage-backend-extra-config", key_prefix="sglang/")
+        settings = StoreSettings.from_mapping(given, where="hicache-storage-backend-extra-config", key_prefix=_PREFIX)
         self._settings = settings
         self._config = storage_config
+        self._engine = {"weights": weights_of_engine(), "settings": settings_of_engine()}
+        settings.prefix_of(str(storage_config.model_name), str(self._engine["weights"]), default=_PREFIX)
         self._record = Record(_log, settings.url)
         self._held = HeldPrefixes(settings.hold_s)  # by the last page: the first may be left out
         with ExitStack() as stack:
@@ -146,7 +151,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not config.is_mla_model or name == str(PoolName.MAMBA):
             shard["tp"] = (config.tp_rank, config.tp_size)
         facts: dict[str, Any] = {"parts": len(parts), "page_tokens": page_tokens}
-        facts |= {"in_place": self._in_place, "mla": config.is_mla_model, **shard, **geometry}
+        facts |= {"in_place": self._in_place, "mla": config.is_mla_model, **shard, **geometry, **self._engine}
         prefix = f"{self._settings.key_prefix}{config.model_name}/{fingerprint(facts)}/"
         return _Pool(prefix, parts, pages, "{}" if self._store.is_cluster else "")
 

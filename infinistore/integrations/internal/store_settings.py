@@ -50,6 +50,20 @@ class StoreSettings(RetentionSettings):
             raise ConfigError(f"{where}: key_prefix must be a text, not {given['key_prefix']!r}")
         return cls(**{"key_prefix": key_prefix, **given})
 
+    def prefix_of(self, model: str, weights: str, *, default: str) -> str:
+        """Return the prefix of the keys of a model with these weights, of which nothing
+        is told if they are not known. `default` is the usual `key_prefix`.
+
+        Raises:
+            ConfigError: they are not known, and the user gave no prefix of their own.
+        """
+        if not weights and self.key_prefix == default:
+            raise ConfigError(
+                f"it is not known what the weights of {model} are, so that those of others could be taken for them: set"
+                f" key_prefix, to another one for other weights, as {default}second/"
+            )
+        return f"{self.key_prefix}{weights}/" if weights else self.key_prefix
+
     @property
     def options(self) -> Any:
         """The keyword arguments for `open_store`. The server need not be running."""

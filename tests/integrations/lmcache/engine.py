@@ -29,11 +29,12 @@ PLUGIN = "remote_storage_plugin.infinistore."
 
 def engine_config(file: str, *, extra: dict[str, Any] | None = None, **overrides: Any) -> Any:
     """A configuration as LMCache reads it, from a file in examples/ and what a test
-    needs otherwise.
+    needs otherwise. Its model has no files.
     """
     small = {"chunk_size": CHUNK_TOKENS, "max_local_cpu_size": 0.03, "local_cpu": False}
     config = load_engine_config_with_overrides(str(EXAMPLES / file), {**small, **overrides})
-    config.extra_config = {**(config.extra_config or {}), **(extra or {})}
+    given = {name.rpartition(".")[0] + ".key_prefix": "lmcache/tests/" for name in extra or () if name.endswith(".url")}
+    config.extra_config = {**(config.extra_config or {}), **given, **(extra or {})}
     return config
 
 

@@ -47,7 +47,7 @@ def memory() -> Iterator[Worker]:
 
 @contextmanager
 def running_adapter(url: str, **parameters: Any) -> Iterator[InfiniStoreL2Adapter]:
-    adapter = InfiniStoreL2Adapter({"url": url, **parameters})
+    adapter = InfiniStoreL2Adapter({"url": url, "key_prefix": "lmcache-mp/tests/", **parameters})
     try:
         yield adapter
     finally:
@@ -324,7 +324,7 @@ def running_manager(url: str) -> Iterator[Any]:
     """LMCache's storage manager, configured as on the command line of its server."""
     [flag, text] = (EXAMPLES / "l2-adapter.args").read_text().split(maxsplit=1)
     adapter = json.loads(text.strip().strip("'"))
-    adapter["adapter_params"]["url"] = url
+    adapter["adapter_params"] |= {"url": url, "key_prefix": "lmcache-mp/tests/"}
     flags = ["--l1-size-gb", "0.02", "--no-l1-use-lazy", "--eviction-policy", "LRU", flag, json.dumps(adapter)]
     config = parse_args(flags)
     config.l1_manager_config.memory_config.shm_name = ""  # two managers in one process would share the name

@@ -270,7 +270,7 @@ def test_memory_is_given_back_whatever_happens(worker: Worker, server: ServerPro
         block.ref_count_down()
     before = worker.bytes_in_use()
     with blocking.open_store(server.url) as store:
-        store.delete(["lmcache/kv/" + keys[1].to_string()])  # its description says that it is there
+        store.delete(["lmcache/tests/kv/" + keys[1].to_string()])  # its description says that it is there
     for got in worker.get(keys):
         if got is not None:
             got.ref_count_down()
@@ -288,7 +288,7 @@ def test_a_block_of_another_size_than_described_is_a_miss_and_is_replaced(
     keys, blocks = keys_of(3), [worker.make_block(seed) for seed in range(3)]
     worker.put(keys, blocks)
     with blocking.open_store(server.url) as store:
-        store.put("lmcache/kv/" + keys[1].to_string(), b"x" * size)
+        store.put("lmcache/tests/kv/" + keys[1].to_string(), b"x" * size)
     assert [block is not None for block in worker.get(keys)] == [True, False, True]
     worker.put(keys, blocks)
     for got, stored in zip(worker.get(keys), blocks, strict=True):
@@ -308,7 +308,7 @@ def test_a_description_that_is_none_is_a_miss(worker: Worker, server: ServerProc
     keys = keys_of(1)
     worker.put(keys, [worker.make_block(0)])
     with blocking.open_store(server.url) as store:
-        store.put("lmcache/about/" + keys[0].to_string(), garbage)
+        store.put("lmcache/tests/about/" + keys[0].to_string(), garbage)
     assert worker.get(keys) == [None]
     worker.put(keys, [worker.make_block(0)])
     assert_same(worker.get(keys)[0], worker.make_block(0))

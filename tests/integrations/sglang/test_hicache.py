@@ -53,7 +53,8 @@ def host_pool(kind: str = "mha", layout: str = "page_first", dtype: torch.dtype 
 
 
 def storage_config(url: Any, *, rank: int = 0, ranks: int = 1, mla: bool = False, **changes: Any) -> Any:
-    extra = {**json.loads(EXAMPLE.read_text()), "url": url, **changes.pop("extra", {})}
+    usual = {"url": url, "key_prefix": "sglang/tests/"}  # the model has no files
+    extra = {**json.loads(EXAMPLE.read_text()), **usual, **changes.pop("extra", {})}
     plain: dict[str, Any] = {
         "tp_rank": rank,
         "tp_size": ranks,

@@ -92,9 +92,11 @@ def kit(cfg: CacheConfig, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
             extra = {
                 **json.loads(given["hicache_storage_backend_extra_config"] or "{}"),
                 **json.loads(EXAMPLE.read_text()),
+                "url": made.url,
+                "key_prefix": "sglang/tests/",
             }
             given["hicache_storage_backend"] = "dynamic"
-            given["hicache_storage_backend_extra_config"] = json.dumps({**extra, "url": made.url})
+            given["hicache_storage_backend_extra_config"] = json.dumps(extra)
         return plain(**given, hicache_mem_layout="page_first")
 
     monkeypatch.setattr(mixins, "ServerArgs", with_store)
