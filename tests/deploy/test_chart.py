@@ -115,6 +115,7 @@ def test_the_memory_limit_has_room_for_the_pool(rendered: dict[str, dict[str, An
         ({"token": {"secret": "a"}, "tenants": {"secret": "b"}}, "set token.secret or tenants.secret"),
         ({"insecure": True, "tls": {"clientCertificates": True}}, "needs tls.secret"),
         ({"tenants": {"secret": "a"}, "cluster": ETCD}, "need tenants.peerToken.secret"),
+        ({"tenants": {"secret": "a"}, "cluster": ETCD.replace("+", "s+", 1)}, "need tenants.peerToken.secret"),
         ({"tenants": {"secret": "a", "peerToken": {"secret": "b"}}}, "goes with tenants.secret and cluster"),
         ({"token": {"secret": "a"}, "tenants": {"peerToken": {"secret": "b"}}, "cluster": ETCD}, "goes with tenants"),
         ({"insecure": True, "mode": "both"}, "mode"),

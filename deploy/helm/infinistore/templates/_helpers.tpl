@@ -37,7 +37,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and .Values.tenants.peerToken.secret (not (and .Values.tenants.secret .Values.cluster)) }}
 {{- fail "tenants.peerToken.secret goes with tenants.secret and cluster; nodes without tenants ask each other with token.secret" }}
 {{- end }}
-{{- if and .Values.tenants.secret (hasPrefix "infinistore+etcd:" .Values.cluster) (not .Values.tenants.peerToken.secret) (not .Values.tls.secret) }}
+{{- if and .Values.tenants.secret (regexMatch "^infinistores?[+]etcd:" .Values.cluster) (not .Values.tenants.peerToken.secret) (not .Values.tls.secret) }}
 {{- fail "tenants in a cluster need tenants.peerToken.secret, the name of a secret with the token of a tenant (infinistore tenant add nodes --role monitor), with which nodes ask each other who they are; or tls.secret, if a tenant has that certificate" }}
 {{- end }}
 {{- if and .Values.tls.clientCertificates (not .Values.tls.secret) }}
