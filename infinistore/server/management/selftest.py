@@ -15,7 +15,14 @@ import attrs
 import trio
 import xxhash
 
-from infinistore.errors import ChecksumMismatch, DeadlineExceeded, InfiniStoreException, StoreUnavailable, TlsFailed
+from infinistore.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    DiskFailed,
+    InfiniStoreException,
+    StoreUnavailable,
+    TlsFailed,
+)
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.disk_messages import Flush
@@ -165,7 +172,11 @@ class _Connection:
             if durable:
                 through_disk(keys)
         found = await self._read(keys)
-        await self._ask(Delete(keys))
+        try:
+            await self._ask(Delete(keys))
+        except DiskFailed:  # as is to be expected of one that could not be written
+            if durable:
+                raise
         if not durable:
             raise StoreUnavailable("no disk could be written; see the states of the disks in the statistics")
         if found != value:
