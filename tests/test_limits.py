@@ -70,9 +70,9 @@ def test_what_is_stuck_is_named_and_the_rest_run(tmp_path: Path) -> None:
     code, shown = run(tmp_path, TESTS, "-n", "1")
 
     assert code == 1
-    assert "took more than 0.2 s" in shown
     assert "crashed while running 'test_these.py::test_answers_for_every_error'" in shown
-    assert re.search("(ERROR|crashed while running) .*test_fails_before_its_fixture_is_stuck", shown)
+    for stuck in ("test_stuck", "test_fails_before_its_fixture_is_stuck"):  # fails, and ends if it still takes long
+        assert re.search(f"(FAILED|ERROR|crashed while running) .*{stuck}", shown)
     assert "1 passed" in shown
 
 
