@@ -157,7 +157,7 @@ class Follower:
             return
         self._told &= listing.problems.keys()
         for key, problem in listing.problems.items():
-            self._tell(f"{key} in etcd {problem}", key, "the view of the cluster leaves a node out")
+            self._tell(f"{key} in etcd {problem}", key, leaves_out=True)
         self._config = listing.config or self._config
         self._purged_revision = listing.purged_revision or self._purged_revision
         doubtful = self._departures.listed(listing.nodes, self._clock())
@@ -186,11 +186,14 @@ class Follower:
         self.view = view
         self._on_view(view)
 
-    def _tell(self, problem: str, about: str, outcome: str = "the view of the cluster stays as it is") -> None:
+    def _tell(self, problem: str, about: str, *, leaves_out: bool = False) -> None:
         """Log what is wrong once, until it is over: members of etcd may say different
         things in turn.
         """
         if about not in self._told:
             self._told.add(about)
-            _log.warning("%s: %s", outcome, problem)
+            if leaves_out:
+                _log.warning("the view of the cluster leaves a node out: %s", problem)
+            else:
+                _log.warning("the view of the cluster stays as it is: %s", problem)
         self._on_problem(problem)
