@@ -262,9 +262,9 @@ def test_whoever_opens_a_store_has_more_patience_than_a_lookup() -> None:
     calls = ClusterCalls(nodes, {}, Options(), float)
     opening = calls.check()
     asked: Any = opening.send(None)
-    assert [(part.request, part.within_s) for part in asked.parts] == [(PING, None)]
+    assert [(part.request, part.within_s) for part in asked.parts] == [(PING, Options().deadline_s)]
     opening.close()
-    lookup = CallInView(calls, nodes.begin()).ask([(0, PING)])
+    lookup = CallInView(calls, nodes.begin(), Options().deadline_s).ask([(0, PING)])
     asked = lookup.send(None)
     assert [part.within_s for part in asked.parts] == [Options().lookup_deadline_s]
     lookup.close()
@@ -294,7 +294,7 @@ def test_a_call_waits_for_a_silent_node_once_wherever_its_keys_may_be(request_fo
     )
     calls = ClusterCalls(nodes, {}, Options(hedged_reads=False), lambda: 0.0)
     request = request_for(NAMES)
-    call: Any = (lease if isinstance(request, Lease) else read)(CallInView(calls, nodes.begin()), request)
+    call: Any = (lease if isinstance(request, Lease) else read)(CallInView(calls, nodes.begin(), 30.0), request)
     asked: Counter[str] = Counter()
     found: Any = None
     try:

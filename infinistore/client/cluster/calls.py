@@ -88,12 +88,21 @@ def naming(text: str, nodes: Iterable[NodeStore[Any]]) -> str:
 
 
 class CallInView:
-    """One call, and the view that it uses."""
+    """One call, the view that it uses, and when it ends at the latest: the deadline is
+    for all that it asks, at the same time or one after the other.
+    """
 
-    def __init__(self, calls: "ClusterCalls", view: ViewInUse[Any]) -> None:
+    def __init__(self, calls: "ClusterCalls", view: ViewInUse[Any], deadline: float) -> None:
         self.calls = calls
         self.view = view
+        self.deadline = deadline
+        """On the clock of the nodes' stores."""
         self.counters = calls.counters
+
+    @property
+    def left_s(self) -> float:
+        """How long it may still take."""
+        return self.deadline - self.calls.clock()
 
     async def ask(self, parts: Sequence[tuple[int, Request[Any]]], *, patiently: bool = False) -> list[Outcome]:
         """Send requests to nodes, named by their index, at the same time.
@@ -114,12 +123,14 @@ class CallInView:
         hedges: Sequence[NodeHedge | None] = (),
         *,
         patiently: bool = False,
+        is_last: bool = True,
     ) -> list[Outcome]:
-        """Do the same, and leave all errors to the caller. Each part may have a
-        hedge.
+        """Do the same, and leave all errors to the caller. Each part may have a hedge.
+        If these are not the last places to ask, half of the time is left for others.
         """
         calls = self.calls
         nodes = self.view.nodes
+        left_s = self.left_s if is_last else self.left_s / 2
         outcomes: list[Outcome] = [None] * len(parts)
         sent: list[Part] = []
         places: list[int] = []
@@ -127,8 +138,10 @@ class CallInView:
             node = nodes[index]
             if node.lost and not calls.may_ask(node):
                 outcomes[place] = KeptError(StoreUnavailable(node.problem or f"{node} does not answer"))
+            elif left_s <= 0:
+                outcomes[place] = KeptError(DeadlineExceeded(f"no time is left to ask {node}; nothing was sent to it"))
             else:
-                within_s = calls.lookup_s if type(request) in _LOOKUPS and not patiently else None
+                within_s = min(calls.lookup_s, left_s) if type(request) in _LOOKUPS and not patiently else left_s
                 sent.append(Part(node.store, request, within_s, hedges[place] if hedges else None))
                 places.append(place)
         for place, outcome in zip(places, await Together(sent), strict=True):
@@ -167,11 +180,12 @@ class ClusterCalls:
 
     async def call(self, request: Request[_T]) -> _T:
         """Carry out a request."""
+        deadline = self.clock() + self._deadline_s
         view = self.nodes.begin()
         if view.view.epoch < 0:
             view = await self._know(view)
         try:
-            result: _T = await self._handlers[type(request)](CallInView(self, view), request)
+            result: _T = await self._handlers[type(request)](CallInView(self, view, deadline), request)
             return result
         finally:
             self.nodes.end(view)
@@ -183,11 +197,12 @@ class ClusterCalls:
         Raises:
             StoreUnavailable: none of them answers.
         """
+        deadline = self.clock() + self._deadline_s
         view = self.nodes.begin()
         if view.view.epoch < 0:
             view = await self._know(view)
         try:
-            call = CallInView(self, view)
+            call = CallInView(self, view, deadline)
             outcomes = await call.ask([(index, PING) for index in range(len(view.nodes))], patiently=True)
             if not outcomes:
                 raise StoreUnavailable("the cluster has no nodes; start one")

@@ -115,7 +115,7 @@ async def removed(call: CallInView, request: Removed) -> Followed:
     short = attrs.evolve(request, wait_s=min(request.wait_s, _WAIT_SHARE * call.calls.lookup_s))
     outcomes: list[Outcome] = await call.ask([(index, short.at(node)) for index, node in enumerate(nodes)])
     if all(map(is_lost, outcomes)):
-        await Sleep(short.wait_s)
+        await Sleep(max(0.0, min(short.wait_s, call.left_s)))
         if not outcomes:
             raise StoreUnavailable("the cluster has no nodes; start one")
         raise outcomes[0].again()

@@ -85,7 +85,10 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     while left:
         parts = _by_place(places, left, asked, silent, lost)
         hedges = [] if asked else hedges_for(call, request, parts, places)
-        outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
+        is_last = all(len(places[position]) <= asked + 1 for position in left)
+        outcomes = await call.ask_all(
+            [(index, part_of(request, positions)) for index, positions in parts], hedges, is_last=is_last
+        )
         for (index, positions), outcome in zip(parts, outcomes, strict=True):
             if isinstance(outcome, KeptError):
                 if is_lost(outcome):
@@ -249,7 +252,10 @@ async def lease(call: CallInView, request: Lease) -> Leased:
     try:
         while parts or left:
             hedges = [] if asked else hedges_for(call, request, parts, places)
-            outcomes = await call.ask_all([(index, part_of(request, positions)) for index, positions in parts], hedges)
+            is_last = all(len(place) <= asked + 1 for place in places)
+            outcomes = await call.ask_all(
+                [(index, part_of(request, positions)) for index, positions in parts], hedges, is_last=is_last
+            )
             for (_, positions), outcome in zip(parts, outcomes, strict=True):
                 if isinstance(outcome, Leased):
                     leased.append((positions, outcome))

@@ -184,8 +184,14 @@ async def commit(call: CallInView, request: Commit) -> None:
     room = request.room
     copies = _written_to(call, room.keys)
     # First the others: as long as the room is not committed, nobody else writes there.
+    # They leave half of the time for that.
+    half_s = call.left_s / 2
     parts = [
-        Part(call.view.nodes[index].store, Put(Batch(room.keys, room.memory).at(positions), ttl_us=request.ttl_us))
+        Part(
+            call.view.nodes[index].store,
+            Put(Batch(room.keys, room.memory).at(positions), ttl_us=request.ttl_us),
+            half_s,
+        )
         for copy in copies
         for index, positions in copy
         if call.view.nodes[index] is not node and not call.view.nodes[index].lost
@@ -193,7 +199,7 @@ async def commit(call: CallInView, request: Commit) -> None:
     for outcome in await Together(parts) if len(copies) > 1 else ():
         if isinstance(outcome, KeptError):
             call.counters.lost_copies += 1
-    (outcome,) = await Together([Part(node.store, request)])
+    (outcome,) = await Together([Part(node.store, request, call.left_s)])
     if isinstance(outcome, KeptError):
         await call.calls.watch(node)
         raise error_of(node, outcome)

@@ -280,7 +280,7 @@ class Calls(Generic[_Stream]):
     def deadline_exceeded(self, attempt: Attempt) -> DeadlineExceeded:
         """Note that a call did not finish in time, and return the error to raise."""
         within_s = self.options.deadline_s if attempt.within_s is None else attempt.within_s
-        within = f"within {within_s:g} s"
+        within = f"within {round(within_s, 3):g} s"
         if attempt.stage is _Stage.WAITING:  # which says nothing about the server
             return DeadlineExceeded(
                 f"no connection of this store came free {within}; make fewer calls at a time, or raise max_connections"

@@ -44,6 +44,7 @@ class Hedge:
         self._asked: list[Sequence[int]] = []
         self._clock: Callable[[], float] = call.calls.clock
         self._begun = self._clock()
+        self._until = self._begun + call.left_s / 2  # as for the part: the other half is for the copies in turn
         kind, count = type(request), len(positions)
         other = call.view.nodes[places[positions[0]][1]]
         most_s = max(call.calls.lookup_s / 2, _PATIENCE * other.answers.usual_s(kind, count))
@@ -64,7 +65,8 @@ class Hedge:
             return []
         self._call.counters.hedges += 1
         self._asked = list(by_node.values())
-        within_s = calls.lookup_s if isinstance(self._request, Exists) else None
+        left_s = self._until - self._clock()
+        within_s = min(calls.lookup_s, left_s) if isinstance(self._request, Exists) else left_s
         return [Part(nodes[index].store, self._asking(positions), within_s) for index, positions in by_node.items()]
 
     def _asking(self, positions: Sequence[int]) -> Get | Exists | Lease:
