@@ -7,6 +7,7 @@ request.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import AnyStr
 
 __all__ = [
     "MAX_JOINED_KEYS",
@@ -40,7 +41,7 @@ class CheckedKeys(list[str]):
             text = _SEPARATOR
         if text.isascii() and _SEPARATOR not in text and all(self):  # the usual case
             self.joined = text if len(self) == 1 else _SEPARATOR.join(self)
-            if len(self.joined) <= MAX_KEY_BYTES or _has_short_keys(self.joined, MAX_KEY_BYTES):
+            if len(self.joined) <= MAX_KEY_BYTES or _find_long(self.joined, _SEPARATOR, MAX_KEY_BYTES) < 0:
                 return
         self.joined = check_keys(self)
 
@@ -99,26 +100,31 @@ def _check_lengths(joined: str, keys: Sequence[str], max_key_bytes: int) -> None
     """Check that no key is empty, too long or not text; `joined` is the joined text."""
     if not all(keys):
         raise ValueError(f"key {list(keys).index('')} is empty; a key has at least one character")
-    if joined.isascii() and _has_short_keys(joined, max_key_bytes):
+    if joined.isascii() and _find_long(joined, _SEPARATOR, max_key_bytes) < 0:  # the usual case
         return
-    for number, key in enumerate(keys):
-        try:
-            length = len(key.encode())
-        except UnicodeEncodeError:
-            raise ValueError(f"key {number} has a lone surrogate, which is not text: {key[:40]!r}") from None
-        if length > max_key_bytes:
-            raise ValueError(
-                f"key {number} has {length} bytes; at most {max_key_bytes} are allowed, so hash long keys:"
-                f" {key[:40]!r}..."
-            )
+    try:
+        data, is_text = joined.encode(), True
+    except UnicodeEncodeError as error:
+        data, is_text = joined[: error.start].encode(), False
+    start = _find_long(data, b"\0", max_key_bytes)
+    if start >= 0:
+        number = data.count(b"\0", 0, start)
+        raise ValueError(
+            f"key {number} has {len(keys[number].encode(errors='replace'))} bytes; at most {max_key_bytes} are allowed,"
+            f" so hash long keys: {keys[number][:40]!r}..."
+        )
+    if not is_text:
+        number = data.count(b"\0")
+        raise ValueError(f"key {number} has a lone surrogate, which is not text: {keys[number][:40]!r}")
 
 
-def _has_short_keys(joined: str, max_length: int) -> bool:
-    """Whether no key has more than `max_length` characters."""
+def _find_long(joined: AnyStr, separator: AnyStr, max_length: int) -> int:
+    """Return where the first key begins that is longer than `max_length`; -1 if none
+    is."""
     start = 0
     while len(joined) - start > max_length:
-        separator = joined.rfind(_SEPARATOR, start, start + max_length + 1)
-        if separator < 0:
-            return False
-        start = separator + 1
-    return True
+        end = joined.rfind(separator, start, start + max_length + 1)
+        if end < 0:
+            return start
+        start = end + 1
+    return -1

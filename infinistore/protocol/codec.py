@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgpack
 from cattrs.errors import ForbiddenExtraKeysError
 
-from infinistore.errors import InvalidRequest, ProtocolError, VersionMismatch
+from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
+from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.body_fields import STRUCTURE, UNSTRUCTURE, Structure, Unstructure
 from infinistore.protocol.messages import KINDS, Message, Numbers, StatisticsReply
 from infinistore.protocol.single_bodies import READ, WRITE
@@ -48,6 +49,8 @@ _MAX_DEADLINE_US = 2**63
 SHORT_BODY_BYTES = 1024
 """Up to this length, a body is decoded before it is checked: whatever is in it, it does
 not take much memory."""
+_MOST_BYTES_OF_KEY = MAX_KEY_BYTES + 64  # with all numbers that belong to it
+_MOST_OTHER_BYTES = 64 * 1024
 _FIXMAP = 0x80  # how msgpack begins a map of up to 15
 _OFFER_AT = HEADER_BYTES - 8  # where the deadline stands in a header
 MAX_FIELDS = 64
@@ -152,12 +155,14 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
     return _new(Header, (kind, request_id, body_bytes, payload_bytes, deadline_us))
 
 
-def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE) -> Message:
+def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE, max_keys: int | None = None) -> Message:
     """Decode the body of a frame of this kind. `parse_header` has checked its length.
 
     `structure` is for the sender; see `body_fields.structure_for`.
 
     Raises:
+        LimitExceeded: the body is long, and has more than `max_keys` keys. They were
+            not taken apart.
         InvalidRequest: the body is well-formed, but its contents are invalid, such as
             an empty key.
         ProtocolError: the body is malformed.
@@ -183,17 +188,33 @@ def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE) -
         else:
             fields = _short_map(body)
             if fields is None:
+                if max_keys is not None and len(body) > _MOST_OTHER_BYTES + max_keys * _MOST_BYTES_OF_KEY:
+                    raise _too_many_keys(cls, f"{len(body)} bytes", max_keys)
                 fields = msgpack.unpackb(
                     body, object_pairs_hook=_flat_map, max_array_len=0, max_map_len=MAX_FIELDS, max_ext_len=0
                 )
+                if max_keys is not None and type(fields) is dict:
+                    _check_batch(cls, fields.get("keys"), max_keys)
         if type(fields) is not dict:
             raise TypeError(f"expected a map of fields, got {type(fields).__name__}")
         message: Message = structure[cls](fields, cls)
-    except InvalidRequest:
+    except (InvalidRequest, LimitExceeded):
         raise
     except Exception as error:  # noqa: BLE001  # of msgpack, cattrs or validators
         raise ProtocolError(f"malformed {cls.__name__}: {_reason(error)}") from None
     return message
+
+
+def _check_batch(cls: type[Message], keys: object, max_keys: int) -> None:
+    # Each key has a character, and one between it and the next.
+    if type(keys) is str and len(keys) > 2 * max_keys and (count := keys.count("\0") + 1) > max_keys:
+        raise _too_many_keys(cls, f"{count} keys", max_keys)
+
+
+def _too_many_keys(cls: type[Message], what: str, max_keys: int) -> LimitExceeded:
+    return LimitExceeded(
+        f"{what} in one {cls.__name__} are more than max_batch_keys={max_keys} allows; split the batch"
+    )
 
 
 def decode_notices(data: bytes, cls: type[Notice]) -> Iterator[Notice]:

@@ -9,7 +9,9 @@ Whatever needs bytes to move is an `Exchange` (see `effects`), which any driver 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infinistore.errors import InfiniStoreException, ProtocolError
+import attrs
+
+from infinistore.errors import InfiniStoreException, LimitExceeded, ProtocolError
 from infinistore.protocol.body_fields import Structure, structure_for, unstructure_for
 from infinistore.protocol.codec import Header, decode_body, encode_head, with_offer
 from infinistore.protocol.effects import Send, SendDescriptors
@@ -19,7 +21,7 @@ from infinistore.protocol.span import Span
 from infinistore.protocol.states import Event, LocalProtocolError, State
 from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 
-__all__ = ["MAX_HELLO_BYTES", "Received", "ServerConnection"]
+__all__ = ["MAX_HELLO_BYTES", "Received", "ServerConnection", "TooManyKeys"]
 
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 MAX_HELLO_BYTES = 16 * 1024
@@ -38,8 +40,15 @@ A Put with blocks also has a payload.
 _REQUEST_WITH_PAYLOAD, _PAYLOAD, _REPLY, _SENT = Event.REQUEST_WITH_PAYLOAD, Event.PAYLOAD, Event.REPLY, Event.SENT
 
 
+@attrs.frozen
+class TooManyKeys:
+    """Stands for a request that was not read, because it is too large a batch."""
+
+    why: str
+
+
 class Received(NamedTuple):
-    """A message that has arrived, before its payload.
+    """A message that has arrived, before its payload. It may be `TooManyKeys`.
 
     The `deadline_us` of a `Hello` is the client's offer, if it made one.
     """
@@ -54,6 +63,7 @@ class ServerConnection:
     """The server's end: `receive` a request and its payload, `reply`, and again.
 
     `offer` is what this end can do. After the hello, `peer` is what both ends can do.
+    A batch of more than `max_batch_keys` is not read, however long it is.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class ServerConnection:
         *,
         max_body_bytes: int,
         max_payload_bytes: int,
+        max_batch_keys: int | None = None,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         offer: Offer = OFFER,
     ) -> None:
@@ -70,6 +81,7 @@ class ServerConnection:
         self._structure: Structure | None = None
         self._unstructure = _UNSTRUCTURE_FOR_STRANGERS
         self._max_body_bytes = max_body_bytes
+        self._max_batch_keys = max_batch_keys
         self._read_ahead_bytes = read_ahead_bytes
         self._reader = FrameReader(min(max_body_bytes, MAX_HELLO_BYTES), max_payload_bytes, _HELLO_BUFFER_BYTES)
         self._request_id = 0
@@ -131,10 +143,14 @@ class ServerConnection:
         transitions = self.state.server
         if event not in transitions:
             raise ProtocolError(f"{kind.__name__} may not come now: a connection begins with one Hello")
-        message: Any = decode_body(header.kind, body, self._structure or self._meet(header))
+        message: Any
         payload_bytes = header.payload_bytes
+        try:
+            message = decode_body(header.kind, body, self._structure or self._meet(header), self._max_batch_keys)
+        except LimitExceeded as error:
+            message = TooManyKeys(str(error))
         if kind is Put:
-            expected = _put_payload_bytes(message)
+            expected = payload_bytes if type(message) is TooManyKeys else _put_payload_bytes(message)
             if payload_bytes != expected:
                 raise ProtocolError(f"a Put with {payload_bytes} bytes of payload, its sizes add up to {expected}")
             if payload_bytes:

@@ -287,6 +287,7 @@ def compose_server(
     limits = SessionLimits(
         max_body_bytes=MAX_BODY_BYTES,
         max_payload_bytes=max(config.max_batch_bytes, config.max_value_bytes) + 8 * config.max_batch_keys,
+        max_batch_keys=config.max_batch_keys,
         read_ahead_bytes=environment.read_ahead_bytes,
     )
     sessions = _make_registry(config, descriptors, each=1 + max(mover.descriptors_per_client for mover in movers))

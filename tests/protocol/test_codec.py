@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infinistore.errors import InfiniStoreException, InvalidRequest, ProtocolError, VersionMismatch
+from infinistore.errors import InfiniStoreException, InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
 from infinistore.protocol import codec
 from infinistore.protocol.body_fields import STRUCTURE, Structure, structure_function
 from infinistore.protocol.codec import (
@@ -501,3 +501,21 @@ def test_a_long_batch_is_decoded() -> None:
     keys = Keys([f"key {index}" for index in range(8192)])
     put = Put(keys, pack_u64([65536] * len(keys)))
     assert decode_body(Put.KIND, memoryview(body_of(put))) == put
+
+
+WITH_KEYS = [cls for cls in KINDS.values() if "keys" in attrs.fields_dict(cls)]
+
+
+@for_each(cls=WITH_KEYS, key=["\u00e9", "\u00e9" * 100], count=[1001, 100_000])
+def test_a_batch_that_is_too_large_is_not_taken_apart(cls: type[Message], key: str, count: int) -> None:
+    """It takes no more memory than to read its text, and none if that is too long."""
+    body = memoryview(msgpack.packb({"keys": "\0".join([key] * count)}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitExceeded, match=f"in one {cls.__name__} are more than max_batch_keys=1000"):
+            decode_body(cls.KIND, body, max_keys=1000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(body) + 10_000
+    assert peak < 10_000_000

@@ -2,6 +2,7 @@
 travels.
 """
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -76,6 +77,26 @@ def test_what_is_not_text_is_a_type_error(keys: list[object]) -> None:
 def test_the_error_names_the_first_offender_and_what_is_wrong(bad: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_keys(["a", "b", bad, bad])
+
+
+def test_of_two_bad_keys_the_first_is_named_whatever_is_wrong_with_it() -> None:
+    for keys in (["a", "\u00e9" * 513, "\ud800"], ["a", "\ud800", "\u00e9" * 513]):
+        with pytest.raises(ValueError, match="key 1 has"):
+            check_keys(keys)
+
+
+@pytest.mark.parametrize("last", ["\u00e9", "\u00e9" * 513, "\ud800", ""], ids=["good", "long", "no text", "empty"])
+def test_no_key_of_many_is_looked_at_alone(last: str) -> None:
+    """Whatever a batch has: to check it takes a few calls for each kilobyte."""
+    keys = ["\u00e9"] * 50_000 + [last, *["\u00e9"] * 50_000]
+    joined, calls = "\0".join(keys), list[str]()
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        outcome(lambda: split_keys(joined))
+        outcome(lambda: check_keys(keys))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 3000
 
 
 def test_the_type_error_names_the_first_offender() -> None:

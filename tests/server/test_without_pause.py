@@ -3,21 +3,31 @@ have their turn all the same.
 """
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import trio
 
+from infinistore.errors import LimitExceeded
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     Delete,
     Exists,
+    ExistsReply,
+    Flush,
     Get,
     Keys,
+    Lease,
     MatchPrefix,
+    Pin,
+    Prefetch,
     Put,
     ReleaseHold,
     Request,
+    Reserve,
+    TimesLeft,
     Touch,
+    Verify,
 )
 from tests.server.running import RunningServer, make_config, running_server
 
@@ -76,3 +86,35 @@ async def test_others_have_their_turn(request_: Request, payload: bytes, reads: 
                 most = await most_between_turns(running, COUNT)
                 nursery.cancel_scope.cancel()
         assert most <= MOST_BETWEEN_TURNS
+
+
+def too_many(count: int, key_bytes: int) -> list[tuple[Request, bytes]]:
+    """Requests of so many keys."""
+    keys, numbers = Keys([f"{number:0{key_bytes}}\u00e9" for number in range(count)]), pack_u64([1] * count)
+    return [
+        (Exists(keys), b""),
+        (MatchPrefix(keys), b""),
+        (Delete(keys), b""),
+        (Get(keys, numbers), b""),
+        (Lease(keys, numbers), b""),
+        (Put(keys, numbers, checksums=False), bytes(count)),
+        (Reserve(numbers), b""),
+        (Verify(keys), b""),
+        (Pin(keys), b""),
+        (TimesLeft(keys), b""),
+        (Flush(keys), b""),
+        (Prefetch(keys), b""),
+    ]
+
+
+async def test_who_asks_for_too_much_is_told_so_and_goes_on(tmp_path: Path) -> None:
+    """What is short is read first, what is long is not, and of what is even longer not
+    even the text."""
+    async with running_server(make_config(max_batch_keys=49, unix_socket=str(tmp_path / "s"))) as running:
+        peer = await running.local_peer()
+        for count, key_bytes in [(50, 1), (400, 5), (500, 1000)]:
+            for request, payload in too_many(count, key_bytes):
+                with pytest.raises(LimitExceeded, match=r"max_batch_keys=49\b"):
+                    await peer.ask(request, payload)
+                assert await peer.ask(Exists(KEY)) == ExistsReply(b"\0")
+        peer.close()

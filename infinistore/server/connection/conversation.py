@@ -70,6 +70,7 @@ class SessionLimits:
 
     max_body_bytes: int
     max_payload_bytes: int
+    max_batch_keys: int | None = None
     read_ahead_bytes: int = READ_AHEAD_BYTES
     grace_s: float = 10.0
     least_bytes_per_s: float = 1024 * 1024

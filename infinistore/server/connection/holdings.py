@@ -57,6 +57,7 @@ class Holdings:
         """
         if len(self._reservations) >= MOST_OPEN:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
+        self._core.limits.check_batch(len(sizes))
         lengths = sizes.tolist()  # everything that looks at a list takes half the time that an array takes
         reservation = (
             self._core.reserve_spare(self._conversation.client, lengths)
@@ -120,7 +121,8 @@ class Holdings:
         """
         self._conversation.check_lengths(commit.keys)
         reservation = self.reservation(commit.reservation)
-        checksums = commit.checksums.tolist() if commit.checksums else None
+        # One too many is enough to be refused.
+        checksums = commit.checksums[: len(reservation.extents) + 1].tolist() if commit.checksums else None
         skipped = self._core.commit(
             reservation, commit.keys, checksums, replace=commit.replace, free=False, ttl_s=commit.ttl_us / 1e6
         )

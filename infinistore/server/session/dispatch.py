@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from infinistore.errors import InfiniStoreException
+from infinistore.errors import InfiniStoreException, LimitExceeded
 from infinistore.protocol.messages import Message
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Handler, Mover
 
-__all__ = ["open_movers"]
+__all__ = ["open_movers", "refuse_too_many_keys"]
 
 
 def open_movers(
@@ -41,6 +42,11 @@ def open_movers(
             one.close()
         raise
     return opened, {**refusals, **handlers}
+
+
+async def refuse_too_many_keys(message: Any, received: Received) -> None:
+    """Handle `TooManyKeys`."""
+    raise LimitExceeded(message.why)
 
 
 async def _refuse(error: type[InfiniStoreException], why: str, message: Message, received: Received) -> None:

@@ -130,6 +130,7 @@ class Handshakes:
         connection = ServerConnection(
             max_body_bytes=limits.max_body_bytes,
             max_payload_bytes=limits.max_payload_bytes,
+            max_batch_keys=limits.max_batch_keys,
             read_ahead_bytes=limits.read_ahead_bytes,
         )
         audit = self.policy.audit

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import attrs
 import trio
@@ -43,7 +44,7 @@ from infinistore.protocol.messages import (
     TakeOver,
     Touch,
 )
-from infinistore.protocol.server_connection import Received, ServerConnection
+from infinistore.protocol.server_connection import Received, ServerConnection, TooManyKeys
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.budgets.receiving import Receiving
@@ -53,7 +54,7 @@ from infinistore.server.connection.removed import RemovalWaits
 from infinistore.server.movers.at_once import AnswersAtOnce
 from infinistore.server.movers.base import Handler
 from infinistore.server.session.context import ServerContext
-from infinistore.server.session.dispatch import open_movers
+from infinistore.server.session.dispatch import open_movers, refuse_too_many_keys
 from infinistore.server.session.permissions import refusals
 from infinistore.server.session.requests import ANSWERS
 from infinistore.server.statistics.recorder import CANCELLED, OK, outcome_of
@@ -128,7 +129,8 @@ class Session:
         except BaseException:
             self._holdings.give_back()
             raise
-        self._handlers: dict[type[Message], Handler] = {
+        self._handlers: dict[type[Any], Handler] = {
+            TooManyKeys: refuse_too_many_keys,
             MatchPrefix: self._match_prefix,
             Statistics: self._statistics,
             Touch: self._touch,
@@ -153,7 +155,7 @@ class Session:
         """The requests that this connection has a handler for; some handlers refuse
         with a reason.
         """
-        return frozenset((*ANSWERS, *self._handlers, *self._at_once.handlers))
+        return frozenset((*ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
 
     @property
     def transport(self) -> str:
