@@ -67,7 +67,9 @@ InfiniStoreKeyNotFound = KeyNotFound
 
 
 class OutOfMemory(InfiniStoreException):
-    """The pool has no space for the batch, even after eviction. Nothing was stored."""
+    """A pool has no space for what was sent to it, even after eviction. Nothing of that
+    was stored there.
+    """
 
     code: ClassVar[int] = 3
 
