@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from infinistore import blocking
-from infinistore.blocking import key_pages
+from infinistore.blocking import PAGE_KEYS, key_pages
 from infinistore.by_prefix import do_by_prefix
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import DiskFailed, StoreUnavailable
 from tests.cluster_client.clusters import Cluster
 
 NAMES = [f"one/{number}" for number in range(60)]
@@ -65,3 +65,16 @@ def test_a_store_that_is_no_cluster_raises() -> None:
 
         with pytest.raises(StoreUnavailable, match="no answer"):
             do_by_prefix(store, "one/", fail)
+
+
+def test_what_a_disk_may_bring_back_keeps_no_page_from_being_deleted() -> None:
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        store.put_many({f"one/{number}": b"block" for number in range(PAGE_KEYS + 1)})
+
+        def delete(page: list[str]) -> int:
+            store.delete(page)
+            raise DiskFailed("what was deleted may be back")
+
+        with pytest.raises(DiskFailed, match="may be back"):
+            do_by_prefix(store, "one/", delete)
+        assert store.keys() == []

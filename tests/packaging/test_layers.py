@@ -96,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
     "aio": {"client"},
     "blocking": {"client", "errors", "kept_errors"},
-    "by_prefix": {"blocking", "errors"},
+    "by_prefix": {"blocking", "errors", "kept_errors"},
     "dropin": {*GROUND, *PUBLIC},
     "tensors": {*GROUND, "blocking", "client"},
     # "infinistore" stands for names taken from the package itself: what is public.

@@ -28,7 +28,7 @@ from tests.server.http_client import ask
 from tests.server.running import make_config, recovered, running_server, until
 from tests.server.tenants_files import TOKENS, store_of, text_of, write
 
-KEYS = [f"key {number}" for number in range(8)]
+KEYS = [f"key {number}" for number in range(160)]
 CHANGES = (Write, Flush, Allocate, Replace, WriteSuperblock)
 DISK = {"disk_max_bytes": "64MiB"}
 
@@ -86,6 +86,7 @@ def configured(folder: Path, text: str = "", **settings: Any) -> ServerConfig:
         prealloc_bytes=8 * MIB,
         minimal_allocate_bytes=4 * KIB,
         disk_admission="eager",
+        max_batch_keys=128,  # so that calls have parts
         disks=(DiskPlace(folder / ("disk" if text else "ann"), 256 * MIB),),
         **settings,
     )

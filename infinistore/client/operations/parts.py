@@ -1,6 +1,6 @@
 """Calls that are sent in several parts, and those about how long keys stay."""
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,8 @@ from infinistore.client import requests
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.removed import Followed, RemovedKeys
 from infinistore.client.removed import Removed as RemovedRequest
-from infinistore.errors import ProtocolError, ServerReplaced, StoreUnavailable, VersionMismatch
+from infinistore.errors import DiskFailed, ProtocolError, ServerReplaced, StoreUnavailable, VersionMismatch
+from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (
     MISSING,
     Keys,
@@ -22,7 +23,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.versions import Capability
 
-__all__ = ["check_ttl", "cuts", "not_all_over", "pin", "removed", "times_left"]
+__all__ = ["all_deleted", "check_ttl", "cuts", "not_all_over", "pin", "removed", "times_left"]
 
 
 @contextmanager
@@ -34,6 +35,24 @@ def not_all_over(done: int) -> Iterator[None]:
         if not done:
             raise
         raise StoreUnavailable(f"{error}; earlier parts of the batch are") from error
+
+
+async def all_deleted(parts: Iterable[Keys], delete: Callable[[Keys], Awaitable[int]]) -> int:
+    """Delete part after part; return how many keys were there.
+
+    Raises:
+        DiskFailed: a disk may bring some back. All parts are over.
+    """
+    deleted, failed = 0, list[KeptError]()
+    for number, part in enumerate(parts):
+        with not_all_over(number):
+            try:
+                deleted += await delete(part)
+            except DiskFailed as error:
+                failed.append(KeptError(error))
+    if failed:
+        raise failed[0].again()
+    return deleted
 
 
 def cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from infinistore.client.movers.base import Destination, GetPart, Handler, Mover,
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.operations.parts import check_ttl, cuts, not_all_over, pin, removed, times_left
+from infinistore.client.operations.parts import all_deleted, check_ttl, cuts, not_all_over, pin, removed, times_left
 from infinistore.client.removed import Removed
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded, ProtocolError, ValueTooLarge
@@ -378,11 +378,7 @@ class RemoteOperations:
 
     async def delete(self, request: requests.Delete) -> int:
         """Delete keys; return how many were there."""
-        deleted = 0
-        for number, part in enumerate(self._key_parts(request.keys)):
-            with not_all_over(number):
-                deleted += await self._count(Delete(part))
-        return deleted
+        return await all_deleted(self._key_parts(request.keys), lambda part: self._count(Delete(part)))
 
     async def list_keys(self, request: requests.ListKeys) -> list[str]:
         """Return one page of keys, in code point order."""
