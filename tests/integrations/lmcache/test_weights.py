@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("lmcache", reason="needs LMCache: make test-integrations")
+
 from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
 from tests.integrations.lmcache.engine import PLUGIN, Worker, engine_config, engine_metadata, keys_of, running_worker

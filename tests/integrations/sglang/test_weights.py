@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("sglang", reason="needs SGLang: make test-integrations")
+
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.sglang_facts import settings_of_engine
 from tests.bad_days.servers import ServerProcess
