@@ -282,6 +282,7 @@ class Demotion:
             return False
         keys, entries, attempts = writer.take(max(1, most_bytes))
         count = writer.disk.volume.fitting(keys, list(map(length_of, entries)))
+        count = min(count, self._core.limits.max_batch_keys)  # what can be leased at once
         writer.put_back(keys[count or 1 :], entries[count or 1 :], attempts)
         writer.pending_since = now
         if not count:  # the first block is longer than a segment

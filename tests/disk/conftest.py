@@ -39,11 +39,13 @@ class Machine:
         unit_bytes: int = UNIT_BYTES,
         settings: TierSettings | None = None,
         seed: int = 0,
+        max_batch_keys: int = 1024,
     ) -> None:
         self.clock = FakeClock()
         self.random = random.Random(seed)
         self.settings = settings or TierSettings(admission="eager", group_s=0.001)
         self.pool_bytes, self.unit_bytes = pool_bytes, unit_bytes
+        self.max_batch_keys = max_batch_keys
         self.capacity_bytes = segments * SEGMENT_BYTES + most_snapshot_bytes(segments, SEGMENT_BYTES) + 2 * UNIT_BYTES
         self.disks = [SimulatedDisk(random.Random(seed + number), number) for number in range(disks)]
         self.stuck: Callable[[Job], bool] = lambda job: False
@@ -59,7 +61,7 @@ class Machine:
             pool,
             clock=self.clock,
             random=random.Random(1),
-            limits=CoreLimits(max_batch_keys=1024),
+            limits=CoreLimits(max_batch_keys=self.max_batch_keys),
             watermarks=Watermarks(1.0, 1.0),
             journal=Journal(reads=True),
         )

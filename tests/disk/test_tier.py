@@ -1068,3 +1068,11 @@ def test_an_older_block_does_not_return_when_both_disks_were_recovering_as_the_n
         machine.forget_memory()
     assert machine.tier.statistics().disks[1].volume.recycled_segments > 3
     assert machine.get("a") in ([None], [b"newer"])
+
+
+def test_more_blocks_than_one_request_may_have_become_durable_together(make_machine: MakeMachine) -> None:
+    machine = make_machine(max_batch_keys=4)
+    names = [f"block {number}" for number in range(16)]
+    for first in range(0, 16, 4):
+        machine.put_names(*names[first : first + 4])
+    assert machine.flush(*names) == 0

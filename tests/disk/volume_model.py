@@ -132,8 +132,7 @@ class VolumeModel:
         for token, event in sorted(self.world.ended.items()):
             if token in self.purges and isinstance(event, Durable):
                 self.purges.remove(token)
-                for other in [other for other in self.under_way if other < token]:
-                    self.under_way[other] = {}  # it is void, however it ends
+                self.under_way |= {other: {} for other in self.under_way if other < token}  # void, however they end
                 for key, known in self.known.items():
                     later = any(other > token for other, batch in self.under_way.items() if key in batch)
                     if not later and known.newest <= token:
