@@ -117,11 +117,10 @@ class Holdings:
 
     async def commit(self, commit: Commit, received: Received) -> None:
         """Answer a Commit: make a written batch visible. If the keys do not fit it, it
-        stays open.
+        stays open. Of too many checksums, one too many is looked at.
         """
         self._conversation.check_lengths(commit.keys)
         reservation = self.reservation(commit.reservation)
-        # One too many is enough to be refused.
         checksums = commit.checksums[: len(reservation.extents) + 1].tolist() if commit.checksums else None
         skipped = self._core.commit(
             reservation, commit.keys, checksums, replace=commit.replace, free=False, ttl_s=commit.ttl_us / 1e6
