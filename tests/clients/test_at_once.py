@@ -4,6 +4,8 @@ not end the others.
 
 import asyncio
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import trio
 from infinistore.client.connection.effects import Part
 from infinistore.client.drivers.at_once import PartThreads, asyncio_at_once, trio_at_once
 from infinistore.client.requests import Exists
-from infinistore.errors import OutOfMemory
+from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.kept_errors import KeptError
 from tests.bad_days.refused_threads import refused_threads
 
@@ -45,6 +47,21 @@ class BlockingMeeting:
         self.barrier.wait(60)
         if request.keys == [self.fails]:
             raise self.error("planned")
+        return request.keys
+
+
+class Slow:
+    """A store whose calls take 1.5 s by the clock of the test."""
+
+    calls = SimpleNamespace(address="tcp://slow")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.had_s = 0.0, list[float | None]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def _call(self, request: Any, within_s: float | None = None) -> Any:
+        self.now_s += 1.5
+        self.had_s.append(within_s)
         return request.keys
 
 
@@ -121,3 +138,12 @@ def test_few_threads_do_for_many_calls() -> None:
 def test_without_more_threads_the_caller_carries_out_all_parts() -> None:
     with refused_threads():
         assert PartThreads().carry_out(parts(Plain())) == [["a"], ["b"], ["c"]]
+
+
+def test_parts_that_no_thread_takes_share_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Slow(monkeypatch)
+    with refused_threads():
+        outcomes = PartThreads().carry_out([part._replace(within_s=2.0) for part in parts(store)])
+    assert outcomes[:2] == [["a"], ["b"]]
+    assert isinstance(outcomes[2], KeptError) and outcomes[2].kind is DeadlineExceeded
+    assert store.had_s == [2.0, 0.5]

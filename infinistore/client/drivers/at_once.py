@@ -8,6 +8,7 @@ cancelled or interrupted leaves no part behind.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -18,7 +19,7 @@ from infinistore.client.connection.effects import Outcome, Part
 from infinistore.client.drivers.races.asyncio_race import asyncio_race
 from infinistore.client.drivers.races.blocking_races import BlockingRaces
 from infinistore.client.drivers.races.trio_race import trio_race
-from infinistore.errors import InfiniStoreException, StoreUnavailable
+from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.new_threads import start_thread
 
@@ -131,7 +132,8 @@ class PartThreads:
         """Carry out parts; return their outcomes in order."""
         if len(parts) == 1:
             return [self._outcome(parts[0])]
-        jobs = [_Job(partial(self._outcome, part)) for part in parts]
+        begun = time.monotonic()
+        jobs = [_Job(partial(self._outcome, part, begun)) for part in parts]
         try:
             self._offer(jobs[1:])
             for job in jobs:
@@ -148,10 +150,14 @@ class PartThreads:
                 raise job.error.again()
         return [job.outcome for job in jobs]
 
-    def _outcome(self, part: Part) -> Outcome:
+    def _outcome(self, part: Part, begun: float | None = None) -> Outcome:
         store, request, within_s, hedge = part
+        if begun is not None and within_s is not None:
+            within_s -= time.monotonic() - begun  # it may have waited for a thread
+            if within_s <= 0:
+                return KeptError(DeadlineExceeded(f"no thread came free in time to ask {store.calls.address}"))
         if hedge is not None:
-            return self._races.run(part)
+            return self._races.run(part._replace(within_s=within_s))
         try:
             return store._call(request, within_s)
         except InfiniStoreException as error:
