@@ -29,7 +29,7 @@ LONGEST_S = 600
 LONGEST_TEST_S = 60
 """What one test may take: many bugs are that something has no end."""
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".venvs", "build", "dist", ".*_cache", ".hypothesis", "out")
-_FAILED = re.compile(r"^(\S+?::.*?) (?:FAILED|ERROR)(?:$| +\[|Traceback)", re.MULTILINE)
+_FAILED = re.compile(r"^(\S+?::.*?) (?:(?:FAILED|ERROR)(?:$| +\[|Traceback)|(?:Current t|T)hread 0x)", re.MULTILINE)
 
 
 @attrs.frozen

@@ -19,4 +19,5 @@ def test_the_first_failed_test_is_named_whatever_became_of_the_summary() -> None
     said += "tests/b.py::test ERROR  [100%]"
     assert failed_test(f"{said}\n\nTraceback (most recent call last):\n") == "tests/a.py::test[x - y]"
     assert failed_test("tests/b.py::test ERRORTraceback (most recent call last):\n") == "tests/b.py::test"
+    assert failed_test("tests/b.py::test Current thread 0x1 (most recent call first):\n") == "tests/b.py::test"
     assert failed_test("tests/a.py::test PASSED  [100%]\n1 passed\n") == ""
