@@ -27,7 +27,7 @@ from tests.clients.shared_serving import Shared, shared_serving
 from tests.clients.stores import Loops
 
 EVERY = os.environ.get("EVERY_BYTECODE") == "1"
-SAMPLE = 5
+SAMPLE = 20
 LONG = {"a": bytes(100_000), "b": bytes(range(250)) * 400}
 MAX_CONNECTIONS = 2
 
