@@ -17,7 +17,7 @@ from typing import Final
 import attrs
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import InfiniStoreException
+from infinistore.errors import DiskFailed, InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.tensors import Ticket
 
@@ -115,7 +115,11 @@ class LateWrites:
         return deletion.result()
 
     def _delete(self, late: Sequence[_Write]) -> bool:
-        """In a thread: delete what was written. False if that failed."""
+        """In a thread: delete what was written. False if that failed.
+
+        What a disk may bring back when it is opened again counts as deleted, because
+        the same deletion would fail again until then.
+        """
         keys = list(
             dict.fromkeys(
                 self._key_of(block_hash, write.label)
@@ -124,11 +128,18 @@ class LateWrites:
                 for block_hash in write.hashes
             )
         )
+        on_disk: DiskFailed | None = None
         try:
             for first in range(0, len(keys), _AT_ONCE):
-                self._store.delete(keys[first : first + _AT_ONCE])
+                try:
+                    self._store.delete(keys[first : first + _AT_ONCE])
+                except DiskFailed as error:
+                    on_disk = error
         except InfiniStoreException as error:
             self._record.failed("reset", error)
             return False
-        self._record.succeeded("reset")
+        if on_disk is None:
+            self._record.succeeded("reset")
+        else:
+            self._record.failed("reset", on_disk)
         return True

@@ -4,12 +4,12 @@ import logging
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from infinistore import blocking
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.late_writes import LateWrites
 from infinistore.integrations.vllm.step import Blocks, Save, Step
@@ -121,6 +121,29 @@ def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_res
     assert past == 1
     assert store.keys() == ["bb/0"]
     late.close()
+
+
+def test_a_worker_is_past_a_reset_although_a_disk_may_bring_blocks_back(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = LateWrites(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}")
+    delete = store.delete
+
+    def fail(keys: list[str]) -> int:
+        delete(keys)
+        raise DiskFailed("off")
+
+    monkeypatch.setattr(store, "delete", fail)
+    monkeypatch.setattr("infinistore.integrations.vllm.late_writes._AT_ONCE", 1)
+    for resets in (1, 2):
+        store.put_many({"aa/0": b"bytes", "bb/0": b"bytes"})
+        late.wrote(cast("Any", SimpleNamespace(done=True, dropped=False)), "0", ["aa", "bb"])
+        late.begin(resets)
+        while not late.take_past():
+            assert late._deletion is not None, "it is to be tried again"
+        assert store.keys() == []
+    late.close()
+    assert [record.getMessage().count("DiskFailed: off") for record in caplog.records] == [1]
 
 
 def test_all_is_deleted_again_shortly_after(store: blocking.BlockingStore) -> None:
