@@ -88,7 +88,11 @@ class Server:
         self._background = background
         self._drain = trio.Event()
         self._ready = ReadySockets()
-        self._purging = trio.Lock()
+        self._purges = 0
+        """How many are under way."""
+        self._stays = trio.Event()
+        """Set while no other process takes over."""
+        self._stays.set()
         self._has_ended = False
 
     @property
@@ -158,16 +162,21 @@ class Server:
                 accepting.cancel_scope.cancel()
             if giving is None or not giving.wanted.is_set():
                 return False
-            async with self._purging:
+            ended = None
+            if self._purges:
+                giving.fail("the store is being purged")
+            else:
+                self._stays = trio.Event()
                 ended = await self._end_service()
                 if ended is None:
                     giving.fail("a request under way does not end")
                 else:
                     giving.hand_over(self.telemetry.instance, ended)
-                # Disks are closed: to serve on without would forget what they have.
-                self._has_ended = await giving.decide() or (ended is not None and self.context.disks is not None)
-            if self._has_ended:
+            # Disks are closed: to serve on without would forget what they have.
+            if await giving.decide() or (ended is not None and self.context.disks is not None):
+                self._has_ended = True
                 return True
+            self._stays.set()
             self._handshakes.reopen()
 
     async def _keep(self) -> bool:
@@ -212,19 +221,23 @@ class Server:
 
     async def purge(self) -> int:
         """Delete everything, and return how many keys there were in memory. Waits while
-        another process takes over, and for ever once the service has ended: what the
-        next process goes on with may have been written down before. A purge that has
-        returned cannot be undone.
+        another process takes over, which none can in the middle of a purge; and waits
+        for ever once the service has ended: what the next process goes on with may have
+        been written down before. A purge that has returned cannot be undone.
 
         Raises:
             DiskFailed: some of what is on a disk may come back.
         """
         disk, purged = self.context.disks, 0
-        async with self._purging:
-            if not self._has_ended:
+        await self._stays.wait()
+        if not self._has_ended:
+            self._purges += 1
+            try:
                 purged = await (purge_incrementally(self.core) if disk is None else disk.purge())
-            if self._has_ended:
-                await trio.sleep_forever()
+            finally:
+                self._purges -= 1
+        if self._has_ended:
+            await trio.sleep_forever()
         return purged
 
     async def _finish(self, disk: "ServerDisks", within_s: float) -> None:

@@ -403,6 +403,31 @@ async def test_a_purge_is_not_told_of_as_done_while_a_successor_could_bring_the_
                 nursery.cancel_scope.cancel()
 
 
+async def test_nobody_takes_over_in_the_middle_of_a_purge(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long, on a disk that does not answer. The server serves on, and stops
+    when it is told to."""
+
+    async def purge(core: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(server_module, "purge_incrementally", purge)
+    async with running(config) as (old, old_ended), trio.open_nursery() as nursery:
+        nursery.start_soon(old.purge)
+        await trio.testing.wait_all_tasks_blocked()
+        with ExitStack() as resources:
+            taking = await begun(taking_over(config), resources)
+            with pytest.raises(ConfigError, match="is being purged; try again"):
+                await taking.take(OneStore(old.core), resources)
+        await until_over(old)
+        async with open_store(f"unix://{config.unix_socket}") as store:
+            await store.put("key", BLOCK)
+        old.drain()
+        await old_ended.wait()
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_purge_of_a_server_that_has_ended_its_service_is_never_done(config: ServerConfig) -> None:
     async with running(config) as (old, old_ended), trio.open_nursery() as nursery:
         old.drain()

@@ -31,7 +31,7 @@ from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
 from infinistore.cluster_io.probing import Token, instance_asker
 from infinistore.config import ServerConfig
-from infinistore.errors import ConfigError, DiskFailed
+from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import MINOR
 from infinistore.server.cluster.asking import PeerToken, Refusals
@@ -198,7 +198,7 @@ class ClusterService:
         with self._drainer.suspended():
             try:
                 await self._server.purge()
-            except DiskFailed as error:
+            except (DiskFailed, DeadlineExceeded) as error:
                 lasting = False
                 _log.warning("a purge of the cluster is not done on disk", extra={"problem": str(error)})
         registration.purged(lasting=lasting)

@@ -19,7 +19,7 @@ from infinistore.core.journal import Journal
 from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk_io.tenant_folders import TenantFolders
 from infinistore.disk_settings import DiskPlace
-from infinistore.errors import ConfigError, DiskFailed, StoreUnavailable
+from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
 from infinistore.server.disk.service import DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance.incremental import purge_incrementally
@@ -202,7 +202,7 @@ class TenantDisks:
         async def purge(tenant: str, service: DiskService) -> None:
             try:
                 counts.append(await service.purge())
-            except DiskFailed as error:
+            except (DiskFailed, DeadlineExceeded) as error:
                 failed[tenant] = str(error)
 
         async with trio.open_nursery() as nursery:
