@@ -406,10 +406,12 @@ class Registration:
         if self._purged is None:
             self._purged = read_purged(items.get(self._layout.purged(self._node.id), Item("")).value)
             self._lasting_purge = self._purged
-        if purge.value == self._purge.value and is_unique(purge.value):
+        if self._purged == purge.mod_revision:
+            self._purge = purge
+        elif purge.value == self._purge.value and is_unique(purge.value):
             lasting, self._purging = self._lasting_purge == self._purged, purge.mod_revision
             self.purged(lasting=lasting)
-        if self._purged != purge.mod_revision:
+        else:
             self._purge, self._purging = purge, purge.mod_revision
             self._on_purge()
 

@@ -296,6 +296,24 @@ def test_a_purge_is_not_forgotten_with_etcd() -> None:
     assert marks == {str(world.etcd.kvs[LAYOUT.purge].mod_revision)}
 
 
+def test_a_node_that_was_started_again_knows_the_purge_that_an_empty_etcd_gets_back() -> None:
+    world = World()
+    other, one = Registered(world, "b"), Registered(world)
+    world.etcd.put(LAYOUT.purge, "0f" * 16)
+    world.run(100)
+    world.stop(one.flow)
+    world.run(20)
+    again = Registered(world, instance="two", has_old_blocks=True)
+    world.run(100)
+    world.etcd.empty()
+    world.run(100)
+    assert world.etcd.kvs[LAYOUT.purge].value == "0f" * 16
+    assert (one.purges, other.purges, again.purges) == (1, 1, 0)
+    calls = len(world.etcd.calls)
+    world.run(60)
+    assert sum(path == "/v3/kv/range" for _, path in world.etcd.calls[calls:]) <= 6, "each looks every half minute"
+
+
 def test_a_node_that_serves_purges_as_soon_as_a_view_tells_of_it_and_only_once() -> None:
     one = Registered(has_old_blocks=True)
     one.world.etcd.put(LAYOUT.purge, "")
