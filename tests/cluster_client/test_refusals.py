@@ -23,7 +23,10 @@ def large_and_small() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize(
     ("error", "blocks"),
-    [(ValueTooLarge, {"key": bytes(2 * MIB)}), (OutOfMemory, {f"{{one batch}} {i}": bytes(MIB // 2) for i in range(4)})],
+    [
+        (ValueTooLarge, {"key": bytes(2 * MIB)}),
+        (OutOfMemory, {f"{{tag}} {i}": bytes(MIB // 2) for i in range(4)}),
+    ],
 )
 def test_a_copy_that_is_refused_by_one_node_is_stored_on_the_other(
     error: type[InfiniStoreException], blocks: dict[str, bytes], large_and_small: Cluster
