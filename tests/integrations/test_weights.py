@@ -131,6 +131,7 @@ def make_snapshot(cache: Path, commit: str, content: str, *, is_main: bool) -> P
     blob = repository / "blobs" / (content * 64)
     blob.parent.mkdir(parents=True, exist_ok=True)
     with blob.open("wb") as file:
+        file.write(content.encode() * 64)
         file.truncate(TENSORS * TENSOR_BYTES)
     snapshot = repository / "snapshots" / (commit * 40)
     snapshot.mkdir(parents=True)
@@ -142,7 +143,6 @@ def make_snapshot(cache: Path, commit: str, content: str, *, is_main: bool) -> P
 
 
 def test_a_revision_of_the_hub_is_what_was_downloaded_of_it(tmp_path: Path) -> None:
-    """Of which the hash of the content is known, so that every byte counts."""
     pytest.importorskip("huggingface_hub")
 
     def of(revision: str | None) -> str:
@@ -157,6 +157,15 @@ def test_a_revision_of_the_hub_is_what_was_downloaded_of_it(tmp_path: Path) -> N
 
     assert of(None) == of("main") == of("b" * 40) != first
     assert of("a" * 40) == of("c" * 40) == first
+
+
+def test_a_copy_of_what_the_hub_keeps_under_the_hash_of_its_content_is_the_same(tmp_path: Path) -> None:
+    snapshot = make_snapshot(tmp_path, "a", "1", is_main=True)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    os.link((snapshot / "model.safetensors").resolve(), copy / "model.safetensors")
+
+    assert identity(copy) == identity(snapshot)
 
 
 def test_what_has_no_weights_has_no_identity(tmp_path: Path) -> None:

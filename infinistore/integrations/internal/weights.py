@@ -8,8 +8,8 @@ Up to 64 MiB of files are read in full, as of most adapters. Of more, the identi
 made of sizes, of the headers of safetensors, and of samples: up to 16 of each tensor,
 the first and the last bytes among them. Training or merging changes all of a tensor, or
 a good part of it, which samples show. They may miss a change of a few rows of one
-tensor. Files in the cache of the Hugging Face Hub have the hash of their content for a
-name, which is used instead. Times do not count, because a copy has others.
+tensor. Times do not count, nor the hashes that name files in the cache of the Hugging
+Face Hub, because a copy has others or none.
 """
 
 import hashlib
@@ -38,7 +38,6 @@ _OTHERS: Final = re.compile(
 """What begins like this does not change the keys and values of given tokens."""
 _OTHER_FOLDERS: Final = re.compile(r"(checkpoint-|original$|runs$|\.|__)")
 _OTHER_HUBS: Final = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
-_BLOB: Final = re.compile(r"[0-9a-f]{64}")
 _WHOLE_BYTES: Final = 64 * 1024 * 1024
 _HEADER_BYTES: Final = 100 * 1024 * 1024
 """The longest header that safetensors allow."""
@@ -145,12 +144,9 @@ def _identity(files: tuple[_File, ...]) -> str:
     sampled: list[tuple[_File, list[tuple[int, int]]]] = []
     for file in files:
         result.update(json.dumps([file.name, file.size]).encode())
-        blob = Path(file.path)
         if whole or Path(file.name).suffix in _SETTINGS:
             with open(file.path, "rb") as content:
                 result.update(hashlib.file_digest(content, "blake2b").digest())
-        elif blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name):
-            result.update(blob.name.encode())
         else:
             header, tensors = _tensors(file)
             result.update(header)
