@@ -172,8 +172,17 @@ def test_what_has_no_weights_has_no_identity(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text("{}")
 
-    for where in (str(tmp_path), str(tmp_path / "gone"), "not/downloaded", "s3://bucket/model"):
+    for where in (str(tmp_path), str(tmp_path / "gone"), "not/downloaded", "s3://bucket/model", "~nobody-here/x", "\0"):
         assert weight_files(where, cache=str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("header", ['{"a": {"data_offsets": [1e999, 1]}}', "[" * 100_000], ids=["endless", "nested"])
+def test_what_has_a_header_that_cannot_be_read_has_no_identity(tmp_path: Path, header: str) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(TENSORS * TENSOR_BYTES)
+
+    assert identity(tmp_path) == ""
 
 
 def test_weights_that_are_replaced_while_a_process_runs_are_not_what_they_were(tmp_path: Path) -> None:

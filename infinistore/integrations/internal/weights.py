@@ -38,6 +38,9 @@ _OTHERS: Final = re.compile(
 """What begins like this does not change the keys and values of given tokens."""
 _OTHER_FOLDERS: Final = re.compile(r"(checkpoint-|original$|runs$|\.|__)")
 _OTHER_HUBS: Final = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
+_UNREADABLE: Final = (OSError, RuntimeError, OverflowError, ValueError)
+"""Also for the home of an unknown user, and for headers that are nested too deeply, or
+have infinite numbers."""
 _WHOLE_BYTES: Final = 64 * 1024 * 1024
 _HEADER_BYTES: Final = 100 * 1024 * 1024
 """The longest header that safetensors allow."""
@@ -73,7 +76,7 @@ class WeightFiles:
         """
         try:
             return _identity(self.files)
-        except OSError:
+        except _UNREADABLE:
             return ""
 
 
@@ -87,7 +90,7 @@ def weight_files(
     """
     try:
         found = _files(_place(where, revision, cache, only))
-    except OSError:
+    except _UNREADABLE:
         return None
     return WeightFiles(found) if any(Path(file.name).suffix in _WEIGHTS for file in found) else None
 
