@@ -115,8 +115,9 @@ class Disk:
         return True
 
     def begin_purges(self) -> list[list[Wait]]:
-        """Take the purges that can be begun now."""
-        if self.is_recovering:
+        """Take the purges that can be begun now, or have failed: a disk that was given
+        up may never recover."""
+        if self.is_recovering and self.health.state != "off" and self.volume.state != "closed":
             return []
         purges, self.purges = self.purges, []
         return purges
