@@ -19,7 +19,7 @@ compares the two. `infinistore.integrations.lmcache_l2` serves its multi-process
 import builtins
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, TypeVar
 
 import attrs
@@ -33,7 +33,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, LimitExceeded
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead as read_ahead_blocking
 from infinistore.integrations.internal.exact_reads import read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
@@ -362,7 +362,8 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 if outcome is Outcome.BAD:
                     bad.append(keys[index])
             if bad:  # so that the next store of these blocks is not skipped
-                await store.delete(self._names(bad))
+                with suppress(DiskFailed):  # which may bring them back when a disk is opened again
+                    await store.delete(self._names(bad))
         except BaseException:  # failed or cancelled: the store writes to these no more
             _drop(blocks)
             raise

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 import attrs
@@ -32,7 +32,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
-from infinistore.errors import ConfigError, LimitExceeded
+from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
 from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
@@ -303,7 +303,8 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         outcomes = read_exactly(self._store, items, self._record)
         bad = [name for (name, _), outcome in zip(items, outcomes, strict=True) if outcome is Outcome.BAD]
         if bad:  # so that the next store of these objects is not skipped
-            self._store.delete(bad)
+            with suppress(DiskFailed):  # which may bring them back when a disk is opened again
+                self._store.delete(bad)
         loaded = Bitmap(len(keys))
         hits = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
         loaded.batched_set(hits)

@@ -21,7 +21,7 @@ counted, and logged once. `clear` alone says that it has failed.
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from infinistore import blocking
-from infinistore.errors import ConfigError, LimitExceeded
+from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_exact_reads import read_exactly
 from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead
@@ -319,7 +319,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         outcomes = read_exactly(self._store, list(zip(names, buffers, strict=True)), self._record)
         bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.BAD]
         if bad:  # so that the next store of these pages is not skipped
-            self._store.delete(bad)
+            with suppress(DiskFailed):  # which may bring them back when a disk is opened again
+                self._store.delete(bad)
         hits = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.HIT]
         pin_loaded(self._store, hits, self._settings.pin_s, self._record)
         return [

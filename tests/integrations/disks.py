@@ -1,17 +1,20 @@
 """Blocks that are on disk only, for the tests of every engine: what a look-up finds
-there is read ahead.
+there is read ahead. And disks that may bring back what is deleted.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
+from infinistore.errors import DiskFailed
 from tests.bad_days.servers import ServerProcess, running_server_process
 
-__all__ = ["leave_on_disk", "no_prefetch", "running_server_with_disk", "wait_until_in_memory"]
+__all__ = ["bring_back", "leave_on_disk", "no_prefetch", "running_server_with_disk", "wait_until_in_memory"]
 
 
 @contextmanager
@@ -48,3 +51,19 @@ def no_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("there was nothing to read ahead")
 
     monkeypatch.setattr("infinistore.client.requests.Prefetch.__init__", refuse)
+
+
+def bring_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let deletions of this process's stores tell of a disk that may undo them."""
+    at_once, later = BlockingStore.delete, AsyncStore.delete
+
+    def delete(store: BlockingStore, keys: Any) -> int:
+        at_once(store, keys)
+        raise DiskFailed("it may bring back what is deleted")
+
+    async def delete_later(store: AsyncStore, keys: Any) -> int:
+        await later(store, keys)
+        raise DiskFailed("it may bring back what is deleted")
+
+    monkeypatch.setattr(BlockingStore, "delete", delete)
+    monkeypatch.setattr(AsyncStore, "delete", delete_later)

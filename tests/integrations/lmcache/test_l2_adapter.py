@@ -25,7 +25,13 @@ from infinistore.errors import ConfigError
 from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
 from tests.cluster_client.clusters import Cluster
-from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
+from tests.integrations.disks import (
+    bring_back,
+    leave_on_disk,
+    no_prefetch,
+    running_server_with_disk,
+    wait_until_in_memory,
+)
 from tests.integrations.lmcache.engine import EXAMPLES, Worker, engine_config, engine_metadata, running_worker
 from tests.integrations.other_version import server_of_another_version
 from tests.integrations.owners import Owners
@@ -212,6 +218,13 @@ def test_an_object_of_another_size_is_not_loaded_and_can_be_stored_anew(
     assert load(adapter, keys, [memory.make_block(9) for _ in keys]) == [0, 2]
     store(adapter, keys, objects)
     assert load(adapter, keys, [memory.make_block(9) for _ in keys]) == [0, 1, 2]
+
+
+def test_what_a_disk_may_bring_back_keeps_no_other_object_from_being_loaded(
+    adapter: InfiniStoreL2Adapter, memory: Worker, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring_back(monkeypatch)
+    test_an_object_of_another_size_is_not_loaded_and_can_be_stored_anew(adapter, memory, server, 17)
 
 
 def test_another_model_rank_group_or_salt_is_another_object(adapter: InfiniStoreL2Adapter, memory: Worker) -> None:

@@ -23,7 +23,13 @@ from infinistore import blocking
 from infinistore.errors import ConfigError
 from tests.bad_days.servers import ServerProcess, running_server_process
 from tests.cluster_client.clusters import Cluster
-from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
+from tests.integrations.disks import (
+    bring_back,
+    leave_on_disk,
+    no_prefetch,
+    running_server_with_disk,
+    wait_until_in_memory,
+)
 from tests.integrations.lmcache.engine import (
     CHUNK_TOKENS,
     PLUGIN,
@@ -293,6 +299,13 @@ def test_a_block_of_another_size_than_described_is_a_miss_and_is_replaced(
     worker.put(keys, blocks)
     for got, stored in zip(worker.get(keys), blocks, strict=True):
         assert_same(got, stored)
+
+
+def test_what_a_disk_may_bring_back_keeps_no_other_block_from_being_loaded(
+    worker: Worker, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring_back(monkeypatch)
+    test_a_block_of_another_size_than_described_is_a_miss_and_is_replaced(worker, server, 17)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from infinistore.errors import ConfigError
 from infinistore.integrations.internal.resets import BlocksLeft
 from tests.bad_days.servers import ServerProcess, running_server_process
 from tests.cluster_client.clusters import Cluster
-from tests.integrations.disks import leave_on_disk, no_prefetch, running_server_with_disk, wait_until_in_memory
+from tests.integrations.disks import (
+    bring_back,
+    leave_on_disk,
+    no_prefetch,
+    running_server_with_disk,
+    wait_until_in_memory,
+)
 from tests.integrations.other_version import server_of_another_version
 from tests.integrations.owners import Owners
 
@@ -193,6 +199,13 @@ def test_a_page_of_another_size_is_a_miss_and_can_be_stored_anew(size: int, serv
         assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [False, True]
         backend.batch_set_v1(hashes(2), indices([0, 1]))
         assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [True, True]
+
+
+def test_what_a_disk_may_bring_back_keeps_no_other_page_from_being_loaded(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring_back(monkeypatch)
+    test_a_page_of_another_size_is_a_miss_and_can_be_stored_anew(3, server)
 
 
 def test_what_a_look_up_found_is_held_until_it_is_loaded(server: ServerProcess) -> None:
