@@ -5,7 +5,6 @@ not end the others.
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,8 +51,6 @@ class BlockingMeeting:
 
 class Slow:
     """A store whose calls take 1.5 s by the clock of the test."""
-
-    calls = SimpleNamespace(address="tcp://slow")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.had_s = 0.0, list[float | None]()

@@ -15,9 +15,11 @@ import trio.testing
 
 from infinistore.client.connection.effects import LatePart, Part
 from infinistore.client.drivers.at_once import PartThreads, asyncio_at_once, trio_at_once
+from infinistore.client.memory.views import Leased, Watch
 from infinistore.client.requests import Exists
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from tests.asking import until
 from tests.bad_days.refused_threads import refused_threads
 
 LATE_S = 0.01
@@ -232,6 +234,28 @@ def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(body())
+
+
+def test_of_the_others_that_no_thread_asked_in_time_the_answers_of_those_asked_are_known() -> None:
+    class Slow(Late):
+        def begin(self) -> list[Part]:
+            one, another = super().begin()
+            return [one, another._replace(within_s=0.0)]
+
+    hedge = Slow(other := ThreadStore("other"), late := ThreadStore("another"))
+    first = ThreadStore(StoreUnavailable("planned"), lambda: hedge.begun)
+    carry_out_with_threads(Part(first, Exists(["key"]), None, hedge))
+    ((_, (answer, missing)),) = hedge.settled
+    assert (answer, missing.kind, other.calls, late.calls) == ("other", DeadlineExceeded, 1, 0)
+
+
+def test_leases_of_others_that_answer_when_the_race_is_over_are_left() -> None:
+    watch = Watch(None)
+    leased = Leased([watch.over(memoryview(bytearray(8)), writable=False)], watch)
+    other = ThreadStore(leased, lambda: False)  # it answers when it is ended
+    first = ThreadStore("first", lambda: other.calls)
+    assert carry_out_with_threads(Part(first, Exists(["key"]), None, Late(other))) == "first"
+    until(lambda: not watch.alive)
 
 
 def test_without_a_thread_for_the_clock_a_part_races_with_nobody() -> None:

@@ -155,7 +155,7 @@ class PartThreads:
         if begun is not None and within_s is not None:
             within_s -= time.monotonic() - begun  # it may have waited for a thread
             if within_s <= 0:
-                return KeptError(DeadlineExceeded(f"no thread came free in time to ask {store.calls.address}"))
+                return KeptError(DeadlineExceeded("no thread came free in time"))
         if hedge is not None:
             return self._races.run(part._replace(within_s=within_s))
         try:
@@ -200,6 +200,7 @@ class PartThreads:
         while (job := self._next()) is not None:
             if job.take():
                 job.carry_out()
+            del job  # or what it returned would be kept until there is another
 
     def _next(self) -> _Job | None:
         """Wait for a job; None if there is none for a while, or at the end."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from infinistore.client.connection.effects import Outcome, Part
 from infinistore.client.drivers.races.ending import Ending
+from infinistore.client.memory.views import Leased
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.new_threads import start_thread
@@ -66,7 +67,9 @@ class _Race:
         return asked
 
     def answered(self, outcomes: list[Outcome] | None) -> None:
-        """Take what the other copies said; None if nobody could ask them."""
+        """Take what the other copies said; None if nobody could ask them. What comes
+        when the part is over holds nothing any more.
+        """
         with self._lock:
             part = self.part
             if part is not None and part.hedge is not None and outcomes is not None:
@@ -74,6 +77,9 @@ class _Race:
                 if part.hedge.is_full(outcomes):
                     self.first.end()
         self.asked.set()
+        for outcome in outcomes or () if part is None else ():
+            if isinstance(outcome, Leased):
+                outcome.leave(quietly=True, stacklevel=1)
 
     def leave(self, *, wants_others: bool) -> None:
         """Say that the part has ended. The other copies are waited for if they were
