@@ -351,10 +351,16 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
     def _check_weights(self, keys: Sequence[ObjectKey]) -> None:
         """Learn the weights of these models, which engines load. LMCache has nothing to
         tell those of before from those of now.
+
+        Where the user gave a prefix of their own, which they change with the weights,
+        it is no change that the weights are not known any more.
         """
         for model in {key.model_name for key in keys}:
-            files = weight_files(model, only=True)
-            if self._seen.setdefault(model, files) != files:
+            if model not in self._seen:
+                self._seen.setdefault(model, weight_files(model, only=True))
+            files = self._seen[model]
+            now = None if files is None else files.now()
+            if now != files and (now is not None or self._settings.key_prefix == _PREFIX):
                 raise ConfigError(f"the weights of {model} have changed since LMCache's server started: start it again")
             if model not in self._prefixes:
                 weights = "" if files is None else files.identity()

@@ -159,6 +159,14 @@ def test_a_revision_of_the_hub_is_what_was_downloaded_of_it(tmp_path: Path) -> N
     assert of("a" * 40) == of("c" * 40) == first
 
 
+def test_a_revision_that_is_given_by_its_path_stays_what_it_is_whatever_is_downloaded(tmp_path: Path) -> None:
+    files = weight_files(str(make_snapshot(tmp_path, "a", "1", is_main=True)))
+    make_snapshot(tmp_path, "b", "2", is_main=True)
+
+    assert files is not None
+    assert files.now() == files
+
+
 def test_a_copy_of_what_the_hub_keeps_under_the_hash_of_its_content_is_the_same(tmp_path: Path) -> None:
     snapshot = make_snapshot(tmp_path, "a", "1", is_main=True)
     copy = tmp_path / "copy"
@@ -188,9 +196,12 @@ def test_what_has_a_header_that_cannot_be_read_has_no_identity(tmp_path: Path, h
 def test_weights_that_are_replaced_while_a_process_runs_are_not_what_they_were(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", tensors=1, size=1024)
     before = weight_files(str(folder))
-    assert before == weight_files(str(folder))
+    assert before is not None
+    assert before == weight_files(str(folder)) == before.now()
     new = make_model(tmp_path / "new", tensors=1, size=1024) / "model.safetensors"
     shutil.copystat(folder / "model.safetensors", new)
     new.replace(folder / "model.safetensors")
 
-    assert weight_files(str(folder)) != before
+    assert weight_files(str(folder)) == before.now() != before
+    shutil.rmtree(folder)
+    assert before.now() is None

@@ -69,6 +69,21 @@ class WeightFiles:
     """
 
     files: tuple[_File, ...]
+    place: Path = attrs.field(eq=False)
+    main: Path | None = attrs.field(eq=False)
+    """Of a model that was found by its name on the Hugging Face Hub, the file that
+    says which revision is the main one."""
+
+    def now(self) -> "WeightFiles | None":
+        """Return the files that are in their place at this moment. None if there are
+        no weights, or if the Hub's cache has another main revision by now.
+        """
+        try:
+            if self.main is not None and self.main.read_text().strip() != self.place.name:
+                return None
+            return _found_in(self.place, self.main)
+        except _UNREADABLE:
+            return None
 
     def identity(self) -> str:
         """Return what stands for their content: 32 hexadecimal characters; nothing if
@@ -89,10 +104,11 @@ def weight_files(
     With `only`, it is not known which revision is meant: it must be the only one there.
     """
     try:
-        found = _files(_place(where, revision, cache, only))
+        place = _place(where, revision, cache, only)
+        is_path = place == Path(where).expanduser()
+        return _found_in(place, None if is_path else place.parents[1] / "refs" / "main")
     except _UNREADABLE:
         return None
-    return WeightFiles(found) if any(Path(file.name).suffix in _WEIGHTS for file in found) else None
 
 
 def identity_of_files(where: str, *, revision: str | None = None, cache: str | None = None, only: bool = False) -> str:
@@ -118,6 +134,11 @@ def _place(where: str, revision: str | None, cache: str | None, only: bool) -> P
     if only and len(os.listdir(place.parent)) > 1:
         raise FileNotFoundError(where)
     return place
+
+
+def _found_in(place: Path, main: Path | None) -> WeightFiles | None:
+    found = _files(place)
+    return WeightFiles(found, place, main) if any(Path(file.name).suffix in _WEIGHTS for file in found) else None
 
 
 def _files(place: Path) -> tuple[_File, ...]:

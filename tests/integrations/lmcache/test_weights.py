@@ -13,6 +13,7 @@ from infinistore.integrations.lmcache_l2 import InfiniStoreL2Adapter
 from tests.bad_days.servers import ServerProcess
 from tests.integrations.lmcache.engine import PLUGIN, Worker, engine_config, engine_metadata, keys_of, running_worker
 from tests.integrations.lmcache.test_l2_adapter import look_up, object_keys, store
+from tests.integrations.test_weights import make_snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
 
@@ -77,6 +78,22 @@ def test_the_second_level_of_a_server_of_lmcache_has_the_weights_in_its_keys(
         assert look_up(adapter, keys) == []
     with adapter_of(server) as (adapter, _):
         assert look_up(adapter, keys) == []
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, []), ({"key_prefix": "mine/"}, [0])])
+def test_another_revision_that_was_downloaded_matters_once_engines_load_it_by_default(
+    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: list[int]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    make_snapshot(tmp_path, "a", "1", is_main=True)
+    keys = object_keys(1, model="some/model")
+    with adapter_of(server, **given) as (adapter, memory):
+        assert store(adapter, keys, [memory.make_block(0)]).is_successful()
+        monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # which takes long
+        make_snapshot(tmp_path, "b", "2", is_main=False)
+        assert look_up(adapter, keys) == [0]
+        make_snapshot(tmp_path, "c", "3", is_main=True)
+        assert look_up(adapter, keys) == found
 
 
 def test_nor_does_it_store_what_has_no_files_without_a_prefix_of_its_own(server: ServerProcess) -> None:
