@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -126,6 +127,18 @@ def test_what_a_call_has_begun_goes_on_and_the_next_one_finds_it(
 
 def test_the_next_address_is_tried_while_a_look_up_still_waits() -> None:
     assert Options().lookup_deadline_s > NEXT_ADDRESS_AFTER_S
+
+
+def test_an_answer_that_came_when_nobody_waited_is_used_soon_and_not_hours_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("infinistore.transports.sockets.names.look_up", lambda host, port: Future[Any]())
+    dialer = Dialer()
+    answer = dialer.look_up(NAME, 1, 0.0)
+    assert dialer.look_up(NAME, 1, 20.0) is answer  # not there yet
+    answer.set_result([])
+    assert dialer.look_up(NAME, 1, 29.0) is answer
+    assert dialer.look_up(NAME, 1, 31.0) is not answer
 
 
 def connected(dial: Dial, now: float) -> socket.socket:

@@ -143,7 +143,7 @@ async def connect_tcp(host: str, port: int, spinner: Spinner, dialer: Dialer | N
     """
     dialer = dialer or Dialer(keeps=False)
     try:
-        found = await asyncio.wrap_future(dialer.look_up(host, port))
+        found = await asyncio.wrap_future(dialer.look_up(host, port, time.monotonic()))
         with dialer.dial(found, time.monotonic()) as dial:
             while (sock := dial.connected(now := time.monotonic())) is None:
                 await _any_writable(dial.sockets, dial.next_at - now)

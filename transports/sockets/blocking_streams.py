@@ -160,7 +160,8 @@ def connect_tcp(
     """
     dialer = dialer or Dialer(keeps=False)
     try:
-        found = dialer.look_up(host, port).result(max(0.0, deadline - time.monotonic()))
+        now = time.monotonic()
+        found = dialer.look_up(host, port, now).result(max(0.0, deadline - now))
         with dialer.dial(found, time.monotonic()) as dial:
             while (sock := dial.connected(now := time.monotonic())) is None:
                 if now >= deadline:

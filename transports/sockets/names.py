@@ -44,7 +44,9 @@ NEXT_ADDRESS_AFTER_S: Final = 0.25
 section 5).
 """
 _KEPT_S: Final = 10.0
-"""How long an attempt goes on after the call that made it."""
+"""How long an attempt goes on after the call that made it, and the answer of a lookup
+is kept after the last call that waited for it.
+"""
 _MOST_KEPT: Final = 8
 _UNDER_WAY: Final = (errno.EINPROGRESS, errno.EALREADY)
 _CONNECTED: Final = (0, errno.EISCONN)
@@ -142,13 +144,20 @@ class Dialer:
         self._lock = threading.Lock()
         self._last: object = None
         self._left: list[_Attempt] = []
-        self._answer: Future[Found] | None = None
+        self._answer: tuple[Future[Found], float] | None = None
+        """What was looked up, and when a call last waited for it."""
 
-    def look_up(self, host: str, port: int) -> "Future[Found]":
-        """Do as `look_up`, or return what a call waited for in vain."""
-        answer = self._answer or look_up(host, port)
+    def look_up(self, host: str, port: int, now: float) -> "Future[Found]":
+        """Do as `look_up`, or return what a call waited for in vain, unless that has
+        been there too long.
+        """
+        answer, waited_at = self._answer or (look_up(host, port), now)
+        if not answer.done():
+            waited_at = now
+        elif waited_at + _KEPT_S <= now:
+            answer, waited_at = look_up(host, port), now
         if self.keeps:
-            self._answer = answer
+            self._answer = answer, waited_at
         return answer
 
     def dial(self, found: Found, now: float) -> "Dial":

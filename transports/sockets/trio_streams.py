@@ -269,7 +269,7 @@ async def connect_tcp(host: str, port: int, dialer: Dialer | None = None) -> Soc
     """
     dialer = dialer or Dialer(keeps=False)
     try:
-        found = await _result(dialer.look_up(host, port))
+        found = await _result(dialer.look_up(host, port, trio.current_time()))
         with dialer.dial(found, trio.current_time()) as dial:
             while (sock := dial.connected(trio.current_time())) is None:
                 await _any_writable(dial.sockets, dial.next_at)
