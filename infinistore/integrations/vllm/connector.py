@@ -101,6 +101,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings.lookup_deadline_s if scheduling else self._settings.deadline_s, role
         )
         self._layout = layout = Layout.of(vllm_config, kv_cache_config, self._settings, clustered=store.is_cluster)
+        weights = layout.names.facts["weights"] or "unknown"
+        LOG.info("InfiniStore: keys begin with %s/; the weights are %s", layout.names.prefix, weights)
         if scheduling:
             if transfer.kv_load_failure_policy != "recompute":
                 LOG.warning("InfiniStore: kv_load_failure_policy is now 'recompute': what cannot be read is computed")

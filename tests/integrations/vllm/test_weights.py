@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from infinistore.integrations.internal.weights import identity_of_files
+
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
 
@@ -48,6 +50,18 @@ def test_other_weights_at_the_path_of_a_model_find_nothing(opened: Open, tmp_pat
 
     weights.write_text("weights")
     assert hits(opened) == 48
+
+
+def test_an_engine_tells_how_its_keys_begin_and_what_its_weights_are(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.infinistore"), "info", lambda text, *given: told.append(text % given))
+    opened().close()
+
+    found = [line for line in told if "keys begin with vllm/" in line]
+    assert found
+    assert all(line.endswith(f"weights are {identity_of_files(str(tmp_path))}") for line in found)
 
 
 def make_adapter(folder: Path, content: str = "adapter") -> Path:
