@@ -128,18 +128,17 @@ class LateWrites:
                 for block_hash in write.hashes
             )
         )
-        on_disk: DiskFailed | None = None
+        lasts = True
         try:
             for first in range(0, len(keys), _AT_ONCE):
                 try:
                     self._store.delete(keys[first : first + _AT_ONCE])
                 except DiskFailed as error:
-                    on_disk = error
+                    lasts = False
+                    self._record.failed("reset", error)
         except InfiniStoreException as error:
             self._record.failed("reset", error)
             return False
-        if on_disk is None:
+        if lasts:
             self._record.succeeded("reset")
-        else:
-            self._record.failed("reset", on_disk)
         return True
