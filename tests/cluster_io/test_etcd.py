@@ -95,6 +95,7 @@ async def registered(place: EtcdPlace, name: str) -> AsyncIterator[Registration]
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(runner(place).run, registration.run())
+        await until_holds(lambda: registration.registrations)  # others may see it before it knows itself
         yield registration
         nursery.cancel_scope.cancel()
 
