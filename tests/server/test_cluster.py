@@ -45,7 +45,7 @@ async def listed(etcd: Etcd, cluster: str) -> dict[str, dict[str, Any]]:
 async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etcd) -> None:
     config = make_config(cluster=etcd.url_of("plain"), node_id="a", node_weight=70, node_zone="rack 1")
     async with running_server(config) as server:
-        found = await when(server, lambda found: bool(found.nodes))
+        found = await when(server, lambda found: found.nodes and found.registrations)
         (node,) = found["nodes"]
         (written,) = (await listed(etcd, "plain")).values()
         assert node["address"] == f"infinistore://127.0.0.1:{server.server.addresses.port}"
