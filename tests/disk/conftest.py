@@ -10,6 +10,7 @@ import xxhash
 from infinistore.allocators import create_allocator
 from infinistore.core import CoreLimits, Journal, Pool, StoreCore, Watermarks, create_arena
 from infinistore.disk.jobs import Job, Result, Write
+from infinistore.disk.purging import Purging
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.snapshots import most_snapshot_bytes
 from infinistore.disk.tier import DiskTier
@@ -134,6 +135,18 @@ class Machine:
                 return
             self.clock.now = max(deadline, self.clock.now)
         raise AssertionError("it does not come to rest")
+
+    def purge(self, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Purging:
+        """Purge, as far as it gets by then; `meanwhile` comes when the disks are.
+        `check` has to be called."""
+        purging = Purging(self.tier, deadline)
+        self.until(purging.disks)
+        meanwhile()
+        while purging.delete_some():
+            pass
+        for wait in purging.waits:
+            self.until(wait)
+        return purging
 
     def until(self, wait: Wait | None) -> Wait:
         """Go on until a wait is settled."""

@@ -10,7 +10,6 @@ from itertools import count
 import pytest
 
 from infinistore.disk.jobs import Flush, Replace, Result, Write, WriteSuperblock
-from infinistore.disk.purging import Purging
 from infinistore.disk.volume import Volume
 from infinistore.errors import DiskFailed
 from tests.disk.conftest import Machine
@@ -21,13 +20,7 @@ WRITES = (Write, Flush, Replace, WriteSuperblock)
 
 
 def purge(machine: Machine) -> None:
-    purging = Purging(machine.tier, machine.clock.now + 50)
-    machine.until(purging.disks)
-    while purging.delete_some():
-        pass
-    for wait in purging.waits:
-        machine.until(wait)
-    purging.check()
+    machine.purge(machine.clock.now + 50).check()
 
 
 def delete(machine: Machine) -> None:

@@ -14,13 +14,7 @@ MakeMachine = Callable[..., Machine]
 
 def purge(machine: Machine, meanwhile: Callable[[], object] = lambda: None) -> Purging:
     """Purge as a store does, with something that happens when the disks are purged."""
-    purging = Purging(machine.tier, FOREVER)
-    machine.until(purging.disks)
-    meanwhile()
-    while purging.delete_some():
-        pass
-    for wait in purging.waits:
-        machine.until(wait)
+    purging = machine.purge(FOREVER, meanwhile)
     purging.check()
     return purging
 
@@ -76,12 +70,7 @@ def test_many_keys_are_deleted_some_at_a_time(make_machine: MakeMachine) -> None
 def test_a_disk_that_does_not_answer_fails_the_purge_which_is_done_all_the_same(machine: Machine) -> None:
     machine.put_names("a")
     machine.stuck = lambda job: True
-    purging = Purging(machine.tier, machine.clock.now + 1)
-    machine.until(purging.disks)
-    while purging.delete_some():
-        pass
-    for wait in purging.waits:
-        machine.until(wait)
+    purging = machine.purge(machine.clock.now + 1)
     with pytest.raises(DeadlineExceeded, match="may be back"):
         purging.check()
     assert machine.peek("a") == [None]
