@@ -4,17 +4,18 @@ have, and then the others get some of it all the same.
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from itertools import count
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import attrs
 import pytest
 import trio.testing
 
 from infinistore.allocators import create_allocator
-from infinistore.core import CoreLimits, Pool, create_arena
-from infinistore.core.clients import Hazard
+from infinistore.core import CoreLimits, Pool, StoreCore, create_arena
+from infinistore.core.clients import Client, Hazard
 from infinistore.core.tenants import Tenants
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.effects import LongBody
@@ -59,33 +60,89 @@ async def connections() -> AsyncGenerator[Take, None]:
     yield take
 
 
+class _Pinning(Protocol):
+    """Pins blocks of the greedy tenant for good, if it may."""
+
+    def __call__(self, store: StoreCore, client: Client, keys: list[str]) -> object: ...
+
+
+def leases(store: StoreCore, client: Client, keys: list[str]) -> object:
+    return store.lease(client, keys)
+
+
+def holds(store: StoreCore, client: Client, keys: list[str]) -> object:
+    return store.hold_prefix(client, keys, 60.0)
+
+
+def protected_keys(store: StoreCore, client: Client, keys: list[str]) -> object:
+    return store.retention.protect(keys)
+
+
+def unfinished_writes(store: StoreCore, client: Client, keys: list[str]) -> object:
+    return store.reserve(client, [KIB] * len(keys))
+
+
+def reads_in_place(store: StoreCore, client: Client, keys: list[str]) -> object:
+    """Without a request: the store finds these pins in shared memory."""
+    rows: list[Hazard] = [(*entry, 1) for entry in store.index.get_many(store.all_keys()) if entry is not None]
+    if client.read_hazards is None:
+        store.accept_hazards(client, lambda: rows)
+    client.read_hazards = lambda: rows
+    return rows
+
+
 @asynccontextmanager
-async def room_in_the_pool() -> AsyncGenerator[Take, None]:
-    """All have some reserved. What one has taken, it reads in place from then on."""
+async def room_in_the_pool(pin: _Pinning, *, reserved_bytes: int) -> AsyncGenerator[Take, None]:
+    """One has filled the pool, and pins all that it may before each of the others puts.
+    All have some reserved, or one may not pin all of the pool.
+    """
     pool = Pool(create_allocator("bitmap", KIB))
     pool.add_arena(create_arena(0, 64 * KIB))
-    tenants = Tenants(pool, clock=trio.current_time, limits=CoreLimits(max_pinned_ratio=1))
+    most = CoreLimits(max_pinned_ratio=1, max_held_ratio=1, max_protected_ratio=1)
+    tenants = Tenants(pool, clock=trio.current_time, limits=most if reserved_bytes else CoreLimits())
     tenants.on_removal = lambda entries: None
-    tenants.apply(TenantLimits(name, reserved_bytes=8 * KIB) for name in TENANTS)
-    greedy, rows = tenants.store("greedy"), list[Hazard]()
+    tenants.apply(TenantLimits(name, reserved_bytes=reserved_bytes) for name in TENANTS)
+    greedy = tenants.store("greedy")
+    reader = greedy.open_client("reader")
+    if pin is reads_in_place:
+        pin(greedy, reader, [])
     numbers = count()
-    greedy.accept_hazards(greedy.open_client("reader"), lambda: list(rows))
 
     async def take(tenant: str) -> bool:
         store = tenants.store(tenant)
         if store is not greedy:
-            rows[:] = [(*entry, 1) for entry in greedy.index.get_many(greedy.all_keys()) if entry is not None]
-        writer = store.open_client("writer")
+            for key in greedy.all_keys():
+                with suppress(LimitExceeded, OutOfMemory):
+                    pin(greedy, reader, [key])
         try:
-            reservation = store.reserve(writer, [KIB] * 8)
+            reservation = store.reserve(store.open_client("writer"), [KIB] * 8)
         except (LimitExceeded, OutOfMemory):
             return False
-        taken = next(numbers)
-        store.commit(reservation, [f"{taken}/{number}" for number in range(8)], None)
+        store.commit(reservation, [f"{next(numbers)}" for _ in range(8)], None)
         return True
 
     yield take
     pool.close()
+
+
+@asynccontextmanager
+async def room_of_one_tenant() -> AsyncGenerator[Take, None]:
+    """Connections of one tenant: what the greedy one reserves, it never finishes."""
+    store = StoreCore(Pool(create_allocator("bitmap", KIB)), clock=trio.current_time)
+    store.add_arena(create_arena(0, 64 * KIB))
+    clients = {name: store.open_client(name) for name in TENANTS}
+
+    async def take(tenant: str) -> bool:
+        try:
+            reservation = store.reserve(clients[tenant], [KIB] * 8)
+        except (LimitExceeded, OutOfMemory):
+            return False
+        if tenant != "greedy":
+            store.commit(reservation, [f"{tenant}/{number}" for number in range(8)], None)
+        return True
+
+    yield take
+    store.pool.close()
 
 
 @asynccontextmanager
@@ -132,7 +189,19 @@ async def lines_of_the_log() -> AsyncGenerator[Take, None]:
     log.removeFilter(keep)
 
 
-@pytest.mark.parametrize("shared", [connections, room_in_the_pool, long_bodies, lines_of_the_log])
+ASKED: list[_Pinning] = [leases, holds, protected_keys, unfinished_writes]
+PINS: list[_Pinning] = [*ASKED, reads_in_place]
+SHARED = {
+    "connections": connections,
+    **{f"room beside {pin.__name__}": partial(room_in_the_pool, pin, reserved_bytes=8 * KIB) for pin in PINS},
+    **{f"room beside {pin.__name__}, none reserved": partial(room_in_the_pool, pin, reserved_bytes=0) for pin in ASKED},
+    "room of one tenant": room_of_one_tenant,
+    "long bodies": long_bodies,
+    "lines of the log": lines_of_the_log,
+}
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
 async def test_who_takes_all_that_it_can_have_leaves_some_to_each_of_the_others(
     shared: Callable[[], AbstractAsyncContextManager[Take]], autojump_clock: trio.testing.MockClock
 ) -> None:
