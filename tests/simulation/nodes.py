@@ -6,7 +6,7 @@ which is wrong by a rate and an offset. Clients measure only how long something 
 one with a clock that is too fast is one with a shorter deadline.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -109,6 +109,8 @@ class ServerNode:
         self.settings = settings
         self.server: Server | None = None
         """The server that runs now."""
+        self.serves = False
+        """Whether its service has begun, and is not over."""
         self.buggify: Buggify | None = None
         """What has its servers do what they seldom do."""
         self.tenants: SimulatedTenants | None = None
@@ -257,7 +259,14 @@ class ServerNode:
         on_listening: Callable[[], None],
     ) -> None:
         """Run a server until it has ended, in its cluster if it is in one."""
-        serve = partial(server.run, [as_socket(listener) for listener in listeners], on_listening)
+
+        async def serve(*may_serve: Callable[[], Awaitable[None]]) -> None:
+            self.serves = True
+            try:
+                await server.run([as_socket(listener) for listener in listeners], on_listening, *may_serve)
+            finally:
+                self.serves = False
+
         cluster = join_cluster(config, server, environment, token="")
         if cluster is None:
             await serve()

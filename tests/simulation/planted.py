@@ -278,6 +278,12 @@ PLANTED = [
         "                if ttl_s < 0:\n                    self._lose(",
     ),
     Planted(
+        "a lease that cannot be renewed, and nobody is told",
+        _REGISTRATION,
+        '                # again.\n                self._tell(f"etcd: {error}")\n',
+        "                # again.\n                pass\n",
+    ),
+    Planted(
         "a lease renewed when it has run out",
         _REGISTRATION,
         "            pause_s = max(left_s / 2, ",

@@ -5,6 +5,8 @@ Servers and clients have their production code for it: each server registers and
 its lease, each client follows etcd in a task of its own. What must hold:
 
 - No lease runs out of a server that is up and reaches etcd, whatever etcd does.
+- A node that answers requests stands in etcd, or knows within the time of a lease that
+  it may not. It never gives its registration up before it has served.
 - No client loses a node that is up and that it reaches.
 - What changes is known to all clients within the time of a lease and a second, as long
   as nothing is wrong with etcd; and so soon after everything has been healed.
@@ -24,6 +26,7 @@ from infinistore.client.options.url import StoreUrl
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import Item
+from infinistore.cluster.etcd.registration import RegistrationState
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
 from infinistore.cluster.membership import Membership
 from infinistore.cluster.view import DEFAULT_WEIGHT, NodeState, View
@@ -50,6 +53,8 @@ _MARGIN_S = 0.01
 """What rounding makes of a time, and more."""
 _LOOKS_WITHIN_S = READ_AGAIN_S + 6.0
 """How soon a node, or a watch that is silent, looks what there is."""
+_LOOKS_EVERY_S = 2.5
+"""How often nodes are looked at while etcd does not change."""
 _ELECTION_S = (1.0, 3.2)
 EVENTS = (
     *("leader_lost", "quorum_lost", "member_apart", "restarted", "emptied", "compacted"),
@@ -118,7 +123,7 @@ class RegisteredCluster(Plug):
         self._is_quiet = is_quiet
         self._random = world.generator("cluster")
         self._ways = EtcdNetwork(world, network.settings)
-        self.etcd = SimulatedEtcd(world, self._ways, on_expired=self._on_expired)
+        self.etcd = SimulatedEtcd(world, self._ways, on_expired=self._on_expired, on_change=self._check_nodes)
         endpoints = ",".join(f"{member}:2379" for member in MEMBERS)
         self._url = f"infinistore+etcd://{endpoints}/{_LAYOUT.cluster}?copies={settings.copies}"
         self._members: dict[str, RunningMembership] = {}
@@ -129,6 +134,8 @@ class RegisteredCluster(Plug):
         """Since when nothing is wrong with etcd, or with who reaches it; infinite while
         something is."""
         self._disturbed_until: dict[str, float] = {}
+        self._misled_since: dict[str, tuple[str, float]] = {}
+        """The processes that believe to be registered and are not, and since when."""
         self._active = True
         self.views: list[View] = []
         """All that clients had."""
@@ -215,6 +222,7 @@ class RegisteredCluster(Plug):
         """Let etcd and memberships run until cancelled."""
         async with trio.open_nursery() as self._tasks:
             await self._tasks.start(self.etcd.run)
+            self._tasks.start_soon(self._look_at_nodes)
             task_status.started()
 
     async def run(self) -> None:
@@ -381,6 +389,37 @@ class RegisteredCluster(Plug):
                 written = json.loads(self.etcd.memory.kvs[key].value)["instance"]
                 if written == self._instance_on(name, since_s):
                     self._world.violation(f"the lease of {name} has run out, and nothing was wrong with it")
+
+    async def _look_at_nodes(self) -> None:
+        while True:
+            self._check_nodes()
+            await trio.sleep(_LOOKS_EVERY_S)
+
+    def _check_nodes(self) -> None:
+        """Whether each node that answers is registered, or knows that it may not be."""
+        now = self._world.clock.now
+        misled: dict[str, tuple[str, float]] = {}
+        for name, node in self._servers.items():
+            server = node.server
+            if server is None or not node.serves or server.telemetry.cluster is None:
+                continue
+            instance, known = server.telemetry.instance, server.telemetry.cluster()
+            if known.registration == RegistrationState.LEFT.value:
+                self._world.violation(f"{name} has left the cluster and still answers")
+            believes = known.registration == RegistrationState.REGISTERED.value and not known.problem
+            if not believes or self._stands(name, instance):
+                continue
+            before, since_s = self._misled_since.get(name, (instance, now))
+            since_s = since_s if before == instance else now
+            misled[name] = instance, since_s
+            if now - max(since_s, self._calm_since[_key_of(name)]) > LEASE_S:
+                self._world.violation(f"{name} answers and believes to be registered, and is not since {since_s:g} s")
+        self._misled_since = misled
+
+    def _stands(self, name: str, instance: str) -> bool:
+        """Whether etcd has a process on a node, under a lease."""
+        kv = self.etcd.memory.kvs.get(_LAYOUT.node(name))
+        return kv is not None and kv.lease in self.etcd.memory.leases and json.loads(kv.value)["instance"] == instance
 
     def _on_view(self, client: str, view: View) -> None:
         """A client has another view."""

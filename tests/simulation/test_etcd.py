@@ -12,6 +12,7 @@ import trio
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.etcd import registration
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
+from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.messages import (
     Request,
     grant_lease,
@@ -25,10 +26,12 @@ from infinistore.cluster.etcd.messages import (
     transaction,
     watch,
 )
+from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.locate import EtcdPlace
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.view import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded
+from infinistore.server import Server
 from tests.simulation.clusters import ClusterSettings
 from tests.simulation.etcd import MEMBERS, EtcdNetwork, SimulatedEtcd
 from tests.simulation.faults import BuggifySettings, FaultSettings
@@ -261,7 +264,38 @@ def test_no_call_fails_and_no_key_moves_while_all_of_etcd_is_away_for_a_minute(
 
 def test_a_lost_lease_that_a_node_believes_to_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "read_ttl", lambda body: 10)
-    assert any("etcd lists None" in problem for problem in run_with("emptied").violations)
+    violations = run_with("emptied", events=1, operations=60).violations
+    assert any("etcd lists None" in problem for problem in violations)
+    assert any("believes to be registered" in problem for problem in violations)
+
+
+def test_a_node_that_leaves_before_it_has_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(self: Registration, view: View) -> bool:
+        self.state = RegistrationState.LEFT
+        return True
+
+    monkeypatch.setattr(Registration, "seen", leave)
+    assert any("has left" in problem for problem in run_with("restarted", events=0, operations=5).violations)
+
+
+def test_a_purge_that_takes_long_costs_no_node_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    purges = []
+
+    class Purged(RegisteredCluster):
+        async def run(self) -> None:
+            await self._settled()
+            self.etcd.memory.put(Layout("simulated").purge, "1")
+            self.etcd.told()
+            await trio.sleep(60.0)
+
+    async def purge(server: Server) -> None:
+        purges.append(server)
+        await trio.sleep(30.0)
+
+    monkeypatch.setattr(Server, "purge", purge)
+    monkeypatch.setattr("tests.simulation.simulate.RegisteredCluster", Purged)
+    assert run_with("restarted", events=0, operations=5).violations == []
+    assert len(purges) == 3
 
 
 def test_a_client_that_believes_an_empty_etcd_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
