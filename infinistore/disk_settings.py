@@ -15,13 +15,27 @@ from infinistore.errors import ConfigError
 from infinistore.settings import Kind, path
 from infinistore.sizes import GIB, MIB, format_size, parse_size
 
-__all__ = ["ADMISSIONS", "SMALLEST_DISK_BYTES", "DiskPlace", "check_numpy", "disk_places"]
+__all__ = [
+    "ADMISSIONS",
+    "DESCRIPTORS_OF_A_DISK",
+    "MOST_OPEN_FILES",
+    "SMALLEST_DISK_BYTES",
+    "DiskPlace",
+    "check_numpy",
+    "disk_places",
+]
 
 ADMISSIONS: Final = ("lazy", "eager", "second-use")
 """When a block is written to disk: once a quarter of the pool has been put after it, at
 once, or when it was read once."""
 SMALLEST_DISK_BYTES: Final = 64 * MIB
 """How much a disk must be allowed to take."""
+MOST_OPEN_FILES: Final = 32
+"""How many files of one disk stay open between uses. To open one again costs a few
+microseconds, and a read some hundred."""
+DESCRIPTORS_OF_A_DISK: Final = MOST_OPEN_FILES + 16
+"""With the folder, the lock, and what is in use beyond that: one file for each thread,
+and what was written and is not flushed."""
 _LARGEST_BYTES: Final = 1 << 50
 
 

@@ -20,12 +20,12 @@ from typing import Final
 from infinistore.disk.jobs import aligned
 from infinistore.disk_io.direct_io import aligned_memory, copy, transfer
 from infinistore.disk_io.folder import NEW, DiskFolder
+from infinistore.disk_settings import MOST_OPEN_FILES
 from infinistore.forks import let_go_in_child
 from infinistore.sizes import MIB
 
 __all__ = ["DiskFiles"]
 
-_MAX_OPEN: Final = 128
 _CHUNK_BYTES: Final = MIB
 
 
@@ -50,7 +50,7 @@ class DiskFiles:
         self,
         folder: DiskFolder,
         *,
-        max_open: int = _MAX_OPEN,
+        max_open: int = MOST_OPEN_FILES,
         preallocate: Callable[[int, int, int], None] = os.posix_fallocate,
     ) -> None:
         self.folder = folder

@@ -182,6 +182,7 @@ async def _run(
                     pool=pool,
                     taking=taking,
                     parts=len(shards) or 1,
+                    reserve_descriptors=descriptors.reserve,
                 )
                 server = compose_server(
                     config,

@@ -51,3 +51,33 @@ def test_the_soft_limit_is_raised_to_what_is_wanted_and_never_lowered() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_disks_that_come_later_get_what_clients_do_not_have() -> None:
+    limits = [500, 10_000]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+        patch.setattr(resource, "setrlimit", lambda kind, given: limits.__setitem__(0, given[0]))
+        budget = DescriptorBudget(clients=100, strangers=10, management=10, arenas=0, open_now=lambda: 12)
+        budget.reserve(5000)
+        assert budget.clients(each=2) == 100
+        before = limits[0]
+        budget.reserve(1000)
+        assert limits[0] == before + 1000
+        with pytest.raises(ConfigError, match="10000 descriptors, too few for more disks"):
+            budget.reserve(9000)
+        budget.reserve(-6000)
+        budget.reserve(9000)
+
+
+def test_disks_leave_clients_their_places_or_the_server_does_not_start() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda kind: (500, 500))
+        patch.setattr(resource, "setrlimit", lambda kind, limits: None)
+        budget = DescriptorBudget(clients=100, strangers=10, management=10, arenas=0, open_now=lambda: 12)
+        budget.reserve(400)
+        assert budget.clients(each=2) == (500 - 400 - 12 - 16 - 20) // 2
+        budget = DescriptorBudget(clients=100, strangers=10, management=10, arenas=0, open_now=lambda: 12)
+        budget.reserve(460)
+        with pytest.raises(ConfigError, match="too few to serve anybody"):
+            budget.clients(each=2)

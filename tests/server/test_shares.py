@@ -3,11 +3,15 @@ have, and then the others get some of it all the same.
 """
 
 import logging
+import os
+import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeAlias, cast
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias, cast
 
 import attrs
 import pytest
@@ -17,9 +21,15 @@ from infinistore.allocators import create_allocator
 from infinistore.core import CoreLimits, Pool, StoreCore, create_arena
 from infinistore.core.clients import Client, Hazard
 from infinistore.core.tenants import Tenants
+from infinistore.disk.jobs import ALIGNMENT_BYTES
+from infinistore.disk_io import open_folder
+from infinistore.disk_io.direct_io import aligned_memory
+from infinistore.disk_io.files import DiskFiles
+from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.effects import LongBody
 from infinistore.server.budgets.body_budget import BodyBudget
+from infinistore.server.budgets.descriptor_budget import DescriptorBudget
 from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.connection.conversation import Traffic
 from infinistore.server.session.session import Session
@@ -60,10 +70,8 @@ async def connections() -> AsyncGenerator[Take, None]:
     yield take
 
 
-class _Pinning(Protocol):
-    """Pins blocks of the greedy tenant for good, if it may."""
-
-    def __call__(self, store: StoreCore, client: Client, keys: list[str]) -> object: ...
+Pin: TypeAlias = Callable[[StoreCore, Client, list[str]], object]
+"""Pins blocks of the greedy tenant for good, if it may."""
 
 
 def leases(store: StoreCore, client: Client, keys: list[str]) -> object:
@@ -92,7 +100,7 @@ def reads_in_place(store: StoreCore, client: Client, keys: list[str]) -> object:
 
 
 @asynccontextmanager
-async def room_in_the_pool(pin: _Pinning, *, reserved_bytes: int) -> AsyncGenerator[Take, None]:
+async def room_in_the_pool(pin: Pin, *, reserved_bytes: int) -> AsyncGenerator[Take, None]:
     """One has filled the pool, and pins all that it may before each of the others puts.
     All have some reserved, or one may not pin all of the pool.
     """
@@ -145,6 +153,55 @@ async def room_of_one_tenant() -> AsyncGenerator[Take, None]:
     store.pool.close()
 
 
+def make_files(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).write_bytes(bytes(ALIGNMENT_BYTES))
+
+
+@asynccontextmanager
+async def descriptors() -> AsyncGenerator[Take, None]:
+    """A process that may not open many: each connection takes two, and each tenant
+    reads from files of its disk.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 400
+    with (
+        TemporaryDirectory() as place,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as opened,
+    ):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        opened.callback(partial(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard)))
+        patch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+        patch.setattr(resource, "setrlimit", lambda kind, limits: None)
+        budget = DescriptorBudget(clients=1000, strangers=10, management=10, arenas=0)
+        disks: dict[str, DiskFiles] = {}
+        files = {tenant: [f"segments/{number}" for number in range(60)] for tenant in TENANTS}
+        for tenant in TENANTS:
+            budget.reserve(DESCRIPTORS_OF_A_DISK)
+            disks[tenant] = DiskFiles(open_folder(Path(place, tenant)))
+            opened.callback(disks[tenant].close)
+            make_files(Path(place, tenant), files[tenant])
+        registry = SessionRegistry(budget.clients(each=2), "close some")
+        strangers = [os.dup(0) for _ in range(budget.strangers + budget.management)]
+        for descriptor in strangers:
+            opened.callback(os.close, descriptor)
+
+        async def take(tenant: str) -> bool:
+            try:
+                for file in files.pop(tenant, []):
+                    disks[tenant].read(file, 0, [aligned_memory(ALIGNMENT_BYTES)])
+                registry.check_free(TenantLimits(tenant), len(TENANTS))
+                for _ in range(2):
+                    opened.callback(os.close, os.dup(0))
+            except (LimitExceeded, OSError):
+                return False
+            registry.add(cast(Session, _Session(tenant)))
+            return True
+
+        yield take
+
+
 @asynccontextmanager
 async def long_bodies() -> AsyncGenerator[Take, None]:
     """Those that are announced and never sent."""
@@ -189,10 +246,11 @@ async def lines_of_the_log() -> AsyncGenerator[Take, None]:
     log.removeFilter(keep)
 
 
-ASKED: list[_Pinning] = [leases, holds, protected_keys, unfinished_writes]
-PINS: list[_Pinning] = [*ASKED, reads_in_place]
+ASKED: list[Pin] = [leases, holds, protected_keys, unfinished_writes]
+PINS: list[Pin] = [*ASKED, reads_in_place]
 SHARED = {
     "connections": connections,
+    "descriptors": descriptors,
     **{f"room beside {pin.__name__}": partial(room_in_the_pool, pin, reserved_bytes=8 * KIB) for pin in PINS},
     **{f"room beside {pin.__name__}, none reserved": partial(room_in_the_pool, pin, reserved_bytes=0) for pin in ASKED},
     "room of one tenant": room_of_one_tenant,

@@ -2,8 +2,8 @@
 
 Each connection takes one or two: a client on this host has a table in shared memory, a
 client with RDMA has a completion channel. A process without free descriptors can accept
-no connection, not even a probe. So strangers, the management API and the process have
-their own share, and clients get the rest, up to `--max-connections`.
+no connection, not even a probe. So strangers, the management API, each disk and the
+process have their own share, and clients get the rest, up to `--max-connections`.
 """
 
 import os
@@ -47,18 +47,41 @@ class DescriptorBudget:
     ) -> None:
         self._open_now = open_now
         self._most_clients = clients
+        self._for_clients: int | None = None
+        self._open_before = open_now()
         self._spare = _SPARE + arenas
-        self._limit = _limit_for(self._open_now() + 2 * clients + strangers + management + self._spare)
-        eighth = max(_LEAST, (self._limit - self._open_now() - self._spare) // 8)
+        self._limit = _limit_for(self._open_before + 2 * clients + strangers + management + self._spare)
+        eighth = max(_LEAST, (self._limit - self._open_before - self._spare) // 8)
         self.strangers = min(strangers, eighth)
         self.management = min(management, eighth)
-        self.clients(each=2)
+        self._places(each=2)
+
+    def reserve(self, count: int) -> None:
+        """Set so many more aside, for the files of disks; if negative, so many less.
+
+        Raises:
+            ConfigError: clients may have what is left already. Nothing has changed.
+        """
+        for_clients = 2 * self._most_clients if self._for_clients is None else self._for_clients
+        wanted = self._open_before + for_clients + self.strangers + self.management + self._spare + count
+        limit = _limit_for(wanted)
+        if count > 0 and self._for_clients is not None and limit < wanted:
+            raise ConfigError(
+                f"this process may open {limit} descriptors, too few for more disks; raise the limit: ulimit -n"
+            )
+        self._limit, self._spare = limit, self._spare + count
 
     def clients(self, each: int) -> int:
-        """Return how many clients of `each` descriptors there may be, besides what is
+        """Decide how many clients of `each` descriptors there may be, besides what is
         open now.
         """
-        left = self._limit - self._open_now() - self._spare - self.strangers - self.management
+        most = self._places(each)
+        self._for_clients = most * each
+        return most
+
+    def _places(self, each: int) -> int:
+        self._open_before = self._open_now()
+        left = self._limit - self._open_before - self._spare - self.strangers - self.management
         if left < each:
             raise ConfigError(
                 f"this process may open {self._limit} descriptors, too few to serve anybody; raise the limit: ulimit -n"

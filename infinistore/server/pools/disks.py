@@ -18,7 +18,7 @@ from infinistore.config import ServerConfig
 from infinistore.core.journal import Journal
 from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk_io.tenant_folders import TenantFolders
-from infinistore.disk_settings import DiskPlace
+from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
 from infinistore.server.disk.service import DiskService
 from infinistore.server.environment import Environment
@@ -50,9 +50,12 @@ async def open_tenant_disks(
     tenancy: Tenancy,
     environment: Environment,
     resources: ExitStack,
+    *,
+    reserve_descriptors: Callable[[int], None],
 ) -> "TenantDisks":
     """Open the disks of these tenants, which `tenancy` has from now on, and remove the
-    blocks of all others. `resources` closes them.
+    blocks of all others. `resources` closes them. `reserve_descriptors` sets so many
+    aside, or raises ConfigError.
 
     Raises:
         ConfigError: a disk cannot be used, or not by these tenants.
@@ -70,7 +73,7 @@ async def open_tenant_disks(
     gone = await environment.run_in_thread(folders.wipe_all_but, kept)
     if gone:
         _log.info("the blocks of tenants that are gone were removed", extra={"tenants": gone})
-    disks = TenantDisks(config, folders, tenancy, environment, resources)
+    disks = TenantDisks(config, folders, tenancy, environment, resources, reserve_descriptors=reserve_descriptors)
     await disks.open_for(limits)
     tenancy.have(disks)
     return disks
@@ -86,8 +89,12 @@ class TenantDisks:
         tenancy: Tenancy,
         environment: Environment,
         resources: ExitStack,
+        *,
+        reserve_descriptors: Callable[[int], None],
     ) -> None:
         self._config = config
+        self._reserve_descriptors = reserve_descriptors
+        self._descriptors_each = len(config.disks) * DESCRIPTORS_OF_A_DISK
         self._folders = folders
         self._tenancy = tenancy
         self._environment = environment
@@ -129,9 +136,13 @@ class TenantDisks:
         folders = self._folders.of(limits.tenant)
         places = [DiskPlace(folder, part) for folder, part in zip(folders, parts, strict=True)]
         environment = self._environment
+        self._reserve_descriptors(self._descriptors_each)
         try:
             disks = await environment.run_in_thread(environment.open_disks, places, environment.random)
-        except StoreUnavailable as error:
+        except (ConfigError, StoreUnavailable) as error:
+            self._reserve_descriptors(-self._descriptors_each)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"the disks of tenant {limits.tenant!r} cannot be opened: {error}") from None
         self._resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)
         journal = Journal(reads=self._config.disk_admission == "second-use")
@@ -224,6 +235,7 @@ class TenantDisks:
         self.on_end()
         problem = "a disk does not answer"
         if idle:
+            self._reserve_descriptors(-self._descriptors_each)
             try:
                 await self._environment.run_in_thread(self._folders.wipe, tenant)
             except ConfigError as error:

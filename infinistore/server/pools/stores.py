@@ -15,6 +15,7 @@ from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
+from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import OutOfMemory
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
@@ -47,12 +48,13 @@ async def open_stores(
     pool: Pool,
     taking: Taking | Kept | None,
     parts: int = 1,
+    reserve_descriptors: Callable[[int], None],
 ) -> "tuple[StoreCore, Sequence[Mover], ServerDisks | None, Sequence[Background], Tenancy | None]":
     """Make the store, its movers and its disks, what runs beside it, and its tenants.
 
     `resources` closes them. Without tenants, the store is in `pool`. The blocks come
     from the server that is being replaced, if there is one. The server can be one of
-    `parts` shards.
+    `parts` shards. `reserve_descriptors` sets so many aside.
 
     Raises:
         ConfigError: the configuration, or the tenants file, cannot be used.
@@ -73,12 +75,15 @@ async def open_stores(
                 from infinistore.server.pools.disks import open_tenant_disks  # late: it needs numpy
 
                 limits = [one.divided(parts) for one in policy.tenants.limits]
-                disks = await open_tenant_disks(config, limits, tenancy, environment, resources)
+                disks = await open_tenant_disks(
+                    config, limits, tenancy, environment, resources, reserve_descriptors=reserve_descriptors
+                )
             return tenancy.whole, tenancy.movers, disks, background, tenancy
         await _fill_pool(config, pool, environment, taking)
         core = make_core(config, pool, environment)
         movers = await environment.run_in_thread(_make_movers, config, core, addresses, environment, resources)
         background = [] if taking is None else await taking.take(OneStore(core), resources)
+        reserve_descriptors(len(config.disks) * DESCRIPTORS_OF_A_DISK)
         return core, movers, await open_disks(config, core, environment, resources), background, None
 
 
