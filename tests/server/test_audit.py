@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,32 @@ async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path)
     assert noted[0]["count"] == 3
 
 
+async def test_a_file_that_hangs_has_one_thread_however_much_is_noted(tmp_path: Path, mock_clock: MockClock) -> None:
+    place = tmp_path / "audit"
+    os.mkfifo(place)
+    reader = os.open(place, os.O_RDWR | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while os.write(reader, bytes(64 * 1024)):
+            pass
+    audit = AuditLog(str(place))
+    threads = trio.to_thread.current_default_thread_limiter()
+
+    def lost(count: int) -> bool:
+        mock_clock.jump(5)
+        return audit.lost == count
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(audit.run)
+        for count in range(1, 4):
+            audit.note("login")
+            await until(partial(lost, count))
+        assert threads.borrowed_tokens + audit.writer.borrowed_tokens == 1
+        os.read(reader, 1024 * 1024)
+        await until(lambda: not threads.borrowed_tokens + audit.writer.borrowed_tokens)
+        nursery.cancel_scope.cancel()
+    os.close(reader)
+
+
 async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> None:
     log = tmp_path / "audit"
     audit = AuditLog(str(log))
@@ -184,12 +212,11 @@ async def test_a_flood_that_goes_on_is_summed_up_now_and_then(tmp_path: Path, mo
     log = tmp_path / "audit"
     audit = AuditLog(str(log))
     audit.clock = stopped
-    threads = trio.to_thread.current_default_thread_limiter()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(audit.run)
         for _ in range(1000):
             audit.note("refused")
-        await until(lambda: lines(log) and not threads.borrowed_tokens)
+        await until(lambda: lines(log) and not audit.writer.borrowed_tokens)
         assert len(lines(log)) < 500
         mock_clock.jump(10)
         await until(lambda: sum(one.get("left_out", 1) for one in lines(log)) == 1000)

@@ -46,6 +46,8 @@ class AuditLog(Audit):
         self._path = path
         self._now = now
         self._lines: deque[bytes] = deque()
+        self.writer = trio.CapacityLimiter(1)
+        """The one thread that writes. One that hangs takes none from others."""
         self.lost = 0
         self._torn = False
         self._warned = False
@@ -129,10 +131,14 @@ class AuditLog(Audit):
                 lines.appendleft(json.dumps({"event": "lost", "count": lost}).encode() + b"\n")
             waiting = len(lines)
             try:
+                if self.writer.borrowed_tokens:
+                    raise OSError("an earlier line is still being written")
                 descriptor = os.dup(self._descriptor)
                 # Even at the end: what is being written comes before what is left.
                 with trio.CancelScope(deadline=trio.current_time() + _SLOWEST_WRITE_S, shield=True) as scope:
-                    await trio.to_thread.run_sync(self._write_all, descriptor, lines, abandon_on_cancel=True)
+                    await trio.to_thread.run_sync(
+                        self._write_all, descriptor, lines, abandon_on_cancel=True, limiter=self.writer
+                    )
                 if scope.cancelled_caught:
                     raise OSError("it takes too long")
             except (OSError, *NO_THREAD) as error:
