@@ -11,18 +11,19 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 
 from infinistore.client import AsyncStore, open_store
 from infinistore.config import ServerConfig
 from infinistore.disk.demotion import Demotion
-from infinistore.disk.jobs import Allocate, Flush, Job, Replace, Write, WriteSuperblock
+from infinistore.disk.jobs import Allocate, Flush, Job, ReadInto, Replace, Write, WriteSuperblock
 from infinistore.disk_io.store_disks import StoreDisks, open_disks
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import DiskFailed
 from infinistore.server.environment import Environment
 from infinistore.sizes import KIB, MIB
 from tests.cluster_io.etcd import Etcd
-from tests.disk_io.faulty_runner import Fail, FaultyRunner
+from tests.disk_io.faulty_runner import Fail, FaultyRunner, Hang
 from tests.server.etcd_keys import needs_etcd, put, read
 from tests.server.http_client import ask
 from tests.server.running import make_config, recovered, running_server, until
@@ -121,6 +122,43 @@ async def test_a_fault_of_one_disk_takes_nothing_else_down(disk: OneDisk, tmp_pa
     async with running_server(config) as server, store_of(server, "ben") as ben:
         await recovered(server)
         assert all(await ben.exists_many(KEYS))
+
+
+async def test_reads_and_writes_that_queue_for_one_disk_hold_up_no_other(tmp_path: Path) -> None:
+    queued = list[Job]()
+
+    def queue(job: Job) -> Hang | None:
+        queued.append(job)
+        return Hang()
+
+    def opened_with_a_queue(places: Sequence[DiskPlace], random: Random) -> StoreDisks:
+        opened = open_disks(places, random)
+        runner = FaultyRunner(opened.runner, lambda job: None)
+        runners[places[0].folder.name] = runner
+        return attrs.evolve(opened, runner=runner)
+
+    runners: dict[str, FaultyRunner] = {}
+    config = configured(tmp_path, text_of(ann=DISK, ben=DISK), disk_wait_s=600.0)
+    async with (
+        running_server(config, Environment(open_disks=opened_with_a_queue)) as server,
+        store_of(server, "ann") as ann,
+        store_of(server, "ben") as ben,
+        trio.open_nursery() as nursery,
+    ):
+        await fill(ann, ben)
+        for store in (ann, ben):
+            await store.evict(0.0, 0.0)
+        runners["ann"].fault_of = queue
+        await ann.put_many({f"new {number}": bytes(KIB) for number in range(100)})
+        for key in KEYS:
+            nursery.start_soon(ann.get, key)
+        await until(lambda: any(isinstance(job, ReadInto) for job in queued))
+        await until(lambda: any(not isinstance(job, ReadInto) for job in queued))
+        assert await ben.get_many(KEYS) == [bytearray(KIB)] * len(KEYS)
+        await ben.put("new", bytes(KIB))
+        assert await ben.flush(["new"]) == 1
+        runners["ann"].fault_of = lambda job: None
+        runners["ann"].end_hangs()
 
 
 @needs_etcd

@@ -3,13 +3,16 @@ of those who are gone.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from infinistore.client.api.store import AsyncStore
+from infinistore.disk_io.tenant_folders import TenantFolders
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
@@ -170,6 +173,31 @@ async def test_tenants_and_their_disks_come_and_go_while_others_are_served(servi
             assert await ben.purge() == len(KEYS), "without a disk until the server is started again"
         await ann.evict(0.0, 0.0)
         assert await ann.get_many(KEYS) == [bytearray(block) for _, block in blocks_of("ann")]
+
+
+async def test_tenants_that_are_gone_leave_threads_to_others_if_their_disks_hang(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, asked = threading.Event(), list[str]()
+
+    def hang(folders: TenantFolders, tenant: str) -> None:
+        asked.append(tenant)
+        assert answer.wait(60)
+
+    async with serving(text_of(ann=DISK, ben=DISK, cleo=DISK, ops={})) as server:
+        limiter = trio.to_thread.current_default_thread_limiter()
+        monkeypatch.setattr(limiter, "total_tokens", 3)
+        monkeypatch.setattr(TenantFolders, "wipe", hang)
+        write(tmp_path, text_of(ops={}))
+        assert await server.server.reloads.run() == []
+        await until(lambda: len(asked) == 2)
+        for _ in range(100):  # turns, in which the next one could begin
+            await trio.lowlevel.checkpoint()
+        with trio.fail_after(60):
+            await trio.to_thread.run_sync(str)
+        answer.set()
+        await until(lambda: len(asked) == 3)
+    assert sorted(asked) == ["ann", "ben", "cleo"]
 
 
 async def test_a_file_that_the_disks_have_no_room_for_changes_nothing(serving: Serving, tmp_path: Path) -> None:

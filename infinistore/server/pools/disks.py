@@ -32,6 +32,9 @@ from infinistore.tenant_limits import TenantLimits
 __all__ = ["TenantDisks", "open_tenant_disks"]
 
 _log = logging.getLogger("infinistore.server")
+_MOST_ENDS: Final = 2
+"""The disks of how many tenants that are gone end at a time: however many these are,
+and if their disks hang, they leave the threads of the server to others."""
 _DISKS_END_S: Final = 5.0
 """How long jobs of disks that were begun are waited for at the end."""
 
@@ -103,6 +106,7 @@ class TenantDisks:
         self._known: set[str] = set()
         self._to_start: list[DiskService] = []
         self._to_end: list[tuple[str, DiskService]] = []
+        self._ends = trio.CapacityLimiter(_MOST_ENDS)
         self._changed = trio.Event()
         self.on_end: Callable[[], object] = _nothing
         """Called when nothing uses the store of a tenant any more that has gone."""
@@ -231,6 +235,10 @@ class TenantDisks:
 
     async def _end(self, tenant: str, service: DiskService) -> None:
         """End the disks of a tenant that is gone, and remove its blocks."""
+        async with self._ends:
+            await self._end_now(tenant, service)
+
+    async def _end_now(self, tenant: str, service: DiskService) -> None:
         idle = await service.abandon()
         self.on_end()
         problem = "a disk does not answer"
