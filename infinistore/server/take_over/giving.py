@@ -83,6 +83,8 @@ class Giving:
         self._ready = trio.Event()
         self._over = trio.Event()
         self._ownership: int | None = None
+        self._left: list[UnixListener] = []
+        """Those whose paths go to whoever serves."""
         self.wanted = trio.Event()
         """Set when the service is to end."""
         self.taker: Conversation | None = None
@@ -204,6 +206,10 @@ class Giving:
                 handed.add("no-stream", self._lifeline[0])
             else:
                 handed.add("stream", one.descriptor)
+        assert self.listeners is not None
+        self._left = [one for one in self.listeners.clients if isinstance(one, UnixListener) and one.owns_path]
+        for listener in self._left:  # before the other process can serve there, however this one ends
+            listener.leave_path()
         self._ready.set()
 
     def fail(self, why: str) -> None:
@@ -220,14 +226,13 @@ class Giving:
             taker.stream.close()
         ownership, self._ownership = self._ownership, None
         if ownership is not None and not take_ownership(ownership):
-            assert self.listeners is not None
-            for listener in self.listeners.clients:
-                if isinstance(listener, UnixListener):
-                    listener.leave_path()
             _log.info("another process has taken over")
             return True
         _log.warning("the process that was to take over has gone; serving on")
         self._close_own()
+        for listener in self._left:
+            with suppress(OSError):  # somebody has removed it
+                listener.own_path()
         self.wanted, self._ready = trio.Event(), trio.Event()
         return False
 
