@@ -181,7 +181,7 @@ async def test_tenants_that_are_gone_leave_threads_to_others_if_their_disks_hang
     answer, asked = threading.Event(), list[str]()
 
     def hang(folders: TenantFolders, tenant: str) -> None:
-        asked.append(tenant)
+        trio.from_thread.run_sync(asked.append, tenant)
         assert answer.wait(60)
 
     async with serving(text_of(ann=DISK, ben=DISK, cleo=DISK, ops={})) as server:
