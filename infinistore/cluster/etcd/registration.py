@@ -10,8 +10,10 @@ A node that has missed a purge of the cluster purges before it registers. One th
 others begins with a part of its weight, so that not everybody puts to an empty store,
 and misses there, at once. A process that comes when nobody is there, or only such as
 came like that, is *founding* until its warm-up is over, and has its whole weight at
-once: servers that start together have equal shares. One that drained on request stays
-out, also when its process is started again, until the request is taken back.
+once: servers that start together have equal shares. If etcd had lost those who were
+there, it learns of that when one registers again, and joins from then on. One that
+drained on request stays out, also when its process is started again, until the request
+is taken back.
 """
 
 import enum
@@ -258,6 +260,19 @@ class Registration:
             self._join(items)
         await self._write_under_new_lease(standing)
 
+    @property
+    def _is_founding(self) -> bool:
+        return self.node.founding
+
+    def _was_there_before(self, item: Item) -> bool:
+        """Whether this is a node that was registered before etcd lost everything: who
+        registers for the first time beside a founder founds, too, or is joining."""
+        is_new = self._item.create_revision < item.create_revision == item.mod_revision
+        if not is_new or not item.key.startswith(self._layout.nodes):
+            return False
+        node = Listing.of(self._layout, [item]).nodes.get(item.key.removeprefix(self._layout.nodes))
+        return node is not None and node.state is NodeState.SERVING and not node.founding
+
     def _join(self, items: Mapping[str, Item]) -> None:
         """Begin with a part of the weight, if others have what this node lacks."""
         others = [items[key] for key in items if key.startswith(self._layout.nodes) and key != self._item.key]
@@ -318,7 +333,7 @@ class Registration:
                     return
                 if write_node(self.node) != self._item.value:
                     await self._rewrite()
-                if self._look_soon or self._clock() - looked_at >= READ_AGAIN_S:
+                if self._look_soon or self._is_founding or self._clock() - looked_at >= READ_AGAIN_S:
                     self._look_soon = False
                     looked_at = self._clock()
                     await self._look()
@@ -355,6 +370,9 @@ class Registration:
         found = read_range(await self._session.call(range_of(self._layout.prefix), _CALL_S))
         items = {item.key: item for item in found.items}
         if self._request.found(items):
+            self._join(items)
+        if self._is_founding and any(map(self._was_there_before, found.items)):
+            _log.info("others were here before; beginning with a part of the weight", extra={"node": self._node.id})
             self._join(items)
         standing = items.get(self._item.key)
         if standing is not None and standing.lease == self._lease:

@@ -121,6 +121,38 @@ def test_who_joins_a_server_that_registers_again_is_no_founder() -> None:
     assert world.weights == {"a": 100, "b": 20}
 
 
+def test_who_comes_while_etcd_has_lost_the_others_is_no_founder_once_one_is_back() -> None:
+    world = _World()
+    world.register("a")
+    world.run(WARM_UP_S + 1)
+    world.etcd.empty()
+    world.register("b")
+    world.register("c")
+    assert world.weights == {"b": 100, "c": 100}
+    world.run(2 * LEASE_S)
+    assert {name: (node.state, node.founding) for name, node in world.nodes.items()} == {
+        "a": (NodeState.SERVING, False),
+        "b": (NodeState.JOINING, False),
+        "c": (NodeState.JOINING, False),
+    }
+    assert world.weights["a"] == 100
+    assert world.weights["b"] < 100 > world.weights["c"]
+    world.run(WARM_UP_S + 1)
+    assert {(node.weight, node.state) for node in world.nodes.values()} == {(100, NodeState.SERVING)}
+
+
+def test_founders_whose_warm_up_ends_at_different_times_stay_founders() -> None:
+    world = _World()
+    world.register("a")
+    world.run(WARM_UP_S / 2)
+    world.register("b")
+    world.run(WARM_UP_S / 2 + READ_AGAIN_S)
+    assert not world.nodes["a"].founding
+    for _ in range(int(WARM_UP_S)):
+        world.run(1.0)
+        assert world.weights == {"a": 100, "b": 100}
+
+
 def test_who_joins_a_server_that_came_back_from_a_drain_is_no_founder() -> None:
     world = _World()
     world.etcd.put(LAYOUT.drain("a"), "")
