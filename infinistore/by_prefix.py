@@ -1,12 +1,32 @@
 """Something is done with all keys that have a prefix, on every node of a cluster."""
 
 from collections.abc import Callable
+from typing import Final
 
 from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
-__all__ = ["do_by_prefix"]
+__all__ = ["PASSES_WHILE_BLOCKS_MOVE", "delete_by_prefix", "do_by_prefix"]
+
+PASSES_WHILE_BLOCKS_MOVE: Final = 3
+"""How often keys are listed to delete them while nodes join or drain. A node may evict
+a key before it lists it, while a copy is on its way to a node that has listed its keys.
+Each listing lets the copies of before end, and they go over two nodes at most: from one
+that drains to a second copy, and from there to one that joins."""
+
+
+def delete_by_prefix(store: BlockingStore, prefix: str) -> tuple[int, str]:
+    """Delete all keys with this prefix, on every node: `do_by_prefix` says what this
+    returns and raises. In a cluster, no copy from node to node brings one back.
+    """
+    count, lost = do_by_prefix(store, prefix, store.delete)
+    cluster = store.stats().cluster if store.is_cluster and not lost else None
+    if cluster is not None and any(node.state != "serving" for node in cluster.nodes):
+        for _ in range(PASSES_WHILE_BLOCKS_MOVE - 1):
+            more, also_lost = do_by_prefix(store, prefix, store.delete)
+            count, lost = count + more, lost or also_lost
+    return count, lost
 
 
 def do_by_prefix(store: BlockingStore, prefix: str, call: Callable[[list[str]], int]) -> tuple[int, str]:

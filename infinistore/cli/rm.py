@@ -26,13 +26,13 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
         raise click.UsageError(
             "name the keys to delete, or give --prefix PREFIX (to delete all, use `infinistore purge`)"
         )
-    from infinistore.by_prefix import do_by_prefix
+    from infinistore.by_prefix import delete_by_prefix
 
     with target.open() as store:
         if prefix is None:
             deleted, lost = delete_files(store, list(dict.fromkeys(keys))), ""
         else:
-            deleted, lost = do_by_prefix(store, prefix, store.delete)
+            deleted, lost = delete_by_prefix(store, prefix)
         missing = len(set(keys)) - deleted if prefix is None else 0
         if as_json:
             print_json({"deleted": deleted, "missing": missing})

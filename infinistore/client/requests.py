@@ -5,7 +5,7 @@ of stores carry them out. Whoever does can read the keys of a request, cut it in
 that go to different places, and merge the results.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from infinistore.statistics import Stats
 __all__ = [
     "Batch",
     "Commit",
+    "Copy",
     "Delete",
     "Evict",
     "Exists",
@@ -31,6 +32,8 @@ __all__ = [
     "KeyedRequest",
     "Lease",
     "ListKeys",
+    "Mark",
+    "Marks",
     "MatchPrefix",
     "Matched",
     "Pin",
@@ -172,12 +175,15 @@ class Put(Request[list[str]]):
     """Store a batch; the result is the keys that were skipped because they were there.
 
     Parts can be stored in different places: the results of `at` are added up. If
-    `ttl_us` is not 0, the blocks end after that many microseconds.
+    `ttl_us` is not 0, the blocks end after that many microseconds. If `since` is not 0,
+    it is the server's mark, and the blocks are copies: keys that are there, or were
+    deleted after the mark, are skipped.
     """
 
     batch: Batch
     replace: bool = True
     ttl_us: int = 0
+    since: int = 0
     idempotent = False
     moves_blocks = True
 
@@ -188,7 +194,7 @@ class Put(Request[list[str]]):
 
     def at(self, positions: Sequence[int]) -> "Put":
         """Return the same request for the keys at these positions only."""
-        return Put(self.batch.at(positions), self.replace, self.ttl_us)
+        return Put(self.batch.at(positions), self.replace, self.ttl_us, self.since)
 
 
 @attrs.define
@@ -382,6 +388,34 @@ class TimesLeft(KeyedRequest[int | None]):
     def at(self, positions: Sequence[int]) -> "TimesLeft":
         """Return the same request for the keys at these positions only."""
         return TimesLeft([self.keys[i] for i in positions])
+
+
+@attrs.define
+class Mark(Request[int]):
+    """Ask for a mark, for `Put.since`; the result is 0 if the server makes none.
+
+    With `ends_earlier`, puts with earlier marks store nothing from now on.
+    """
+
+    ends_earlier: bool = False
+
+
+@attrs.define
+class Marks(Request[Mapping[str, int]]):
+    """Ask all nodes of a cluster for a mark; the result has them by the id of the node,
+    for those that answer and make one.
+    """
+
+
+@attrs.define
+class Copy(Request[list[str]]):
+    """Put a batch to a cluster, as copies: with the mark of each node, by its id."""
+
+    batch: Batch
+    marks: Mapping[str, int]
+    ttl_us: int = 0
+    idempotent = False
+    moves_blocks = True
 
 
 @attrs.define

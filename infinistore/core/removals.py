@@ -14,6 +14,7 @@ from itertools import islice
 
 import xxhash
 
+from infinistore.core.deletions import Deletions
 from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of
 from infinistore.core.index import Index
 from infinistore.core.journal import Change, Journal
@@ -41,6 +42,8 @@ class Removals:
         """Blocks dropped because their bytes did not match their checksum."""
         self.log: RemovalLog | None = None
         """What keeps the last removals, while somebody follows them."""
+        self.deletions: Deletions | None = None
+        """What keeps copies from bringing deleted keys back."""
         self._pool = pool
         self._retired = retired
         self._retention = retention
@@ -79,6 +82,8 @@ class Removals:
     def delete(self, index: Index, keys: Sequence[str], change: Change = "delete") -> int:
         """Remove those of the keys that are there; return how many."""
         entries = list(filter(None, index.get_many(keys)))
+        if self.deletions is not None:
+            self.deletions.note(keys)
         deleted = self.remove(index, keys, entries)
         self.deleted += deleted
         if self._journal is not None:
@@ -102,6 +107,7 @@ class Removals:
     def purge(self, index: Index, max_keys: int | None) -> int:
         """Remove every key, or the coldest `max_keys` of them; return how many."""
         change: Change = "purge" if max_keys is None else "delete"
+        self._note_purge()
         return self.delete(index, list(islice(index, max_keys)), change)
 
     def purge_in_slices(self, up_to_date: Callable[[], Index]) -> Iterator[int]:
@@ -111,10 +117,15 @@ class Removals:
         Recency says nothing about what was there: others touch keys in between.
         """
         keys, first = list(up_to_date()), 0
+        self._note_purge()
         while first < len(keys):
             some = keys[first : first + self._slice_keys()]
             yield self.delete(up_to_date(), some)
             first += len(some)
+
+    def _note_purge(self) -> None:
+        if self.deletions is not None:
+            self.deletions.note_all()
 
     def _slice_keys(self) -> int:
         return _SLICE_KEYS

@@ -33,6 +33,7 @@ from infinistore.buggify import Buggify
 from infinistore.core.arena import Arena
 from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
+from infinistore.core.deletions import Deletions
 from infinistore.core.entry import Entry, length_of
 from infinistore.core.growth import Growth
 from infinistore.core.hand_over import HandOver, PoolParts
@@ -92,6 +93,8 @@ class StoreCore:
         random = random or random_module.SystemRandom()
         self.removal_log = removals.log = RemovalLog(clock, random)
         """The last removals, while somebody follows them."""
+        self.deletions = removals.deletions = Deletions(random)
+        """What keeps copies from other stores from bringing deleted keys back."""
         self._holds = holds = Holds(pool, pins, retired, self.limits, clock=clock, random=random)
         self._hazard_pins = hazard_pins = HazardPins(pins, retired)
         retired.scan_hazards, retired.unread_hazards = hazard_pins.scan, hazard_pins.unread
@@ -221,6 +224,7 @@ class StoreCore:
         replace: bool = True,
         free: bool = True,
         ttl_s: float = 0,
+        since: int = 0,
     ) -> list[int]:
         """Name the blocks of a reservation, one key each, and make all of them visible.
 
@@ -231,13 +235,16 @@ class StoreCore:
 
         With `ttl_s`, the keys end after so many seconds, as if deleted.
 
+        With `since`, a mark of `deletions`, this is a copy: it replaces nothing, and
+        keys that were deleted since then are among the positions returned, too.
+
         With `free=False` the caller calls `free_replaced` after it has sent the answer:
         freeing the replaced blocks takes a third of the time.
 
         ValueError, and the reservation stays open: not one key (and checksum) per
         block, or a key twice. UnknownReservation: it was aborted.
         """
-        skipped = self._writes.commit(reservation, keys, checksums, replace=replace, ttl_s=ttl_s)
+        skipped = self._writes.commit(reservation, keys, checksums, replace=replace, ttl_s=ttl_s, since=since)
         if free:
             self._retired.tidy()
         return skipped

@@ -92,13 +92,14 @@ class Writes:
         *,
         replace: bool,
         ttl_s: float = 0,
+        since: int = 0,
     ) -> list[int]:
         """Make a batch visible; the space of replaced blocks is for `Retired.tidy` to
         free."""
         index = self.committed.up_to_date()
         if reservation.state != "committed":
             self._check_names(reservation, keys, None if checksums is None else len(checksums))
-            self._commit(index, reservation, keys, checksums, replace=replace, ttl_s=ttl_s)
+            self._commit(index, reservation, keys, checksums, replace=replace, ttl_s=ttl_s, since=since)
         return reservation.skipped
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
@@ -165,9 +166,12 @@ class Writes:
         *,
         replace: bool,
         ttl_s: float = 0,
+        since: int = 0,
     ) -> None:
         entries = reservation.entries(checksums)
-        if replace:
+        if since:
+            keys, entries = self._insert_missing(index, reservation, keys, entries, since)
+        elif replace:
             self._removals.replace(index, keys, entries)
         elif index.disjoint(keys):
             index.insert(keys, entries)
@@ -190,20 +194,23 @@ class Writes:
             self.put_bytes += sum(map(length_of, entries))
 
     def _insert_missing(
-        self, index: Index, reservation: Reservation, keys: Sequence[str], entries: list[Entry]
+        self, index: Index, reservation: Reservation, keys: Sequence[str], entries: list[Entry], since: int = 0
     ) -> tuple[list[str], list[Entry]]:
-        """Insert the keys of a batch that are missing, touch all of it, and free the
-        space of the others.
+        """Insert the keys of a batch that are missing and were not deleted after the
+        mark `since`, touch all of it, and free the space of the others.
 
         Returns the keys that were inserted, and their entries.
         """
-        exists = index.contains_many(keys)
+        exists: Sequence[int] = index.contains_many(keys)
+        deletions = self._removals.deletions
+        if since and deletions is not None:
+            exists = [there | gone for there, gone in zip(exists, deletions.since(since, keys), strict=True)]
         reservation.skipped = [i for i, there in enumerate(exists) if there]
         self._pool.free([reservation.extents[i] for i in reservation.skipped])
         missing = [key for key, there in zip(keys, exists, strict=True) if not there]
         inserted = [entry for entry, there in zip(entries, exists, strict=True) if not there]
         index.insert(missing, inserted)
-        index.touch(keys)
+        index.touch(index.those_there(keys) if since else keys)
         return missing, inserted
 
     def _open(self, client: Client, extents: list[Extent], footprint_bytes: int) -> Reservation:

@@ -28,6 +28,7 @@ class Purging:
         self._tier = tier
         self._deadline = deadline
         self._keys = tier.core.all_keys()
+        tier.core.deletions.note_all()
         self._slice_keys = min(_SLICE_KEYS, tier.core.limits.max_batch_keys)
         self.disks = tier.purge(deadline)
         """Settled when the disks are purged."""

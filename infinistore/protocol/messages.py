@@ -23,7 +23,7 @@ from infinistore.protocol.rdma_messages import (
     RdmaGetReply,
     RdmaPut,
 )
-from infinistore.protocol.removal_messages import Removed, RemovedReply
+from infinistore.protocol.removal_messages import Mark, Removed, RemovedReply
 from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
 from infinistore.protocol.shared_memory_messages import (
     Abort,
@@ -71,6 +71,7 @@ __all__ = [
     "MapArenasReply",
     "MapTables",
     "MapTablesReply",
+    "Mark",
     "MatchPrefix",
     "MatchPrefixReply",
     "Message",
@@ -162,7 +163,8 @@ class Put:
 
     The checksums come last, 8 bytes each, so that the writer can hash a block just
     before it sends it. If `ttl_us` is not 0, the blocks end after that many
-    microseconds.
+    microseconds. If `since` is not 0, it is a mark: a key that is there, or was deleted
+    after it, is skipped.
     """
 
     KIND: ClassVar[int] = 0x02
@@ -172,6 +174,7 @@ class Put:
     checksums: bool = True
     replace: bool = True
     ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    since: int = attrs.field(default=0, validator=count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -179,7 +182,7 @@ class PutReply:
     """The batch is stored.
 
     `skipped` has the indices of the blocks that were not stored because their key
-    existed (`replace=False`).
+    existed (`replace=False`), or had been deleted (`since`).
     """
 
     KIND: ClassVar[int] = 0x82
@@ -348,6 +351,7 @@ Request: TypeAlias = (
     | Pin
     | TimesLeft
     | Removed
+    | Mark
     | MapArenas
     | MapTables
     | Reserve
@@ -408,6 +412,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Pin: PinReply,
     TimesLeft: TimesLeftReply,
     Removed: RemovedReply,
+    Mark: CountReply,
     MapArenas: MapArenasReply,
     MapTables: MapTablesReply,
     Reserve: ReserveReply,

@@ -1,4 +1,5 @@
-"""The messages by which a client follows which keys are removed.
+"""The messages by which a client follows which keys are removed, or copies a block
+without bringing back a key that was deleted meanwhile.
 
 `messages.py` has the tables of all messages.
 """
@@ -6,11 +7,12 @@
 from typing import ClassVar
 
 import attrs
+from attrs import validators
 
 from infinistore.protocol.fields import Keys, count
 from infinistore.protocol.versions import Capability, NewerFields
 
-__all__ = ["Removed", "RemovedReply"]
+__all__ = ["Mark", "Removed", "RemovedReply"]
 
 
 @attrs.frozen
@@ -45,3 +47,16 @@ class RemovedReply:
     number: int = attrs.field(validator=count)
     keys: Keys
     missed: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class Mark:
+    """Ask for a mark, which `Put.since` names.
+
+    With `ends_earlier`, a put that names an earlier one stores nothing from now on.
+    """
+
+    KIND: ClassVar[int] = 0x1C
+    CAPABILITY: ClassVar = Capability.COPIES
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))

@@ -66,7 +66,7 @@ def _key_of(body: bytes) -> tuple[str, int] | None:
 
 
 def _write_put(put: Any) -> bytes | None:
-    if len(put.keys) != 1 or len(put.sizes) != 1 or put.ttl_us:
+    if len(put.keys) != 1 or len(put.sizes) != 1 or put.ttl_us or put.since:
         return None
     key = _text(put.keys[0])
     return (

@@ -50,6 +50,8 @@ class Capability(enum.Flag):
     """The client says after what time pins end."""
     OWNERSHIP = 2048
     """A process that takes over serves if it could take the ownership of the pool."""
+    COPIES = 4096
+    """A put says that it is a copy, of a block that may have been deleted meanwhile."""
 
 
 class NewerFields(enum.Enum):

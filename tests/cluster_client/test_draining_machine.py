@@ -23,11 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infinistore import blocking, open_store
+from infinistore import blocking
 from infinistore.client.extension import Environment
 from infinistore.cluster.view import NodeState
 from infinistore.server.cluster.others import Others
-from infinistore.server.cluster.pushing import PushLimits, push
+from infinistore.server.cluster.pushing import PushLimits, open_nodes, push
 from tests.asking import until
 from tests.cluster_client.clusters import Cluster, Given
 from tests.examples import examples
@@ -133,7 +133,7 @@ class DrainingMachine(RuleBasedStateMachine):
         given: Any = self.given
         others = Others(given, self.nodes[number].id)
         environment = Environment(membership=lambda url: others)
-        open_others = partial(open_store, URL, environment=environment, lookup_deadline_s=60, lazy=True)
+        open_others = partial(open_nodes, URL, environment, lookup_deadline_s=60, lazy=True)
         member.run(partial(push, member.core, open_others, PLENTY, lambda drain: None))
         if leaves:
             del self.nodes[number]

@@ -51,6 +51,7 @@ from infinistore.protocol.messages import (
     MapArenasReply,
     MapTables,
     MapTablesReply,
+    Mark,
     MatchPrefix,
     MatchPrefixReply,
     Message,
@@ -133,6 +134,7 @@ EXAMPLES: dict[type[Message], Message] = {
         PinReply(b"\1"),
         TimesLeft(ONE_KEY),
         TimesLeftReply(pack_u64([5])),
+        Mark(),
         Removed(3, 5),
         RemovedReply(3, 6, ONE_KEY),
         MapArenas(),
@@ -532,6 +534,7 @@ def test_a_client_asks_only_when_the_table_allows_it(state: State, request_kind:
     wire = Wire()
     unknown_to_last_release = request_kind in (
         Flush,
+        Mark,
         Pin,
         Prefetch,
         Removed,

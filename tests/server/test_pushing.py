@@ -30,14 +30,20 @@ class Others:
         self.has: dict[str, bytes] = {}
         self.ends: dict[str, float | None] = {}
         self.at: list[float] = []
+        self.mark = {"other": 0}
         self.before_put: Callable[[list[str]], Any] = lambda keys: None
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[Any, None]:
         yield self
 
-    async def put_many(self, items: dict[str, memoryview], *, replace: bool, ttl_s: float | None) -> list[str]:
-        assert not replace
+    async def marks(self) -> dict[str, int]:
+        await trio.lowlevel.checkpoint()
+        self.mark = {"other": self.mark["other"] + 1}
+        return self.mark
+
+    async def copy(self, items: dict[str, memoryview], marks: dict[str, int], ttl_s: float | None) -> list[str]:
+        assert marks is self.mark
         await trio.lowlevel.checkpoint()
         self.batches.append(list(items))
         self.ends.update(dict.fromkeys(items, ttl_s))

@@ -26,7 +26,7 @@ from infinistore.client.connection.effects import (
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.rdma.device import StoreRdma, register
 from infinistore.client.options.options import Options
-from infinistore.client.requests import Exists, MatchPrefix, Prefetch, ReleaseHold, Request
+from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda.memory import DeviceMemory
@@ -38,7 +38,7 @@ LOST: Final = (StoreUnavailable, DeadlineExceeded)
 """What says that a node does not answer. Any other error is an answer."""
 _LATE_S: Final = 2.0
 """Whoever asks a lost node in the background should have done so by then."""
-_LOOKUPS: Final = frozenset((Exists, MatchPrefix, Prefetch, ReleaseHold))
+_LOOKUPS: Final = frozenset((Exists, Mark, MatchPrefix, Prefetch, ReleaseHold))
 """What a server answers at once, and is asked in vain if it takes longer."""
 
 
@@ -151,6 +151,18 @@ class CallInView:
         for hedge in hedges:
             if hedge is not None and hedge.won:
                 await calls.watch(hedge.node, is_late=True)
+        return outcomes
+
+    async def ask_in_turns(self, turns: Sequence[Sequence[tuple[int, Request[Any]]]]) -> list[Outcome]:
+        """Send the requests of each turn when those of the turn before are over, also
+        if one has failed, and do the same as `ask` with all outcomes, in that order.
+        """
+        outcomes: list[Outcome] = []
+        for turn, parts in enumerate(turns, 1):
+            outcomes += await self.ask_all(parts, is_last=turn == len(turns))
+        for (index, _), outcome in zip((part for parts in turns for part in parts), outcomes, strict=True):
+            if isinstance(outcome, KeptError) and not is_lost(outcome):
+                raise self.error(index, outcome)
         return outcomes
 
     def error(self, index: int, outcome: KeptError) -> BaseException:

@@ -1,5 +1,6 @@
 """Requests that concern all nodes of a cluster, whoever owns which key."""
 
+import itertools
 from typing import Final, TypeVar
 
 import attrs
@@ -8,11 +9,12 @@ from infinistore.client import requests
 from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
 from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_hold
 from infinistore.client.cluster.reads import exists, lease, read
-from infinistore.client.cluster.writes import check_done, commit, delete, flush, pin, put, reserve
+from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.removed import Followed, Removed, RemovedKeys
-from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Purge, Request
+from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Mark, Purge, Request
 from infinistore.cluster.changes import still_finds
+from infinistore.cluster.view import NodeState
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats
 from infinistore.summed_statistics import summed
@@ -32,9 +34,15 @@ async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]
 async def list_keys(call: CallInView, request: ListKeys) -> list[str]:
     """Return one page of keys, in code point order, of the nodes that answer.
 
+    If every node is asked for, copies that are under way before the first page are in
+    it or in a later one, or are not stored.
+
     Raises:
         StoreUnavailable: every node is asked for, and one could not be reached.
     """
+    if request.every_node and not request.after and call.view.moves_blocks:
+        marks = await _ask_everyone(call, Mark(ends_earlier=True))
+        check_done(call, range(len(marks)), marks, "listed")
     pages = await _ask_everyone(call, request)
     if request.every_node:
         check_done(call, range(len(pages)), pages, "listed")
@@ -47,13 +55,20 @@ async def evict(call: CallInView, request: Evict) -> int:
 
 
 async def purge(call: CallInView, request: Purge) -> int:
-    """Delete everything.
+    """Delete everything, on nodes that blocks are copied from before those that they
+    are copied to, as `delete` does. What has joined is purged twice: such nodes copy
+    from each other.
 
     Raises:
         StoreUnavailable: a node could not be reached. The others are empty.
     """
-    counts = await _ask_everyone(call, request)
-    check_done(call, range(len(counts)), counts, "purged")
+    nodes = call.view.view.nodes
+    draining = [index for index, node in enumerate(nodes) if node.state is NodeState.DRAINING]
+    others = [index for index, node in enumerate(nodes) if node.state is not NodeState.DRAINING]
+    joined = [index for index, node in enumerate(nodes) if node.state is NodeState.JOINING]
+    turns = [turn for turn in (draining, others, joined) if turn]
+    counts = await call.ask_in_turns([[(index, request) for index in turn] for turn in turns])
+    check_done(call, list(itertools.chain(*turns)), counts, "purged")
     return sum(counts)
 
 
@@ -151,6 +166,8 @@ HANDLERS: Final[Handlers] = {
     requests.Exists: exists,
     requests.MatchPrefix: match_prefix,
     requests.ReleaseHold: release_hold,
+    requests.Marks: marks,
+    requests.Copy: copy,
     requests.Delete: delete,
     requests.Pin: pin,
     requests.Flush: flush,

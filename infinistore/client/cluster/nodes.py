@@ -95,7 +95,9 @@ class ViewInUse(Generic[_Store]):
         self.nodes = nodes
         self.calls = 0
         """How many calls use it."""
-        self.has_one_place = view.copies == 1 and all(node.state is NodeState.SERVING for node in view.nodes)
+        self.moves_blocks = any(node.state is not NodeState.SERVING for node in view.nodes)
+        """Whether nodes join or drain, so that blocks are copied from node to node."""
+        self.has_one_place = view.copies == 1 and not self.moves_blocks
         """Whether each key has exactly one place."""
         self._has_sole_node = self.has_one_place and len(nodes) == 1 and view.nodes[0].weight > 0
 

@@ -3,10 +3,15 @@
 Usually each key has one place. With copies, and while nodes join or leave, a key may be
 in several: the first one is asked first, and the next one for what is missing there or
 whose node is lost. What was found elsewhere than on a node that has just joined is
-copied there, in the background.
+copied there, in the background, from a later place of its key to the first one.
+
+No copy brings back a key that was deleted meanwhile, by a client with the same view:
+before it reads from another place, the call asks the first one for a mark, and the copy
+is put with it (`infinistore/core/deletions.py`). `writes.delete` tells the first place
+last.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -25,6 +30,7 @@ from infinistore.client.requests import (
     GetToDevice,
     KeyedRequest,
     Lease,
+    Mark,
     Put,
     TimesLeft,
 )
@@ -80,9 +86,12 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     damaged: dict[int, tuple[int, KeptError]] = {}
     on_disk = 0
     warm: dict[tuple[int, int], list[int]] = {}
+    marks: dict[int, int] = {}
     left: Sequence[int] = [position for position, place in enumerate(places) if place]
     asked = 0
     while left:
+        if asked == 1:
+            marks = await _marks(call, request, {places[position][0] for position in left} - silent)
         parts = _by_place(places, left, asked, silent, lost)
         hedges = [] if asked else hedges_for(call, request, parts, places)
         is_last = all(len(places[position]) <= asked + 1 for position in left)
@@ -98,17 +107,15 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
             on_disk += outcome.on_disk if isinstance(outcome, Found) else 0
             for position, value in zip(positions, outcome, strict=True):
                 found[position] = value
-                if asked and value is not absent:
-                    _note_cold(call, places[position], index, position, warm)
+                if value is not absent and marks.get(places[position][0]):
+                    warm.setdefault((places[position][0], index), []).append(position)
         asked += 1
         left = [position for position in left if found[position] is absent and len(places[position]) > asked]
     for position, problem in damaged.items():
         if found[position] is absent:
             raise call.error(*problem)
     call.counters.lost_reads += sum(found[position] is absent for position in lost)
-    # What nobody has verified would get a place, and perhaps a checksum, of its own.
-    if warm and call.calls.verifies and isinstance(request, Get | GetInto):
-        await _warm(call, request, found, warm)
+    await _warm(call, request, found, warm, marks)
     if isinstance(request, Exists):
         found = Found.partly_on_disk(found, on_disk)
     return found
@@ -149,17 +156,28 @@ def _by_place(
     return list(parts.items())
 
 
-def _note_cold(
-    call: CallInView, places: Sequence[int], source: int, position: int, warm: dict[tuple[int, int], list[int]]
+async def _marks(call: CallInView, request: KeyedRequest[Any], indices: Iterable[int]) -> dict[int, int]:
+    """Return the marks of those of these nodes that have joined, if what this request
+    reads is to be copied there. 0, and no copy, for a node of an older release.
+    """
+    # What nobody has verified would get a place, and perhaps a checksum, of its own.
+    if not (call.calls.verifies and isinstance(request, Get | GetInto)):
+        return {}
+    joined = [index for index in sorted(indices) if call.view.view.nodes[index].state is NodeState.JOINING]
+    marks = await call.ask_all([(index, Mark()) for index in joined], is_last=False) if joined else ()
+    return {index: mark for index, mark in zip(joined, marks, strict=True) if not isinstance(mark, KeptError)}
+
+
+async def _warm(
+    call: CallInView,
+    request: Any,
+    found: Sequence[Any],
+    warm: dict[tuple[int, int], list[int]],
+    marks: Mapping[int, int],
 ) -> None:
-    if call.view.view.nodes[places[0]].state is NodeState.JOINING:
-        warm.setdefault((places[0], source), []).append(position)
-
-
-async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict[tuple[int, int], list[int]]) -> None:
     """Copy what was found elsewhere to the nodes that have joined and own it now."""
     counters = call.counters
-    copying: list[tuple[Any, Any, Batch]] = []
+    copying: list[tuple[Any, Any, Batch, int]] = []
     size_bytes = blocks = 0
     for (index, source), positions in warm.items():
         node = call.view.nodes[index]
@@ -176,19 +194,19 @@ async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict
             copies.append(memoryview(bytes(value)))  # the caller's memory is the caller's when the call is over
         if keys:
             blocks += len(keys)
-            copying.append((call.view.nodes[source].store, node.store, Batch(keys, copies)))
+            copying.append((call.view.nodes[source].store, node.store, Batch(keys, copies), marks[index]))
     if not copying:
         return
     counters.warming_bytes += size_bytes
 
     async def copy() -> None:
         try:
-            asked = await Together([Part(source, TimesLeft(batch.keys)) for source, _, batch in copying])
+            asked = await Together([Part(source, TimesLeft(batch.keys)) for source, _, batch, _ in copying])
             parts = [
                 Part(target, put)
-                for (_, target, batch), times in zip(copying, asked, strict=True)
+                for (_, target, batch, mark), times in zip(copying, asked, strict=True)
                 if not isinstance(times, KeptError)
-                for put in _puts_that_end(batch, times)
+                for put in _copies_that_end(batch, times, mark)
             ]
             outcomes = await Together(parts)
             counters.warmed += 0 if any(isinstance(one, KeptError) for one in outcomes) else blocks
@@ -199,10 +217,10 @@ async def _warm(call: CallInView, request: Any, found: Sequence[Any], warm: dict
         counters.warming_bytes -= size_bytes
 
 
-def _puts_that_end(batch: Batch, times_us: Sequence[int | None]) -> list[Put]:
+def _copies_that_end(batch: Batch, times_us: Sequence[int | None], mark: int) -> list[Put]:
     """Return what copies blocks that end at different times; None: it is gone."""
     return [
-        Put(batch.where([time == ttl_us for time in times_us]), replace=False, ttl_us=ttl_us)
+        Put(batch.where([time == ttl_us for time in times_us]), replace=False, ttl_us=ttl_us, since=mark)
         for ttl_us in dict.fromkeys(time for time in times_us if time is not None)
     ]
 

@@ -9,11 +9,24 @@ from infinistore.client.cluster.reads import present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
 from infinistore.client.connection.effects import Outcome, Part, Together
 from infinistore.client.memory.views import ReservedRoom
-from infinistore.client.requests import Batch, Commit, Delete, Flush, Pin, Put, PutFromDevice, Reserve
+from infinistore.client.requests import (
+    Batch,
+    Commit,
+    Copy,
+    Delete,
+    Flush,
+    Mark,
+    Marks,
+    Pin,
+    Put,
+    PutFromDevice,
+    Reserve,
+)
+from infinistore.cluster.view import NodeState
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
-__all__ = ["check_done", "commit", "delete", "flush", "pin", "put", "reserve"]
+__all__ = ["check_done", "commit", "copy", "delete", "flush", "marks", "pin", "put", "reserve"]
 
 _WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/layer 3', so that one node has them all"
 
@@ -46,6 +59,48 @@ async def put(call: CallInView, request: Put | PutFromDevice) -> list[str]:
     keys = request.keys
     parts = [part for copy in _written_to(call, keys) for part in copy]
     outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    return _skipped(call, keys, parts, outcomes)
+
+
+async def marks(call: CallInView, request: Marks) -> dict[str, int]:
+    """Ask all nodes for a mark; return those that they made, by the id of the node."""
+    nodes = call.view.nodes
+    marks = await call.ask_all([(index, Mark()) for index in range(len(nodes))], patiently=True)
+    return {
+        node.node.id: mark for node, mark in zip(nodes, marks, strict=True) if mark and not isinstance(mark, KeptError)
+    }
+
+
+async def copy(call: CallInView, request: Copy) -> list[str]:
+    """Store a batch as copies; return the keys that were skipped because they were
+    there, or had been deleted.
+
+    Raises:
+        PartialPut: the nodes of some keys could not be reached, or made no mark.
+    """
+    keys = request.batch.keys
+    parts = [part for copy in _written_to(call, keys) for part in copy]
+    sent: list[tuple[int, Put]] = []
+    outcomes: list[Outcome] = []
+    for index, positions in parts:
+        node = call.view.nodes[index]
+        if mark := request.marks.get(node.node.id):
+            sent.append((index, Put(request.batch.at(positions), False, request.ttl_us, mark)))
+            outcomes.append(None)
+        else:
+            problem = f"{node} takes no copies: it does not answer, or is of an older release"
+            outcomes.append(KeptError(StoreUnavailable(problem)))
+    answers = iter(await call.ask(sent))
+    outcomes = [next(answers) if outcome is None else outcome for outcome in outcomes]
+    return _skipped(call, keys, parts, outcomes)
+
+
+def _skipped(
+    call: CallInView, keys: Sequence[str], parts: Sequence[tuple[int, Sequence[int]]], outcomes: Sequence[Outcome]
+) -> list[str]:
+    """Return the keys that nodes have skipped; raise `PartialPut` if one is nowhere for
+    certain.
+    """
     if any(map(is_lost, outcomes)):
         _tell_lost(call, keys, parts, outcomes)
     if len(parts) == 1:
@@ -88,6 +143,9 @@ def _tell_lost(
 async def delete(call: CallInView, request: Delete) -> int:
     """Delete keys wherever they are; return how many were there.
 
+    While blocks are copied from node to node, those that they come from are told before
+    those that they go to: `infinistore/core/deletions.py` says why.
+
     Raises:
         StoreUnavailable: a node could not be reached. The keys of the others were
             deleted.
@@ -95,13 +153,15 @@ async def delete(call: CallInView, request: Delete) -> int:
     keys = request.keys
     view = call.view
     if view.has_one_place:
-        parts = view.parts(keys)
+        turns = [view.parts(keys)]
         count = -1
     else:
         count = sum(place >= 0 for place in await present_anywhere(call, list(dict.fromkeys(keys))))
-        parts = _by_node(call, keys)
-    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
-    check_done(call, [index for index, _ in parts], outcomes, "deleted")
+        turns = _in_turns(call, keys) if view.moves_blocks else [_by_node(call, keys)]
+    outcomes = await call.ask_in_turns(
+        [[(index, part_of(request, positions)) for index, positions in parts] for parts in turns]
+    )
+    check_done(call, [index for parts in turns for index, _ in parts], outcomes, "deleted")
     return sum(outcomes) if count < 0 else count
 
 
@@ -112,6 +172,21 @@ def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[
         for index in places:
             by_node.setdefault(index, []).append(position)
     return [*by_node.items()]
+
+
+def _in_turns(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Sequence[int]]]]:
+    """Return the same, with those that copies come from before those they go to.
+
+    A draining node passes on to others, and no block goes there; the first place of a
+    key gets copies from its later places.
+    """
+    nodes = call.view.view.nodes
+    turns: tuple[dict[int, list[int]], ...] = ({}, {}, {})
+    for position, places in enumerate(call.view.placement.places(keys)):
+        for rank, index in enumerate(places):
+            turn = 0 if nodes[index].state is NodeState.DRAINING else 1 if rank else 2
+            turns[turn].setdefault(index, []).append(position)
+    return [[*turn.items()] for turn in turns if turn]
 
 
 def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:

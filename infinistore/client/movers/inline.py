@@ -39,8 +39,9 @@ class InlineMover(Mover):
         """Say why it cannot carry a part; empty if it can."""
         return "only RDMA reaches memory of GPUs" if request.on_device else ""
 
-    async def put(self, part: PutPart) -> list[str]:
-        """Send a part; return the keys that were skipped."""
+    async def put(self, part: PutPart, since: int = 0) -> list[str]:
+        """Send a part, which is a copy if there is a mark; return the keys that were
+        skipped."""
         keys, views, sizes, payload_bytes, replace, _, ttl_us = part
         channel = self._channel
         payload: Iterable[list[memoryview]] = [views]
@@ -51,7 +52,7 @@ class InlineMover(Mover):
                 payload = _hashed_groups(views)
             else:
                 payload = [[*views, memoryview(array("Q", map(xxh3_64_intdigest, views))).cast("B")]]
-        put = Put(Keys(keys), Numbers(array("Q", sizes)), verify, replace, ttl_us)
+        put = Put(Keys(keys), Numbers(array("Q", sizes)), verify, replace, ttl_us, since)
         reply: Any = await channel.ask(put, payload, payload_bytes)
         return skipped_keys(keys, reply) if reply.skipped else []
 

@@ -12,7 +12,9 @@ from infinistore.errors import DiskFailed, ProtocolError, ServerReplaced, StoreU
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (
     MISSING,
+    CountReply,
     Keys,
+    Mark,
     Numbers,
     Pin,
     PinReply,
@@ -23,7 +25,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.versions import Capability
 
-__all__ = ["all_deleted", "check_ttl", "cuts", "not_all_over", "pin", "removed", "times_left"]
+__all__ = ["all_deleted", "check_ttl", "cuts", "mark", "not_all_over", "pin", "removed", "times_left"]
 
 
 @contextmanager
@@ -104,6 +106,13 @@ async def removed(channel: Channel, request: RemovedRequest) -> Followed:
     reply = expect(RemovedReply, await channel.ask(Removed(log, number, wait_us=int(request.wait_s * 1e6))))
     missed = None if reply.missed == MISSING else reply.missed
     return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))
+
+
+async def mark(channel: Channel, request: requests.Mark) -> int:
+    """Ask for a mark. A server without COPIES makes none."""
+    if Capability.COPIES not in channel.connection.peer.capabilities:
+        return 0
+    return expect(CountReply, await channel.ask(Mark(request.ends_earlier))).count
 
 
 async def times_left(channel: Channel, request: requests.TimesLeft) -> list[int | None]:

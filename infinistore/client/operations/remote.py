@@ -15,10 +15,25 @@ from infinistore.client.movers.base import Destination, GetPart, Handler, Mover,
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.operations.parts import all_deleted, check_ttl, cuts, not_all_over, pin, removed, times_left
+from infinistore.client.operations.parts import (
+    all_deleted,
+    check_ttl,
+    cuts,
+    mark,
+    not_all_over,
+    pin,
+    removed,
+    times_left,
+)
 from infinistore.client.removed import Removed
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
-from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded, ProtocolError, ValueTooLarge
+from infinistore.errors import (
+    DeviceMemoryUnreachable,
+    LimitExceeded,
+    ProtocolError,
+    ValueTooLarge,
+    VersionMismatch,
+)
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     MISSING,
@@ -107,7 +122,7 @@ class RemoteOperations:
         if ttl_us:
             check_ttl(self._channel, ttl_us)
         if not replace:
-            return await self._put_missing(batch, on_device=on_device, ttl_us=ttl_us)
+            return await self._put_missing(batch, on_device=on_device, ttl_us=ttl_us, since=request.since)
         if len(keys) > hello.max_batch_keys or total > hello.max_batch_bytes or not keys:
             return await self._put_in_parts(batch, sizes, replace=True, on_device=on_device, ttl_us=ttl_us)
         part = _new(PutPart, (keys, views, sizes, total, True, on_device, ttl_us))
@@ -119,20 +134,24 @@ class RemoteOperations:
         put = requests.Put(Batch(request.batch.keys, views), request.replace, request.ttl_us)
         return await self.put(put, on_device=True)
 
-    async def _put_missing(self, batch: Batch, *, on_device: bool, ttl_us: int) -> list[str]:
+    async def _put_missing(self, batch: Batch, *, on_device: bool, ttl_us: int, since: int) -> list[str]:
         """Store what is not there yet, without moving the bytes of what is."""
+        if since and Capability.COPIES not in self._channel.connection.peer.capabilities:
+            raise VersionMismatch("the server's release takes no copies; install this release there, too")
         present = await self._ask_which_exist(batch.keys, touch=True)
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
         if missing.keys:
             sizes = list(map(len, missing.views))
-            skipped += await self._put_in_parts(missing, sizes, replace=False, on_device=on_device, ttl_us=ttl_us)
+            skipped += await self._put_in_parts(
+                missing, sizes, replace=False, on_device=on_device, ttl_us=ttl_us, since=since
+            )
             if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
                 await self._ask_which_exist(batch.keys, touch=True)
         return skipped
 
     async def _put_in_parts(
-        self, batch: Batch, sizes: list[int], *, replace: bool, on_device: bool, ttl_us: int
+        self, batch: Batch, sizes: list[int], *, replace: bool, on_device: bool, ttl_us: int, since: int = 0
     ) -> list[str]:
         skipped: list[str] = []
         hello = self._channel.hello
@@ -140,7 +159,10 @@ class RemoteOperations:
             some = sizes[first:end]
             part = PutPart(batch.keys[first:end], batch.views[first:end], some, sum(some), replace, on_device, ttl_us)
             with not_all_over(first):
-                skipped += await self._carry(self._put_routes, part)
+                if since:
+                    skipped += await InlineMover(self._channel).put(part, since)
+                else:
+                    skipped += await self._carry(self._put_routes, part)
         return skipped
 
     def _refuse_sizes(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
@@ -430,6 +452,7 @@ class RemoteOperations:
         requests.Delete: delete,
         requests.Pin: lambda self, request: pin(self._channel, request),
         requests.TimesLeft: lambda self, request: times_left(self._channel, request),
+        requests.Mark: lambda self, request: mark(self._channel, request),
         Removed: lambda self, request: removed(self._channel, request),
         requests.Flush: flush,
         requests.Prefetch: prefetch,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from infinistore.blocking import BlockingStore
-from infinistore.by_prefix import do_by_prefix
+from infinistore.by_prefix import delete_by_prefix
 from infinistore.errors import InfiniStoreException
 
 __all__ = ["BlocksLeft", "delete_all"]
@@ -23,7 +23,7 @@ def delete_all(store: BlockingStore, prefixes: Iterable[str]) -> int:
     """
     names = ", ".join(prefixes := sorted(prefixes))
     try:
-        outcomes = [do_by_prefix(store, prefix, store.delete) for prefix in prefixes]
+        outcomes = [delete_by_prefix(store, prefix) for prefix in prefixes]
         disk = store.stats().disk
     except InfiniStoreException as error:
         raise _left(names, str(error), "Repeat the reset") from None

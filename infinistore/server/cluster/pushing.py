@@ -3,21 +3,26 @@
 Groups, that is keys with one hash tag, go as wholes, the group with the hottest block
 first, and the blocks of a group in the order of their use: the head of a prefix before
 its tail. One batch is under way at a time, so that requests hardly notice. What the new
-owner has stays as it is.
+owner has stays as it is, and a key that is deleted meanwhile stays deleted: a batch is
+put with marks that are older than its blocks (`infinistore/core/deletions.py`).
 
 Cancelled, it lets go of everything at once.
 """
 
 import logging
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Final
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, Unpack
 
 import attrs
 import trio
 from xxhash import xxh3_64_intdigest
 
-from infinistore.client import AsyncStore
+from infinistore.client import StoreOptions, open_store
+from infinistore.client.api.arguments import ttl_in_us
+from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+from infinistore.client.extension import Environment
+from infinistore.client.requests import Batch, Copy, Marks
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.placement import hash_tag
 from infinistore.core.clients import Client, Lease
@@ -25,7 +30,7 @@ from infinistore.core.entry import NO_CHECKSUM, length_of
 from infinistore.core.store import StoreCore
 from infinistore.errors import InfiniStoreException, PartialPut
 
-__all__ = ["PushLimits", "push"]
+__all__ = ["OtherNodes", "PushLimits", "open_nodes", "push"]
 
 _log = logging.getLogger("infinistore.cluster")
 _SLICE_KEYS: Final = 4096
@@ -44,6 +49,40 @@ class PushLimits:
     this node looks again what it has."""
 
 
+class OtherNodes:
+    """Where blocks are passed on to: all nodes that this `store` knows."""
+
+    def __init__(self, store: ClusterTrioStore) -> None:
+        self._store = store
+
+    async def marks(self) -> Mapping[str, int]:
+        """Return the marks of the nodes that answer."""
+        return await self._store.drive(self._store.calls.call(Marks()))
+
+    async def copy(
+        self, blocks: Mapping[str, memoryview], marks: Mapping[str, int], ttl_s: float | None
+    ) -> Collection[str]:
+        """Put blocks that were read after the nodes had made these marks; return the
+        keys that were there, or were deleted since.
+
+        Raises:
+            PartialPut: some were not stored.
+            InfiniStoreException: none was.
+        """
+        batch = Batch(list(blocks), list(blocks.values()))
+        return await self._store.drive(self._store.calls.call(Copy(batch, marks, ttl_in_us(ttl_s))))
+
+
+@asynccontextmanager
+async def open_nodes(
+    url: str | None, environment: Environment, **options: Unpack[StoreOptions]
+) -> AsyncGenerator[OtherNodes, None]:
+    """Open a store of a cluster, to pass blocks on to its nodes."""
+    async with open_store(url, environment=environment, **options) as store:
+        assert isinstance(store, ClusterTrioStore)
+        yield OtherNodes(store)
+
+
 @attrs.define(eq=False)
 class _Group:
     keys: list[tuple[str, int]] = attrs.field(factory=list)
@@ -57,18 +96,18 @@ class _Group:
 
 async def push(
     core: StoreCore,
-    open_others: Callable[[], AbstractAsyncContextManager[AsyncStore]],
+    open_others: Callable[[], AbstractAsyncContextManager[OtherNodes]],
     limits: PushLimits,
     on_progress: Callable[[Drain], None],
 ) -> None:
-    """Pass blocks on to the store of the other nodes, until there are none that came
+    """Pass blocks on to the other nodes, until there are none that came
     meanwhile. What could not be moved is counted, and logged at the end.
     """
     drain = Drain()
     problem = ""
     client = core.open_client("drain", counted=False)
     try:
-        async with open_others() as store:
+        async with open_others() as others:
             tried: set[str] = set()
             due = began = trio.current_time()
             while groups := await _hottest(core, limits.most_bytes - drain.moved_bytes, tried):
@@ -79,7 +118,7 @@ async def push(
                 tried.update(one.key for one in keys)
                 done = 0
                 while done < len(keys):
-                    batch = await _put_next(core, client, store, keys[done : done + _BATCH_KEYS])
+                    batch = await _put_next(core, client, others, keys[done : done + _BATCH_KEYS])
                     done += len(batch.keys)
                     problem = batch.problem or problem
                     drain = attrs.evolve(_counted(drain, batch), elapsed_s=int(trio.current_time() - began))
@@ -146,8 +185,9 @@ class _Batch:
     problem: str = ""
 
 
-async def _put_next(core: StoreCore, client: Client, store: AsyncStore, keys: Sequence[_Key]) -> _Batch:
+async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: Sequence[_Key]) -> _Batch:
     """Put the first of these keys, as many as go at once."""
+    marks = await others.marks()
     keys = keys[: core.limits.max_batch_keys]
     lease = core.lease(client, [one.key for one in keys], max_bytes=_BATCH_BYTES, touch=False)
     try:
@@ -162,7 +202,7 @@ async def _put_next(core: StoreCore, client: Client, store: AsyncStore, keys: Se
         for ttl_s, part in _by_time_left(core, items):
             there: Collection[str] = ()
             try:
-                there = await store.put_many(part, replace=False, ttl_s=ttl_s)
+                there = await others.copy(part, marks, ttl_s)
             except PartialPut as error:
                 failed.update(error.failed, error.unknown)
                 problem = str(error)

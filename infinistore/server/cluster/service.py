@@ -16,7 +16,7 @@ import attrs
 import trio
 
 from infinistore.addresses import host_and_port, with_port
-from infinistore.client import StoreOptions, open_store
+from infinistore.client import StoreOptions
 from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.cluster.documents import ClusterConfig
 from infinistore.cluster.drains import Drain
@@ -37,7 +37,7 @@ from infinistore.protocol.versions import MINOR
 from infinistore.server.cluster.asking import PeerToken, Refusals
 from infinistore.server.cluster.draining import Drainer
 from infinistore.server.cluster.others import Others
-from infinistore.server.cluster.pushing import PushLimits, push
+from infinistore.server.cluster.pushing import PushLimits, open_nodes, push
 from infinistore.server.environment import Environment
 from infinistore.server.server import Server
 from infinistore.statistics import ListedNode, MembershipStatistics
@@ -256,7 +256,7 @@ class ClusterService:
             options["token"] = token
         if self._server.tls is not None:
             options["tls"] = self._server.tls.peer_context()
-        open_others = partial(open_store, config.cluster, environment=environment, **options)
+        open_others = partial(open_nodes, config.cluster, environment, **options)
         await push(core, open_others, limits, on_progress)
 
     def _tell_drain(self, drain: Drain) -> None:

@@ -52,7 +52,7 @@ class _InlineConnection(ConnectionMover):
         check_distinct(put.keys)
         conversation.check_lengths(put.keys)
         payload, self._payload = self._payload, None
-        if payload is None and len(put.keys) == 1 and not put.ttl_us:
+        if payload is None and len(put.keys) == 1 and not (put.ttl_us or put.since):
             await self._receive(self._connection.gather_payload(), received)
             if (reply := self._put_single(put, received, False)) is not None:
                 await conversation.send_answer(reply)
@@ -68,7 +68,13 @@ class _InlineConnection(ConnectionMover):
                 Span(views).copy_in(payload)
             checksums = trailer.cast("Q").tolist() if put.checksums else None
             skipped = self._core.commit(
-                reservation, put.keys, checksums, replace=put.replace, free=False, ttl_s=put.ttl_us / 1e6
+                reservation,
+                put.keys,
+                checksums,
+                replace=put.replace,
+                free=False,
+                ttl_s=put.ttl_us / 1e6,
+                since=put.since,
             )
             await conversation.reply(PutReply(pack_u64(skipped)))
         finally:
@@ -85,10 +91,10 @@ class _InlineConnection(ConnectionMover):
             raise DeadlineExceeded(f"{left} of {in_units(received.payload_bytes)} had not come in time") from None
 
     def _put_single(self, put: Put, received: Received, at_once: bool) -> Sequence[memoryview] | None:
-        """Store one block, all of which has come. What ends at a time is rare, and
-        takes the way of batches; so does what has to wait for room.
+        """Store one block, all of which has come. What ends at a time, or is a copy, is
+        rare, and takes the way of batches; so does what has to wait for room.
         """
-        if len(put.keys) != 1 or put.ttl_us or self._payload is not None:
+        if len(put.keys) != 1 or put.ttl_us or put.since or self._payload is not None:
             return None
         conversation = self._conversation
         conversation.check_lengths(put.keys)

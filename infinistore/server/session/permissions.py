@@ -37,6 +37,7 @@ ROLES: Final[Mapping[type[Message], frozenset[Role]]] = {
     messages.Pin: _WRITE,  # it takes room from everybody
     messages.TimesLeft: _READ,
     messages.Removed: _READ,
+    messages.Mark: _WRITE,
     messages.MapArenas: ALL_ROLES,  # for writing only with WRITE, and none without READ
     messages.MapTables: _EITHER,
     messages.Reserve: _WRITE,

@@ -23,6 +23,7 @@ from infinistore.protocol.messages import (
     Keys,
     KeysReply,
     ListKeys,
+    Mark,
     Message,
     Pin,
     PinReply,
@@ -75,6 +76,10 @@ async def _times_left(request: TimesLeft, core: StoreCore, client: Client) -> Re
     )
 
 
+async def _mark(request: Mark, core: StoreCore, client: Client) -> Reply:
+    return CountReply(core.deletions.mark(ends_earlier=request.ends_earlier))
+
+
 async def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
     limit = min(request.limit, MAX_PAGE_KEYS)
     return KeysReply(Keys(await list_keys_incrementally(core, request.prefix, limit, request.after)), limit)
@@ -104,6 +109,7 @@ ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]
     Prefetch: _prefetch,
     Pin: _pin,
     TimesLeft: _times_left,
+    Mark: _mark,
     ListKeys: _list_keys,
     Purge: _purge,
     Evict: _evict,

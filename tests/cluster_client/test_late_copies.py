@@ -1,0 +1,132 @@
+"""Copies that servers get after the keys were deleted: they store nothing."""
+
+from collections.abc import AsyncGenerator, Collection, Generator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from infinistore import blocking, open_store
+from infinistore.client.connection.effects import Background, ClusterCall, Together
+from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+from infinistore.client.extension import Environment
+from infinistore.client.requests import Get, Put
+from infinistore.cluster.drains import Drain
+from infinistore.cluster.view import NodeState
+from infinistore.protocol.versions import Capability
+from infinistore.server.cluster.others import Others
+from infinistore.server.cluster.pushing import OtherNodes, PushLimits, open_nodes, push
+from tests.clients.stores import servers_lack
+from tests.cluster_client.clusters import Cluster, Given, running_cluster
+
+JOINING, SERVING, DRAINING = NodeState
+NAMES = [f"key {number}" for number in range(60)]
+BLOCKS = {name: name.encode() for name in NAMES}
+URL = "infinistore+static://nobody:1"
+PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40, settle_s=0.0)
+
+
+def given_states(cluster: Cluster, *of: NodeState) -> Given:
+    return Given([attrs.evolve(node, state=state) for node, state in zip(cluster.nodes(), of, strict=False)])
+
+
+def environment(given: Any) -> Environment:
+    return Environment(membership=lambda url: given)
+
+
+class Held:
+    """A call whose work in the background is left to the test."""
+
+    def __init__(self, call: ClusterCall[Any], works: list[ClusterCall[None]]) -> None:
+        self._call = call
+        self._works = works
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        result: Any = None
+        while True:
+            try:
+                effect = self._call.send(result)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(effect, Background):
+                self._works.append(effect.work)
+                result = True
+            else:
+                result = yield effect
+
+
+async def wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def test_a_copy_to_a_node_that_joins_comes_after_the_keys_were_deleted(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING)
+    async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+        assert isinstance(store, ClusterTrioStore)
+        await store.put_many(BLOCKS)
+        given.give(given_states(three, SERVING, SERVING, JOINING).view.nodes)
+        works: list[ClusterCall[None]] = []
+        await store.drive(wait_for(Held(store.calls.call(Get(NAMES)), works)))
+        (work,) = works
+        puts = work.send(await store.drive(wait_for(work.send(None))))  # all are there, it has heard
+        assert isinstance(puts, Together)
+        copied = [key for part in puts.parts if isinstance(part.request, Put) for key in part.request.keys]
+        kept = copied.pop()
+        assert copied
+        assert await store.delete(copied) == len(copied)
+        outcomes = await store.drive(wait_for(puts))
+        assert three.members[2].keys() == {kept}
+        assert await store.exists_many(copied) == [False] * len(copied)
+        with suppress(StopIteration):
+            work.send(outcomes)
+
+
+async def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING, SERVING)
+    others = Others(given, "a")  # type: ignore[arg-type]
+    drains = three.members[0]
+
+    class Late(OtherNodes):
+        async def copy(
+            self, blocks: Mapping[str, memoryview], marks: Mapping[str, int], ttl_s: float | None
+        ) -> Collection[str]:
+            await trio.to_thread.run_sync(store.delete, list(blocks)[1:])
+            return await super().copy(blocks, marks, ttl_s)
+
+    @asynccontextmanager
+    async def open_late() -> AsyncGenerator[OtherNodes, None]:
+        async with open_store(URL, environment=environment(others), lookup_deadline_s=60) as nodes:
+            assert isinstance(nodes, ClusterTrioStore)
+            yield Late(nodes)
+
+    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+        store.put_many(BLOCKS)
+        names = drains.keys()
+        given.give(given_states(three, DRAINING, SERVING, SERVING).view.nodes)
+        await trio.to_thread.run_sync(drains.run, lambda: push(drains.core, open_late, PLENTY, lambda drain: None))
+        passed_on = [name for name in names if store.exists(name)]
+        assert len(passed_on) == 1 < len(names)
+        assert drains.keys() == set(passed_on)
+
+
+async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    with servers_lack(Capability.COPIES), running_cluster(3) as older:
+        given = given_states(older, SERVING, SERVING)
+        async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+            assert isinstance(store, ClusterTrioStore)
+            await store.put_many(BLOCKS)
+            given.give(given_states(older, SERVING, SERVING, JOINING).view.nodes)
+            works: list[ClusterCall[None]] = []
+            found = await store.drive(wait_for(Held(store.calls.call(Get(NAMES)), works)))
+            assert [bytes(value) for value in found] == list(BLOCKS.values())
+            assert works == []
+        others = Others(given_states(older, DRAINING, SERVING, SERVING), "a")  # type: ignore[arg-type]
+        drains, told = older.members[0], list[Drain]()
+        opened = partial(open_nodes, URL, environment(others), lookup_deadline_s=60)
+        await trio.to_thread.run_sync(drains.run, lambda: push(drains.core, opened, PLENTY, told.append))
+        assert told[-1].failed_groups == told[-1].groups > 0
+    problems = [str(vars(record).get("problem", "")) for record in caplog.records]
+    assert any("is of an older release" in problem for problem in problems)
