@@ -28,17 +28,19 @@ from infinistore.core.pool_state import PoolState
 from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import Get, Keys, Put, PutReply, TakeOver
+from infinistore.protocol.messages import Get, Keys, Numbers, Put, PutReply, TakeOver, TakeOverReply
+from infinistore.protocol.server_connection import Received
 from infinistore.protocol.take_over_messages import TakeOverStep
 from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server import Server
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
+from infinistore.server.connection.conversation import Conversation
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
 from infinistore.server.take_over.adopting import PoolLost, decode
-from infinistore.server.take_over.exporting import OneStore, Taken
+from infinistore.server.take_over.exporting import OneStore, Taken, make_ownership, take_ownership
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.transports.base import drive
@@ -159,6 +161,65 @@ async def test_a_step_out_of_turn_is_refused(config: ServerConfig) -> None:
                 await peer.ask(TakeOver(step))
         assert isinstance(await peer.ask(Put(Keys(["k"]), pack_u64([1]), checksums=False), b"1"), PutReply)
         peer.stream.close()
+
+
+def be_older(monkeypatch: pytest.MonkeyPatch, *, then: str) -> None:
+    """Let servers be of a release that decides itself, and that breaks the connection
+    instead of giving its last answer.
+    """
+    made: list[int] = []
+    answer = Giving.answer
+
+    def make_and_note() -> int:
+        made.append(make_ownership())
+        return made[-1]
+
+    def reply(names: Keys, numbers: Numbers) -> TakeOverReply:
+        return TakeOverReply(Keys([name.replace("ownership", "unknown") for name in names]), numbers)
+
+    async def answer_but_the_last(
+        found: Giving, conversation: Conversation, message: TakeOver, received: Received
+    ) -> None:
+        if message.step != TakeOverStep.END:
+            await answer(found, conversation, message, received)
+            return
+        if then == "ends":
+            assert take_ownership(made[-1])
+        conversation.stream.close()
+
+    monkeypatch.setattr(giving, "make_ownership", make_and_note)
+    monkeypatch.setattr(giving, "TakeOverReply", reply)
+    monkeypatch.setattr(Giving, "answer", answer_but_the_last)
+
+
+async def test_an_older_server_that_ends_without_its_last_answer_is_followed_by_an_empty_one(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is gone, so nobody else serves; but until then, it may have served on."""
+    be_older(monkeypatch, then="ends")
+    async with running(config) as (_, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        async with running(taking_over(config)):
+            assert old_ended.is_set()
+            assert not await store.exists("key")
+            await store.put("key", BLOCK)
+            assert await store.get("key") == BLOCK
+    [warning] = [record for record in caplog.records if record.message == "the cache starts empty"]
+    assert "its last answer was lost" in warning.__dict__["reason"]
+
+
+async def test_an_older_server_that_serves_on_without_its_last_answer_has_no_successor(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_older(monkeypatch, then="serves on")
+    monkeypatch.setattr(taking_module, "ENDS_S", 0.0)
+    async with running(config) as (old, old_ended), open_store(f"unix://{config.unix_socket}") as store:
+        await store.put("key", BLOCK)
+        with pytest.raises(ConfigError, match="see whether it serves on"):
+            await run_server(taking_over(config), on_listening=lambda server: None)
+        await until_over(old)
+        assert not old_ended.is_set()
+        assert await store.get("key") == BLOCK
 
 
 class NoStore(OneStore):

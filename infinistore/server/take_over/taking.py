@@ -38,11 +38,13 @@ from infinistore.transports.sockets.raw_sockets import peer_user
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_unix
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["STEP_S", "Taking", "begin_taking"]
+__all__ = ["ENDS_S", "STEP_S", "Taking", "begin_taking"]
 
 _log = logging.getLogger("infinistore.server")
 STEP_S = 60.0
 """Besides what the earlier server needs to finish what is under way."""
+ENDS_S = 10.0
+"""How long the end of an earlier server is waited for whose last answer was lost."""
 
 
 @attrs.define
@@ -194,7 +196,8 @@ class Taking(Adopting):
         """Take the ownership of the pool. From now on this process is the server.
 
         Raises:
-            ConfigError: the server serves on.
+            ConfigError: the server serves on, or did not say whether it does.
+            PoolLost: it has ended, and nobody knows what its pool had then.
         """
         await self._take_ownership()
         for name, sock in self._listeners:
@@ -207,6 +210,11 @@ class Taking(Adopting):
             try:
                 await self._ask(TakeOver(TakeOverStep.END))
             except StoreUnavailable as error:
+                # It may have ended for this process, or for another one, or served on.
+                if await self._predecessor_ended(ENDS_S):
+                    raise PoolLost(
+                        "the server, of an older release, has ended, and its last answer was lost"
+                    ) from error
                 raise ConfigError(f"--take-over: {error}; see whether it serves on, and try again") from error
         elif not take_ownership(self._ownership):
             raise ConfigError("--take-over: the server did not wait, and has served on; try again")
