@@ -31,6 +31,7 @@ class Others:
         self.ends: dict[str, float | None] = {}
         self.at: list[float] = []
         self.mark = {"other": 0}
+        self.before_marks: Callable[[], Any] = lambda: None
         self.before_put: Callable[[list[str]], Any] = lambda keys: None
 
     @asynccontextmanager
@@ -39,6 +40,7 @@ class Others:
 
     async def marks(self) -> dict[str, int]:
         await trio.lowlevel.checkpoint()
+        self.before_marks()
         self.mark = {"other": self.mark["other"] + 1}
         return self.mark
 
@@ -114,6 +116,14 @@ async def test_what_ends_is_passed_on_with_what_is_left_of_its_time(core: StoreC
     drain = await pushed(core, others)
     assert others.ends == {"{a}1": 15.0, "{a}2": 15.0, "{a}3": None, "{a}4": 45.0}
     assert (drain.moved_groups, drain.moved_blocks) == (1, 4)
+
+
+async def test_a_block_is_read_after_the_marks_were_made(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1", "{a}2")
+    others = Others()
+    others.before_marks = lambda: core.delete(["{a}1"])
+    await pushed(core, others)
+    assert others.batches == [["{a}2"]]
 
 
 async def test_what_ends_meanwhile_is_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
