@@ -229,7 +229,8 @@ class Server:
             DiskFailed: some of what is on a disk may come back.
         """
         disk, purged = self.context.disks, 0
-        await self._stays.wait()
+        while not self._stays.is_set():  # asked again: others have their turn before a wait returns
+            await self._stays.wait()
         if not self._has_ended:
             self._purges += 1
             try:

@@ -206,6 +206,7 @@ def test_without_a_fault_the_process_that_takes_over_serves() -> None:
 
 @given(faults=BAD_LUCK)
 @example(faults=[("giver dies", 36)])
+@example(faults=[("slow", 17), ("another", 58), ("purge", 79)])
 @settings(max_examples=examples(40))
 def test_whatever_goes_wrong_one_serves_what_was_acknowledged(faults: list[tuple[str, int]]) -> None:
     take_over(*faults)
