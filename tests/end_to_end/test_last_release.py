@@ -79,7 +79,7 @@ def test_the_golden_frames_are_those_of_the_last_release(last_release: Path) -> 
         f"import sys; sys.path[:0] = [sys.argv[1], {str(golden)!r}]; import record; print(*record.frames(), sep='\\n')"
     )
     command = [sys.executable, "-P", "-c", program, str(last_release)]
-    ran = warm.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ran = warm.run(command, cold=True, capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == (golden / "frames.hex").read_text()
 
 
@@ -87,7 +87,7 @@ def test_the_golden_frames_are_those_of_the_last_release(last_release: Path) -> 
 def serving(release: Path, socket: Path) -> Iterator[str]:
     """Run a server of a release; yield its TCP address."""
     command = [sys.executable, "-P", "-c", SERVER, str(release), str(socket)]
-    with warm.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, cold=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = re.search(r"tcp://[\d.]+:\d+", process.stdout.readline())
@@ -106,5 +106,5 @@ def test_a_server_and_a_client_of_which_one_is_older_serve_each_other(
     with serving(releases["server"], socket) as tcp:
         for url, transport in ((tcp, "tcp"), (f"shm://{socket}", "shm"), (f"unix://{socket}", "unix")):
             command = [sys.executable, "-P", "-W", "error", "-c", CLIENT, str(releases["client"]), url]
-            ran = warm.run(command, capture_output=True, text=True, timeout=60, check=False)
+            ran = warm.run(command, cold=True, capture_output=True, text=True, timeout=60, check=False)
             assert (ran.returncode, ran.stdout.strip(), ran.stderr) == (0, transport, "")
