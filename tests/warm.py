@@ -43,6 +43,8 @@ _SYSCALL_CLONE: Final = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT: Final = 0x8000
 _ABOVE_ALL: Final = 1000
 """Descriptors from here on are in the way of none that a program is given."""
+_OURS: Final = dict(os.environ)
+"""The environment of the parent: none that a test changed before it needed the parent."""
 
 
 class _Program(NamedTuple):
@@ -89,12 +91,12 @@ class _Parent:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.environment = _read_at_start(os.environ)
+        self.environment = _read_at_start(_OURS)
         self._one_at_a_time = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-W", "error", __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_OURS, pass_fds=[theirs.fileno()])
 
     def fork(self, job: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Have a program run with these descriptors. Returns the id of its process."""

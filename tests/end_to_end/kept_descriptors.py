@@ -72,7 +72,7 @@ class Manager:
         given = [*reversed(self.kept.items())]
         given += [("infinistore.socket", fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD, 500)) for sock in self.activated]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
-        command = [sys.executable, "-c", _START, ":".join(name for name, _ in given)]
+        command = [sys.executable, "-P", "-c", _START, ":".join(name for name, _ in given)]
         with (self.folder / "log").open("a") as log:
             process = warm.Popen(
                 [*command, ",".join(str(descriptor) for _, descriptor in given), *flags],
