@@ -9,15 +9,7 @@ from infinistore.settings import Kind, declare, integer, number, size, text
 from infinistore.sizes import GIB, KIB, MIB
 
 __all__ = [
-    "advertise",
-    "cluster",
     "conflicts_of_cluster",
-    "node_drain_rate",
-    "node_drain_size",
-    "node_id",
-    "node_warm_up",
-    "node_weight",
-    "node_zone",
     "registers_in_etcd",
 ]
 
@@ -42,7 +34,7 @@ def _name(metavar: str = "NAME") -> Kind:
     return Kind(metavar, text().parse, check)
 
 
-def cluster() -> Any:
+def _cluster() -> Any:
     """Where to register: the URL of a cluster."""
 
     def check(value: str) -> None:
@@ -55,13 +47,13 @@ def cluster() -> Any:
     return declare("cluster", kind, None, help_text, group=_CLUSTER, default_text="no cluster")
 
 
-def node_id() -> Any:
+def _node_id() -> Any:
     """The name of the node."""
     help_text = "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on"
     return declare("node_id", _name("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
 
 
-def advertise() -> Any:
+def _advertise() -> Any:
     """Where others reach the node."""
 
     def check(value: str) -> None:
@@ -78,25 +70,25 @@ def advertise() -> Any:
     )
 
 
-def node_weight() -> Any:
+def _node_weight() -> Any:
     """The share of the node."""
     help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it"
     return declare("node_weight", integer(0, 10_000), "100", help_text, group=_CLUSTER)
 
 
-def node_zone() -> Any:
+def _node_zone() -> Any:
     """Where the node stands."""
     help_text = "Name of the zone or rack; copies are kept in different ones if there are several"
     return declare("node_zone", _name(), None, help_text, group=_CLUSTER, default_text="none")
 
 
-def node_warm_up() -> Any:
+def _node_warm_up() -> Any:
     """How long the weight grows."""
     help_text = "How long the weight of a server that joins others grows, in five steps"
     return declare("node_warm_up", number(0, 86400, "SECONDS", "seconds"), "30", help_text, group=_CLUSTER)
 
 
-def node_drain_size() -> Any:
+def _node_drain_size() -> Any:
     """How much a node passes on."""
     help_text = (
         "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
@@ -106,7 +98,7 @@ def node_drain_size() -> Any:
     return declare("node_drain_size", kind, None, help_text, group=_CLUSTER, default_text="half of the pool")
 
 
-def node_drain_rate() -> Any:
+def _node_drain_rate() -> Any:
     """How fast it does that."""
     help_text = "How much of that it passes on each second, in MB or with a unit"
     kind = size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB")

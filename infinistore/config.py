@@ -231,14 +231,14 @@ class ServerConfig:
         "How long a read waits for blocks on disk; then they count as missing",
         group=_DISK,
     )
-    cluster: str | None = cluster_settings.cluster()
-    node_id: str | None = cluster_settings.node_id()
-    advertise: str | None = cluster_settings.advertise()
-    node_weight: int = cluster_settings.node_weight()
-    node_zone: str | None = cluster_settings.node_zone()
-    node_warm_up_s: float = cluster_settings.node_warm_up()
-    node_drain_bytes: int | None = cluster_settings.node_drain_size()
-    node_drain_bytes_per_s: int = cluster_settings.node_drain_rate()
+    cluster: str | None = cluster_settings._cluster()
+    node_id: str | None = cluster_settings._node_id()
+    advertise: str | None = cluster_settings._advertise()
+    node_weight: int = cluster_settings._node_weight()
+    node_zone: str | None = cluster_settings._node_zone()
+    node_warm_up_s: float = cluster_settings._node_warm_up()
+    node_drain_bytes: int | None = cluster_settings._node_drain_size()
+    node_drain_bytes_per_s: int = cluster_settings._node_drain_rate()
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),
@@ -305,17 +305,17 @@ class ServerConfig:
         "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
         group=_RDMA,
     )
-    token_file: Path | None = security_settings.token_file()  # noqa: RUF009
-    tenants: Path | None = security_settings.tenants()  # noqa: RUF009
-    insecure: bool = security_settings.insecure()
-    manage_allowed_hosts: tuple[str, ...] = security_settings.manage_allowed_hosts()
-    tls_cert: Path | None = security_settings.tls_cert()  # noqa: RUF009
-    tls_key: Path | None = security_settings.tls_key()  # noqa: RUF009
-    tls_client_ca: Path | None = security_settings.tls_client_ca()  # noqa: RUF009
-    audit_log: str | None = security_settings.audit_log()
-    tls_peer_ca: Path | None = security_settings.tls_peer_ca()  # noqa: RUF009
-    peer_token_file: Path | None = security_settings.peer_token_file()  # noqa: RUF009
-    unix_socket_group: str | None = security_settings.unix_socket_group()
+    token_file: Path | None = security_settings._token_file()  # noqa: RUF009
+    tenants: Path | None = security_settings._tenants()  # noqa: RUF009
+    insecure: bool = security_settings._insecure()
+    manage_allowed_hosts: tuple[str, ...] = security_settings._manage_allowed_hosts()
+    tls_cert: Path | None = security_settings._tls_cert()  # noqa: RUF009
+    tls_key: Path | None = security_settings._tls_key()  # noqa: RUF009
+    tls_client_ca: Path | None = security_settings._tls_client_ca()  # noqa: RUF009
+    audit_log: str | None = security_settings._audit_log()
+    tls_peer_ca: Path | None = security_settings._tls_peer_ca()  # noqa: RUF009
+    peer_token_file: Path | None = security_settings._peer_token_file()  # noqa: RUF009
+    unix_socket_group: str | None = security_settings._unix_socket_group()
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
@@ -340,8 +340,8 @@ class ServerConfig:
         "Maximum number of keys in one request; clients split larger batches",
         group=_LIMITS,
     )
-    max_key_bytes: int = limit_settings.max_key_bytes()
-    max_protected_ratio: float = limit_settings.max_protected_ratio()
+    max_key_bytes: int = limit_settings._max_key_bytes()
+    max_protected_ratio: float = limit_settings._max_protected_ratio()
     log_level: str = declare(
         "log_level",
         choice("error", "warning", "info", "debug"),

@@ -7,12 +7,10 @@ from typing import Any, Final
 from infinistore.settings import declare, number, size
 from infinistore.sizes import KIB
 
-__all__ = ["max_key_bytes", "max_protected_ratio"]
-
 _LIMITS: Final = "Limits"
 
 
-def max_key_bytes() -> Any:
+def _max_key_bytes() -> Any:
     """Declare the longest key."""
     return declare(
         "max_key_size",
@@ -23,7 +21,7 @@ def max_key_bytes() -> Any:
     )
 
 
-def max_protected_ratio() -> Any:
+def _max_protected_ratio() -> Any:
     """Declare what pinned keys may take of the pool."""
     return declare(
         "max_protected_ratio",

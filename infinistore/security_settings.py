@@ -11,18 +11,7 @@ from infinistore.cluster_settings import registers_in_etcd
 from infinistore.settings import Kind, declare, path, switch, text
 
 __all__ = [
-    "audit_log",
     "conflicts_of_security",
-    "insecure",
-    "manage_allowed_hosts",
-    "peer_token_file",
-    "tenants",
-    "tls_cert",
-    "tls_client_ca",
-    "tls_key",
-    "tls_peer_ca",
-    "token_file",
-    "unix_socket_group",
 ]
 
 _SECURITY: Final = "Security"
@@ -30,13 +19,13 @@ _REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allo
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
-def token_file() -> Any:
+def _token_file() -> Any:
     """Where the token is."""
     help_text = "File whose first line is the token that every client must present"
     return declare("token_file", path(), None, help_text, group=_SECURITY, default_text="no token")
 
 
-def tenants() -> Any:
+def _tenants() -> Any:
     """Who the tenants are."""
     help_text = (
         "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
@@ -45,13 +34,13 @@ def tenants() -> Any:
     return declare("tenants", path(), None, help_text, group=_SECURITY, default_text="one tenant")
 
 
-def audit_log() -> Any:
+def _audit_log() -> Any:
     """Where it is noted who came."""
     help_text = "File to which one line of JSON is added for each login, refusal and administrative act; - is stderr"
     return declare("audit_log", text("FILE|-"), None, help_text, group=_SECURITY, default_text="no file")
 
 
-def unix_socket_group() -> Any:
+def _unix_socket_group() -> Any:
     """Whose members may open the Unix socket."""
     help_text = (
         "Group whose members may open the Unix socket, by name or number, with --unix-socket-access group. The server "
@@ -60,13 +49,13 @@ def unix_socket_group() -> Any:
     return declare("unix_socket_group", text("GROUP"), None, help_text, group=_SECURITY, default_text="its own group")
 
 
-def insecure() -> Any:
+def _insecure() -> Any:
     """Whether anyone may do anything."""
     help_text = "Let anyone who reaches the port read and write, also beyond loopback"
     return declare("insecure", switch(), "off", help_text, group=_SECURITY)
 
 
-def manage_allowed_hosts() -> Any:
+def _manage_allowed_hosts() -> Any:
     """The names of the management API."""
 
     def parse(raw: Any) -> tuple[str, ...]:
@@ -86,7 +75,7 @@ def manage_allowed_hosts() -> Any:
     )
 
 
-def tls_cert() -> Any:
+def _tls_cert() -> Any:
     """The certificate."""
     help_text = (
         "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
@@ -95,13 +84,13 @@ def tls_cert() -> Any:
     return declare("tls_cert", path(), None, help_text, group=_SECURITY, default_text="no TLS")
 
 
-def tls_key() -> Any:
+def _tls_key() -> Any:
     """Its key."""
     help_text = "File with the key of --tls-cert, in PEM, without a passphrase"
     return declare("tls_key", path(), None, help_text, group=_SECURITY, default_text="the file of --tls-cert")
 
 
-def tls_client_ca() -> Any:
+def _tls_client_ca() -> Any:
     """Who vouches for clients."""
     help_text = (
         "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
@@ -110,7 +99,7 @@ def tls_client_ca() -> Any:
     return declare("tls_client_ca", path(), None, help_text, group=_SECURITY, default_text="clients need none")
 
 
-def tls_peer_ca() -> Any:
+def _tls_peer_ca() -> Any:
     """Who vouches for the other nodes of a cluster."""
     help_text = (
         "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
@@ -119,7 +108,7 @@ def tls_peer_ca() -> Any:
     return declare("tls_peer_ca", path(), None, help_text, group=_SECURITY, default_text="no others")
 
 
-def peer_token_file() -> Any:
+def _peer_token_file() -> Any:
     """Where the token is that this server presents to other nodes."""
     help_text = (
         "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "

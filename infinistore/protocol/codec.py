@@ -19,7 +19,8 @@ from cattrs.errors import ForbiddenExtraKeysError
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.body_fields import STRUCTURE, UNSTRUCTURE, Structure, Unstructure
-from infinistore.protocol.messages import KINDS, Message, Numbers, StatisticsReply
+from infinistore.protocol.fields import Numbers
+from infinistore.protocol.messages import KINDS, Message, StatisticsReply
 from infinistore.protocol.single_bodies import READ, WRITE
 from infinistore.protocol.versions import MAJOR, Offer
 

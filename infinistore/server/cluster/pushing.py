@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from infinistore.client import StoreOptions, open_store
 from infinistore.client.api.arguments import ttl_in_us
 from infinistore.client.drivers.trio_cluster import ClusterTrioStore
-from infinistore.client.extension import Environment
+from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.client.requests import Batch, Copy, Marks
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.placement import hash_tag
@@ -75,7 +75,7 @@ class OtherNodes:
 
 @asynccontextmanager
 async def open_nodes(
-    url: str | None, environment: Environment, **options: Unpack[StoreOptions]
+    url: str | None, environment: ClientEnvironment, **options: Unpack[StoreOptions]
 ) -> AsyncGenerator[OtherNodes, None]:
     """Open a store of a cluster, to pass blocks on to its nodes."""
     async with open_store(url, environment=environment, **options) as store:

@@ -8,7 +8,7 @@ mapped never becomes another group's.
 import mmap
 from collections.abc import Iterable, Mapping
 
-from infinistore.access.tenants import Tenants
+from infinistore.access.tenants import Tenants as NamedTenants
 from infinistore.config import ServerConfig
 from infinistore.core.tenants import why_not_reserved
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
@@ -67,7 +67,7 @@ def check_disks(config: ServerConfig, limits: Iterable[TenantLimits]) -> None:
         )
 
 
-def group_sizes(config: ServerConfig, tenants: Tenants, parts: int = 1) -> dict[str, int]:
+def group_sizes(config: ServerConfig, tenants: NamedTenants, parts: int = 1) -> dict[str, int]:
     """Return the bytes of each group's pool.
 
     Groups that the file gives a size have it. Tenants that name no group share the
@@ -112,7 +112,7 @@ def by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str,
     return found
 
 
-def is_for_one(config: ServerConfig, tenants: Tenants, group: str) -> bool:
+def is_for_one(config: ServerConfig, tenants: NamedTenants, group: str) -> bool:
     """Whether a group's clients may write to its pool because it has one tenant now,
     and so may have no other later."""
     members = sum(one.group == group for one in tenants.limits)
@@ -153,7 +153,7 @@ class PlannedGroups:
     sessions = ()
     """It has none."""
 
-    def __init__(self, config: ServerConfig, tenants: Tenants) -> None:
+    def __init__(self, config: ServerConfig, tenants: NamedTenants) -> None:
         """Raises ConfigError if the tenants file and the configuration do not fit."""
         check_settings(config)
         self._config = config

@@ -8,10 +8,10 @@ from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.config import ServerConfig
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.reloading import Reloads
+from infinistore.server.security.tenants import HasTenants, TenantsReload, load_tenants
 
 if TYPE_CHECKING:
     from infinistore.server.security.certificates import Certificates
-    from infinistore.server.security.tenants import HasTenants
 
 __all__ = ["add_tenants", "load_certificates", "load_policy"]
 
@@ -40,18 +40,14 @@ def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:
     audit = AuditLog(config.audit_log)
     if config.tenants is None:
         return OneTenant(token, audit)
-    from infinistore.server.security.tenants import load_tenants  # late: most servers have no tenants
-
     return TenantPolicy(load_tenants(config), audit, os.geteuid())
 
 
-def add_tenants(reloads: Reloads, config: ServerConfig, policy: Policy, server: "HasTenants | None" = None) -> None:
+def add_tenants(reloads: Reloads, config: ServerConfig, policy: Policy, server: HasTenants | None = None) -> None:
     """Let the tenants file be read again with the rest, if there is one, and the audit
     log be opened again. `server` is whose sessions and limits it is about.
     """
     if isinstance(policy.audit, AuditLog) and policy.audit.path is not None:
         reloads.add(policy.audit.reopen)
     if isinstance(policy, TenantPolicy):
-        from infinistore.server.security.tenants import TenantsReload  # late, as above
-
         reloads.add(TenantsReload(config, policy, server).reload_and_log)
