@@ -22,7 +22,7 @@ from infinistore import cluster_settings, limit_settings, security_settings
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, socket_place
 from infinistore.config_sources import load
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
-from infinistore.numa import numa_node as declare_numa_node
+from infinistore.host import numa_node as declare_numa_node
 from infinistore.settings import (
     VARIABLE_PREFIX,
     RefusedSetting,
@@ -60,7 +60,7 @@ _RDMA, _LIMITS, _LOGGING = "RDMA", "Limits", "Logging"
 
 def _default_pool_bytes() -> int:
     """16 GiB, but at most half of the memory available, in whole MiB."""
-    from infinistore.machine_memory import available_memory  # late: only a server needs it
+    from infinistore.host import available_memory  # late: only a server needs it
 
     available_bytes = available_memory().available_bytes
     return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))

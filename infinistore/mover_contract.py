@@ -35,7 +35,7 @@ from infinistore.blocking import BlockingStore, open_store
 from infinistore.client.extension import Environment
 from infinistore.config import ServerConfig
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, KeyNotFound, StoreUnavailable
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 from infinistore.protocol.messages import NO_CHECKSUM
 from infinistore.server.composition import run_server
 from infinistore.server.server import Server

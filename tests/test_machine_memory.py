@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinistore.machine_memory import available_memory, free_huge_pages
+from infinistore.host import available_memory, free_huge_pages
 
 GIB = 1 << 30
 

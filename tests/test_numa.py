@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinistore
-from infinistore import blocking, numa
+from infinistore import blocking
+from infinistore import host as numa
 from infinistore.core import create_arena
 from infinistore.errors import ConfigError
 from infinistore.sizes import MIB
@@ -239,7 +240,7 @@ def test_a_thread_that_is_bound_and_what_it_starts_stay_on_the_node() -> None:
     node = min(HERE)
     program = f"""
 import os, subprocess, sys, threading
-from infinistore.numa import bind_process
+from infinistore.host import bind_process
 bind_process({node})
 seen = []
 thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))

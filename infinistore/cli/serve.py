@@ -84,7 +84,7 @@ def _run(config: "ServerConfig", *, as_json: bool) -> None:
 
     prepare_process(config.allocator)  # first: it may re-execute this process
     if config.numa_node is not None:
-        from infinistore.numa import bind_process
+        from infinistore.host import bind_process
 
         bind_process(config.numa_node)  # before there are threads and shards, which inherit it
     import trio

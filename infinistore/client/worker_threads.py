@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 import trio
 
-from infinistore.new_threads import NO_THREAD
+from infinistore.host import NO_THREAD
 
 __all__ = ["in_thread"]
 

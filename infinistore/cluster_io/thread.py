@@ -20,7 +20,7 @@ from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticP
 from infinistore.cluster.membership import Listener, Membership, StaticMembership
 from infinistore.cluster.view import View
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 
 if TYPE_CHECKING:
     from ssl import SSLContext

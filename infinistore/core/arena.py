@@ -32,8 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from infinistore.errors import OutOfMemory
-from infinistore.machine_memory import available_memory, free_huge_pages
-from infinistore.numa import bind_memory
+from infinistore.host import available_memory, bind_memory, free_huge_pages
 from infinistore.sizes import in_units
 
 __all__ = ["Arena", "Mapping", "adopt_arena", "check_memory", "create_arena"]

@@ -22,7 +22,7 @@ from infinistore.disk_io.files import DiskFiles
 from infinistore.disk_io.pieces import Piece, Transfer
 from infinistore.disk_io.runner import RunnerStatistics
 from infinistore.errors import StoreUnavailable
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 
 __all__ = ["DiskThreads"]
 

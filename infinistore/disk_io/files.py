@@ -21,7 +21,7 @@ from infinistore.disk.jobs import aligned
 from infinistore.disk_io.direct_io import aligned_memory, copy, transfer
 from infinistore.disk_io.folder import NEW, DiskFolder
 from infinistore.disk_settings import MOST_OPEN_FILES
-from infinistore.forks import let_go_in_child
+from infinistore.host import let_go_in_child
 from infinistore.sizes import MIB
 
 __all__ = ["DiskFiles"]

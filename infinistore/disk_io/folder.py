@@ -21,7 +21,7 @@ from typing import Final
 from infinistore.disk.format import COPIES, SUPERBLOCK_BYTES, Superblock, is_unwritten
 from infinistore.disk_io.direct_io import PROBE, aligned_memory, direct_io_works
 from infinistore.errors import ConfigError
-from infinistore.forks import let_go_in_child
+from infinistore.host import let_go_in_child
 from infinistore.sizes import MIB, format_size, in_units
 
 __all__ = [

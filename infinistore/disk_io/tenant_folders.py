@@ -13,7 +13,7 @@ from typing import Final
 
 from infinistore.disk_io.folder import SUPERBLOCK, TENANTS, is_disk, lock, open_existing_folder
 from infinistore.errors import ConfigError
-from infinistore.forks import let_go_in_child
+from infinistore.host import let_go_in_child
 
 __all__ = ["TenantFolders"]
 

@@ -23,7 +23,7 @@ from infinistore.disk_io.folder import DiskFolder
 from infinistore.disk_io.pieces import PIECE_BYTES
 from infinistore.disk_io.runner import DiskRunner, RunnerStatistics
 from infinistore.errors import StoreUnavailable
-from infinistore.forks import FORKED, let_go_in_child
+from infinistore.host import FORKED, let_go_in_child
 
 __all__ = ["ThreadRunner"]
 

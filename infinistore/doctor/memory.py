@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from infinistore.config import ServerConfig
 from infinistore.doctor.findings import Finding, bad, good, warning
 from infinistore.doctor.host import UNLIMITED, Host
-from infinistore.machine_memory import available_memory, free_huge_pages
+from infinistore.host import available_memory, free_huge_pages
 from infinistore.sizes import describe_size
 
 __all__ = ["examine_memory"]

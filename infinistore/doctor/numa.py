@@ -7,7 +7,7 @@ from typing import Final
 
 from infinistore.doctor.findings import Finding, good, warning
 from infinistore.doctor.host import Host
-from infinistore.numa import nodes_here, parse_list
+from infinistore.host import nodes_here, parse_list
 from infinistore.sizes import KIB, describe_size
 
 __all__ = ["examine_numa", "gpus"]

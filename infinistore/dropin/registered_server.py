@@ -24,8 +24,8 @@ import trio
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.config import ServerConfig
 from infinistore.errors import InvalidRequest, StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.new_threads import start_thread
 from infinistore.server import ServerAddresses, serve
 from infinistore.token_file import read_token
 

@@ -13,8 +13,8 @@ import trio
 
 from infinistore.client import open_store
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.host import NO_THREAD
 from infinistore.monitor.model import Model
-from infinistore.new_threads import NO_THREAD
 
 __all__ = ["Pace", "Source", "sample"]
 

@@ -26,8 +26,8 @@ from infinistore.core.arena import Arena
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
-from infinistore.machine_memory import free_huge_pages
 from infinistore.protocol.messages import HelloReply
 from infinistore.protocol.shards import Shard, shards_to_texts
 from infinistore.server.budgets.descriptor_budget import DescriptorBudget

@@ -14,7 +14,7 @@ from infinistore.buggify import Buggify
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena, create_arena
 from infinistore.disk_settings import DiskPlace
-from infinistore.machine_memory import MemoryLimit, available_memory
+from infinistore.host import MemoryLimit, available_memory
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.shards import Shard
 from infinistore.protocol.shared_tables import tables_are_safe_here

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.new_threads import start_thread
 from infinistore.sizes import in_units
 
 __all__ = ["Background", "Job"]

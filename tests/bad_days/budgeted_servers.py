@@ -27,7 +27,7 @@ import trio
 from infinistore.config import ServerConfig
 from infinistore.core import arena
 from infinistore.errors import InfiniStoreException
-from infinistore.machine_memory import MemoryLimit
+from infinistore.host import MemoryLimit
 from infinistore.server import serve
 from tests import warm
 from tests.bad_days.memory import kept_by

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinistore import blocking
-from infinistore.numa import MOST_NODES, nodes_here
+from infinistore.host import MOST_NODES, nodes_here
 from infinistore.sizes import MIB
 from tests.test_numa import for_real
 

@@ -16,7 +16,7 @@ from infinistore.core import Arena, create_arena
 from infinistore.core import arena as arena_module
 from infinistore.core.arena import Mapping
 from infinistore.errors import OutOfMemory
-from infinistore.machine_memory import MemoryLimit, free_huge_pages
+from infinistore.host import MemoryLimit, free_huge_pages
 from tests.descriptors import is_still
 
 HUGE_BYTES = 64 << 20  # of the shortest arena in huge pages

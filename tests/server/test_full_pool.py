@@ -10,7 +10,7 @@ import trio.testing
 
 from infinistore.core import Arena, create_arena
 from infinistore.errors import DeadlineExceeded, LimitExceeded, OutOfMemory, ValueTooLarge
-from infinistore.machine_memory import MemoryLimit
+from infinistore.host import MemoryLimit
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     CountReply,

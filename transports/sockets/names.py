@@ -21,8 +21,8 @@ from itertools import zip_longest
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from infinistore.errors import StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.new_threads import start_thread
 from infinistore.transports.sockets.raw_sockets import looks_stale
 
 __all__ = ["NEXT_ADDRESS_AFTER_S", "Dial", "Dialer", "Found", "SocketAddress", "found_addresses", "look_up"]

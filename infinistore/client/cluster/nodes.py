@@ -19,7 +19,7 @@ from infinistore.cluster.membership import Membership
 from infinistore.cluster.placement import Placement
 from infinistore.cluster.view import Node, NodeState, View
 from infinistore.errors import ConfigError
-from infinistore.forks import FORKED, let_go_in_child
+from infinistore.host import FORKED, let_go_in_child
 
 __all__ = ["PING", "NodeStore", "Nodes", "OpenStore", "ViewInUse", "part_of"]
 

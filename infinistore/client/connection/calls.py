@@ -39,7 +39,7 @@ from infinistore.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from infinistore.forks import FORKED, let_go_in_child
+from infinistore.host import FORKED, let_go_in_child
 from infinistore.protocol.states import State
 from infinistore.transports.cuda.memory import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names

@@ -12,7 +12,7 @@ from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream
 from infinistore.client.connection.turns import Turn
 from infinistore.client.memory.views import Kept
-from infinistore.forks import FORKED
+from infinistore.host import FORKED
 
 __all__ = ["ConnectionPool"]
 

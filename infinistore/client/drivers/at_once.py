@@ -20,8 +20,8 @@ from infinistore.client.drivers.races.asyncio_race import asyncio_race
 from infinistore.client.drivers.races.blocking_races import BlockingRaces
 from infinistore.client.drivers.races.trio_race import trio_race
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.new_threads import start_thread
 
 __all__ = ["PartThreads", "asyncio_at_once", "trio_at_once"]
 

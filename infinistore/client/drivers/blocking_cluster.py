@@ -22,8 +22,7 @@ from infinistore.client.options.url import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
-from infinistore.forks import FORKED
-from infinistore.new_threads import start_thread
+from infinistore.host import FORKED, start_thread
 from infinistore.settings import Spin
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.client.memory.copying import copy_blocks
 from infinistore.errors import StoreUnavailable
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 from infinistore.protocol.effects import Exchange, Pause
 from infinistore.sizes import in_units
 

@@ -32,7 +32,7 @@ from infinistore.core.pool import Pool
 from infinistore.core.removal_log import MAX_TOLD_KEYS, Told
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, ChecksumMismatch
-from infinistore.forks import FORKED, let_go_in_child
+from infinistore.host import FORKED, let_go_in_child
 from infinistore.protocol.effects import Pause
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats

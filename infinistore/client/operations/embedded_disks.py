@@ -22,7 +22,7 @@ from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Wait
 from infinistore.disk_io.store_disks import open_disks
 from infinistore.errors import StoreUnavailable
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 from infinistore.statistics import DiskTierStatistics
 
 __all__ = ["EmbeddedDisks"]

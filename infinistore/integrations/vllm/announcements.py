@@ -18,9 +18,9 @@ from typing import Final
 
 from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import InfiniStoreException, StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.names import BlockNames
-from infinistore.new_threads import start_thread
 
 __all__ = ["Announcement"]
 

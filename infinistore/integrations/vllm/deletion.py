@@ -12,8 +12,8 @@ from typing import Final
 
 from infinistore.blocking import BlockingStore
 from infinistore.errors import StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.integrations.internal.resets import BlocksLeft, delete_all
-from infinistore.new_threads import start_thread
 
 __all__ = ["Deletion"]
 

@@ -24,8 +24,8 @@ import msgspec
 import zmq
 
 from infinistore.errors import ConfigError
+from infinistore.host import start_thread
 from infinistore.integrations.vllm.stored_blocks import Dump, Run, StoredBlocks
-from infinistore.new_threads import start_thread
 
 __all__ = ["DumpAnswers", "DumpServer"]
 

@@ -14,7 +14,7 @@ import trio
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
-from infinistore.new_threads import NO_THREAD
+from infinistore.host import NO_THREAD
 
 __all__ = ["PoolGrowth"]
 

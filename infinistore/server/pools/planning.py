@@ -13,7 +13,7 @@ from infinistore.config import ServerConfig
 from infinistore.core.tenants import why_not_reserved
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
 from infinistore.errors import ConfigError
-from infinistore.machine_memory import free_huge_pages
+from infinistore.host import free_huge_pages
 from infinistore.shard_settings import SMALLEST_POOL_BYTES
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places

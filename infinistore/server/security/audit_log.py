@@ -20,7 +20,7 @@ import trio
 
 from infinistore.access.audit import Audit, Fields
 from infinistore.errors import ConfigError
-from infinistore.new_threads import NO_THREAD
+from infinistore.host import NO_THREAD
 
 __all__ = ["AUDIT_LOGGER", "AuditLog"]
 

@@ -11,7 +11,7 @@ from infinistore.access.parsing import parse_tenants
 from infinistore.access.policy import TenantPolicy
 from infinistore.access.tenants import Tenants
 from infinistore.errors import ConfigError
-from infinistore.new_threads import NO_THREAD
+from infinistore.host import NO_THREAD
 from infinistore.tenant_limits import TenantLimits
 from infinistore.tenants_file import read_text
 

@@ -29,8 +29,8 @@ from infinistore.access.policy import Policy, TenantPolicy
 from infinistore.config import ServerConfig
 from infinistore.core.arena import check_memory
 from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, StoreUnavailable
+from infinistore.host import available_memory, free_huge_pages
 from infinistore.kept_errors import KeptError
-from infinistore.machine_memory import available_memory, free_huge_pages
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.loading import add_tenants, load_certificates, load_policy

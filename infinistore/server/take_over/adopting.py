@@ -20,7 +20,7 @@ from infinistore.core.arena import Arena, adopt_arena
 from infinistore.core.group_states import GroupLayout, GroupStates, decode_groups, is_of_groups
 from infinistore.core.pool import Pool
 from infinistore.core.pool_state import PoolState, decode_state
-from infinistore.machine_memory import free_huge_pages
+from infinistore.host import free_huge_pages
 from infinistore.server.take_over.exporting import Ended, StandIn, Whole
 from infinistore.sizes import in_units
 

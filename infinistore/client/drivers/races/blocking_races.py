@@ -17,8 +17,8 @@ from infinistore.client.connection.effects import Outcome, Part
 from infinistore.client.drivers.races.ending import Ending
 from infinistore.client.memory.views import Leased
 from infinistore.errors import InfiniStoreException, StoreUnavailable
+from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.new_threads import start_thread
 
 __all__ = ["BlockingRaces"]
 

@@ -26,7 +26,7 @@ from infinistore.client.movers.shm.known_reads import KnownReads
 from infinistore.client.movers.shm.server_watch import ServerWatch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 from infinistore.sizes import in_units
 

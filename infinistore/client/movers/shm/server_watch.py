@@ -11,7 +11,7 @@ import select
 import threading
 from collections.abc import Callable
 
-from infinistore.new_threads import start_thread
+from infinistore.host import start_thread
 
 __all__ = ["ServerWatch"]
 

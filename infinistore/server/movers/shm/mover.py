@@ -16,7 +16,7 @@ import trio
 from infinistore.access.roles import Role
 from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import InfiniStoreException, OutOfMemory, PermissionDenied, ProtocolError
-from infinistore.new_threads import NO_THREAD
+from infinistore.host import NO_THREAD
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
     MISSING,
