@@ -2,29 +2,28 @@
 
 `ServerConfig` is the one place where a setting is named, explained, defaulted and
 bounded. Flags, environment variables, YAML keys and the table in
-`docs/configuration.md` all derive from it. Precedence: command line, then
-`INFINISTORE_*` variables, then the YAML file, then the default. A configuration that
-cannot be used does not exist: building one raises `ConfigError`, which names the
-setting, where its value came from, and what would do.
-
-Opening sockets and devices is left to those who use the settings; the layers are read
-by `config_sources.py`.
+`docs/configuration.md` all derive from it. `load` puts any such class together: command
+line, then environment variables, then a YAML file, then the default. A configuration
+that cannot be used does not exist: building one raises `ConfigError`, which names the
+setting, where its value came from, and what would do. What a setting is says
+`settings.py`; opening sockets and devices is left to those who use the settings.
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import attrs
 
-from infinistore import cluster_settings, limit_settings, security_settings
-from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, socket_place
-from infinistore.config_sources import load
-from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
+from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, host_and_port, is_loopback, socket_place
+from infinistore.disk_settings import ADMISSIONS, SMALLEST_DISK_BYTES, DiskPlace, disk_places
+from infinistore.errors import ConfigError
 from infinistore.host import numa_node as declare_numa_node
 from infinistore.settings import (
     VARIABLE_PREFIX,
+    Kind,
     RefusedSetting,
     Setting,
     choice,
@@ -33,21 +32,508 @@ from infinistore.settings import (
     integer_or_off,
     near,
     number,
+    path,
     settings_of,
     size,
     spinning,
     switch,
     text,
 )
-from infinistore.shard_settings import MOST_SHARDS, SMALLEST_POOL_BYTES, conflicts_of_shards
 from infinistore.sizes import GIB, KIB, MIB, format_size
 
 __all__ = [
+    "MOST_SHARDS",
+    "SMALLEST_POOL_BYTES",
     "ServerConfig",
+    "conflicts_of_cluster",
+    "conflicts_of_security",
+    "conflicts_of_shards",
+    "load",
     "load_server_config",
     "misspelt_variables",
+    "registers_in_etcd",
     "server_settings",
+    "source_of",
 ]
+
+
+Config = TypeVar("Config", bound=attrs.AttrsInstance)
+
+
+def load(
+    config_class: type[Config],
+    command_line: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: str | Path | None,
+) -> Config:
+    """Return the configuration; see `load_server_config`, which is where the arguments
+    are explained.
+
+    Raises ConfigError in one line that names the setting, where its value came from,
+    and what would do.
+    """
+    return _structure(config_class, *_gather(settings_of(config_class), command_line, environment, file))
+
+
+def source_of(
+    config_class: type[attrs.AttrsInstance],
+    key: str,
+    command_line: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: str | Path | None,
+) -> str:
+    """Return where the value of a setting came from, and the value; nothing for a
+    default. The other arguments are those of `load`, which has accepted them.
+    """
+    return _gather(settings_of(config_class), command_line, environment, file)[1].get(key, "")
+
+
+def _gather(
+    settings: Sequence[Setting],
+    command_line: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: str | Path | None,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return what was written for each setting, and where."""
+    raw: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if file is not None:
+        for key, value in _read_yaml(Path(file), settings).items():
+            raw[key], origins[key] = value, f"{file}: {key}: {value}"
+    for setting in settings:
+        if written := environment.get(setting.variable):
+            raw[setting.key], origins[setting.key] = written, f"{setting.variable}={written}"
+    for setting in settings:
+        given = command_line.get(setting.key)
+        if given is not None:
+            raw[setting.key], origins[setting.key] = given, _as_written(setting, given)
+    return raw, origins
+
+
+def _as_written(setting: Setting, given: object) -> str:
+    if setting.is_switch and isinstance(given, bool):
+        return setting.flag if given else setting.negative_flag
+    if setting.kind.several and isinstance(given, list | tuple):
+        return " ".join(f"{setting.flag} {one}" for one in given)
+    return f"{setting.flag} {given}"
+
+
+def _structure(config_class: type[Config], raw: dict[str, object], origins: dict[str, str]) -> Config:
+    import cattrs  # late, like yaml below: `infinistore --help` shows settings and reads none
+    from cattrs.gen import make_dict_structure_fn, override
+
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    by_key = {setting.key: setting for setting in settings_of(config_class)}
+
+    def hook(setting: Setting) -> Any:
+        def structure(value: Any, _: Any) -> Any:
+            try:
+                parsed = setting.kind.parse(value)
+                setting.kind.check(parsed)
+            except ValueError as error:
+                raise RefusedSetting((setting.key,), str(error)) from None
+            return parsed
+
+        return override(rename=setting.key, struct_hook=structure)
+
+    overrides = {setting.attribute: hook(setting) for setting in by_key.values()}
+    converter.register_structure_hook(config_class, make_dict_structure_fn(config_class, converter, **overrides))
+    try:
+        return converter.structure(raw, config_class)
+    except cattrs.ClassValidationError as group:
+        refused = [error for error in group.exceptions if isinstance(error, RefusedSetting)]
+        if not refused:
+            raise
+        first = refused[0]
+        # What was written is to blame rather than what was left at its default.
+        key = next((key for key in first.keys if key in origins), first.keys[0])
+        setting = by_key[key]
+        where = origins.get(key, f"{setting.flag} {setting.default_text} (the default)")
+        raise ConfigError(f"{where}: {first.problem}") from None
+
+
+def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:
+    """Return the mapping in the file, without the keys that have no value; every key is
+    the key of a setting.
+    """
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        loaded = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {os.strerror(error.errno or 0)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not text in UTF-8") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ConfigError(f"{file}{line}: cannot be read as YAML: {problem}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{file}: must hold settings, one a line, such as `service_port: 22345`")
+    root = yaml.compose(text, yaml.SafeLoader)
+    names = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    for name in names:
+        if names.count(name) > 1:  # YAML would take the last without a word
+            raise ConfigError(f"{file}: {name} is set more than once; keep one of the lines")
+    known = [setting.key for setting in settings]
+    for key in loaded:
+        if key not in known:
+            raise ConfigError(f"{file}: there is no setting {key!r}{near(str(key), known)}")
+    return {key: value for key, value in loaded.items() if value is not None}
+
+
+MOST_SHARDS: Final = 256
+SMALLEST_POOL_BYTES: Final = 64 * KIB
+"""The least that a server must have, and each shard."""
+
+
+def conflicts_of_shards(
+    count: int, *, ports: tuple[int, int], pool_bytes: int, least_bytes: int, disks: Sequence[DiskPlace]
+) -> list[tuple[tuple[str, ...], str]]:
+    """Return what does not go together with this number of shards, as (keys of
+    settings, problem).
+
+    `ports` are those for clients and for management, 0 for a free one.
+    """
+    found: list[tuple[tuple[str, ...], str]] = []
+    if count == 1:
+        return found
+    first, manage = ports
+    last = first + count - 1
+    if first and last > 65535:
+        found.append((("shards", "service_port"), f"would need the ports {first} to {last}; lower --service-port"))
+    if 0 < first < manage <= last:
+        problem = f"is the port of a shard too: they have {first} to {last}; give one of them another port"
+        found.append((("manage_port", "service_port", "shards"), problem))
+    if pool_bytes < count * least_bytes:
+        problem = f"leaves less than {format_size(least_bytes)} for each of {count} shards"
+        found.append((("prealloc_size", "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"))
+    for disk in disks:
+        if disk.size_bytes < count * SMALLEST_DISK_BYTES:
+            problem = f"{disk} leaves less than {format_size(SMALLEST_DISK_BYTES)} for each of {count} shards"
+            found.append((("disk", "shards"), f"{problem}; give {format_size(count * SMALLEST_DISK_BYTES)} or more"))
+    return found
+
+
+_LIMITS_GROUP: Final = "Limits"
+
+
+def _max_key_bytes() -> Any:
+    """Declare the longest key."""
+    return declare(
+        "max_key_size",
+        size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
+        "1024",
+        "Maximum length of a key, in bytes of UTF-8",
+        group=_LIMITS_GROUP,
+    )
+
+
+def _max_protected_ratio() -> Any:
+    """Declare what pinned keys may take of the pool."""
+    return declare(
+        "max_protected_ratio",
+        number(0, 1, "FRACTION"),
+        "0.25",
+        "Maximum fraction of the pool that pinned keys may take together; they are never evicted",
+        group=_LIMITS_GROUP,
+    )
+
+
+_CLUSTER: Final = "Cluster"
+_MOST_BYTES: Final = 1 << 50
+_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
+_MOST_NAME: Final = 200
+"""Other nodes take 256 characters, and a shard's id has its number behind it."""
+
+
+def _name(metavar: str = "NAME") -> Kind:
+    """A text that other processes take from this one."""
+
+    def check(value: str) -> None:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("must be Unicode") from None
+        if len(value) > _MOST_NAME:
+            raise ValueError(f"must have at most {_MOST_NAME} characters")
+
+    return Kind(metavar, text().parse, check)
+
+
+def _cluster() -> Any:
+    """Where to register: the URL of a cluster."""
+
+    def check(value: str) -> None:
+        from infinistore.cluster.locate import parse_cluster_url  # late: most servers are in none
+
+        parse_cluster_url(value)
+
+    help_text = "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER"
+    kind = Kind("URL", text().parse, check)
+    return declare("cluster", kind, None, help_text, group=_CLUSTER, default_text="no cluster")
+
+
+def _node_id() -> Any:
+    """The name of the node."""
+    help_text = "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on"
+    return declare("node_id", _name("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
+
+
+def _advertise() -> Any:
+    """Where others reach the node."""
+
+    def check(value: str) -> None:
+        host_and_port(value, DEFAULT_SERVICE_PORT)
+
+    return declare(
+        "advertise",
+        Kind("HOST:PORT", text().parse, check),
+        None,
+        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
+        "have PORT, PORT+1 and so on",
+        group=_CLUSTER,
+        default_text="--host and --service-port",
+    )
+
+
+def _node_weight() -> Any:
+    """The share of the node."""
+    help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it"
+    return declare("node_weight", integer(0, 10_000), "100", help_text, group=_CLUSTER)
+
+
+def _node_zone() -> Any:
+    """Where the node stands."""
+    help_text = "Name of the zone or rack; copies are kept in different ones if there are several"
+    return declare("node_zone", _name(), None, help_text, group=_CLUSTER, default_text="none")
+
+
+def _node_warm_up() -> Any:
+    """How long the weight grows."""
+    help_text = "How long the weight of a server that joins others grows, in five steps"
+    return declare("node_warm_up", number(0, 86400, "SECONDS", "seconds"), "30", help_text, group=_CLUSTER)
+
+
+def _node_drain_size() -> Any:
+    """How much a node passes on."""
+    help_text = (
+        "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
+        "a unit"
+    )
+    kind = size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
+    return declare("node_drain_size", kind, None, help_text, group=_CLUSTER, default_text="half of the pool")
+
+
+def _node_drain_rate() -> Any:
+    """How fast it does that."""
+    help_text = "How much of that it passes on each second, in MB or with a unit"
+    kind = size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
+    return declare("node_drain_rate", kind, "256MiB", help_text, group=_CLUSTER)
+
+
+class _ClusterSettings(Protocol):
+    @property
+    def cluster(self) -> str | None: ...
+    @property
+    def advertise(self) -> str | None: ...
+    @property
+    def host(self) -> str: ...
+
+
+def conflicts_of_cluster(config: _ClusterSettings) -> list[tuple[tuple[str, ...], str]]:
+    """Return what does not go together, as (keys of settings, problem)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    if registers_in_etcd(config.cluster):
+        if config.advertise is None and config.host in _EVERYWHERE:
+            problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
+            found.append((("cluster", "host"), problem))
+        if config.advertise is not None and host_and_port(config.advertise, 1)[0] in _EVERYWHERE:
+            problem = "is no address that others can connect to; name this machine"
+            found.append((("advertise",), problem))
+    return found
+
+
+def registers_in_etcd(cluster: str | None) -> bool:
+    """Whether a server with this URL of a cluster registers in etcd."""
+    return (cluster or "").partition("://")[0].endswith("+etcd")
+
+
+_SECURITY: Final = "Security"
+_REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allow that"
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+
+
+def _token_file() -> Any:
+    """Where the token is."""
+    help_text = "File whose first line is the token that every client must present"
+    return declare("token_file", path(), None, help_text, group=_SECURITY, default_text="no token")
+
+
+def _tenants() -> Any:
+    """Who the tenants are."""
+    help_text = (
+        "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
+        "`infinistore tenant` edits. SIGHUP reads it again. Not together with --token-file"
+    )
+    return declare("tenants", path(), None, help_text, group=_SECURITY, default_text="one tenant")
+
+
+def _audit_log() -> Any:
+    """Where it is noted who came."""
+    help_text = "File to which one line of JSON is added for each login, refusal and administrative act; - is stderr"
+    return declare("audit_log", text("FILE|-"), None, help_text, group=_SECURITY, default_text="no file")
+
+
+def _unix_socket_group() -> Any:
+    """Whose members may open the Unix socket."""
+    help_text = (
+        "Group whose members may open the Unix socket, by name or number, with --unix-socket-access group. The server "
+        "must be in it, or be root"
+    )
+    return declare("unix_socket_group", text("GROUP"), None, help_text, group=_SECURITY, default_text="its own group")
+
+
+def _insecure() -> Any:
+    """Whether anyone may do anything."""
+    help_text = "Let anyone who reaches the port read and write, also beyond loopback"
+    return declare("insecure", switch(), "off", help_text, group=_SECURITY)
+
+
+def _manage_allowed_hosts() -> Any:
+    """The names of the management API."""
+
+    def parse(raw: Any) -> tuple[str, ...]:
+        names = raw.split(",") if isinstance(raw, str) else raw
+        return tuple(name.strip() for name in names)
+
+    def check(value: Any) -> None:
+        if not all(isinstance(name, str) and _HOST_NAME.fullmatch(name) for name in value):
+            raise ValueError("must be names of hosts without ports, with commas between them")
+
+    help_text = (
+        "Names by which the management API of a server without a token is asked, with commas between them. IP "
+        "addresses, localhost and the name of the machine are always allowed"
+    )
+    return declare(
+        "manage_allowed_hosts", Kind("NAME,NAME", parse, check), tuple, help_text, group=_SECURITY, default_text="none"
+    )
+
+
+def _tls_cert() -> Any:
+    """The certificate."""
+    help_text = (
+        "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
+        "over TCP need TLS, and so does the management API. SIGHUP reads the files of TLS again"
+    )
+    return declare("tls_cert", path(), None, help_text, group=_SECURITY, default_text="no TLS")
+
+
+def _tls_key() -> Any:
+    """Its key."""
+    help_text = "File with the key of --tls-cert, in PEM, without a passphrase"
+    return declare("tls_key", path(), None, help_text, group=_SECURITY, default_text="the file of --tls-cert")
+
+
+def _tls_client_ca() -> Any:
+    """Who vouches for clients."""
+    help_text = (
+        "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
+        "signed"
+    )
+    return declare("tls_client_ca", path(), None, help_text, group=_SECURITY, default_text="clients need none")
+
+
+def _tls_peer_ca() -> Any:
+    """Who vouches for the other nodes of a cluster."""
+    help_text = (
+        "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
+        "those of the system and of --tls-client-ca: this server asks them who they are, and passes blocks on to them"
+    )
+    return declare("tls_peer_ca", path(), None, help_text, group=_SECURITY, default_text="no others")
+
+
+def _peer_token_file() -> Any:
+    """Where the token is that this server presents to other nodes."""
+    help_text = (
+        "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "
+        "other nodes who they are; SIGHUP reads it again"
+    )
+    return declare(
+        "peer_token_file", path(), None, help_text, group=_SECURITY, default_text="that of --token-file, or none"
+    )
+
+
+class _SecuritySettings(Protocol):
+    @property
+    def cluster(self) -> str | None: ...
+    @property
+    def peer_token_file(self) -> Path | None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def manage_host(self) -> str: ...
+    @property
+    def manage_port(self) -> int | None: ...
+    @property
+    def token_file(self) -> Path | None: ...
+    @property
+    def tenants(self) -> Path | None: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def tls_client_ca(self) -> Path | None: ...
+    @property
+    def tls_peer_ca(self) -> Path | None: ...
+
+
+def conflicts_of_security(config: _SecuritySettings) -> list[tuple[tuple[str, ...], str]]:
+    """Return what does not go together, as (keys of settings, problem)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    known = config.token_file is not None or config.tenants is not None or config.insecure
+    if config.tenants is not None and config.token_file is not None:
+        problem = "does not go together with --token-file: each tenant has tokens of its own; leave one of them out"
+        found.append((("tenants", "token_file"), problem))
+    if config.peer_token_file is not None and (config.tenants is None or config.cluster is None):
+        problem = "goes with --tenants and --cluster; nodes without tenants ask each other with --token-file"
+        found.append((("peer_token_file",), problem))
+    if (
+        config.tenants is not None
+        and registers_in_etcd(config.cluster)
+        and config.peer_token_file is None
+        and config.tls_cert is None
+    ):
+        problem = (
+            "in a cluster need --peer-token-file FILE, the token of a tenant, with which nodes ask each other who "
+            "they are; or --tls-cert, if a tenant has that certificate"
+        )
+        found.append((("tenants", "cluster"), problem))
+    if not is_loopback(config.host) and not known and config.tls_client_ca is None:
+        problem = "other machines could read and write everything; " + _REMEDY
+        found.append((("host",), problem))
+    if not is_loopback(config.manage_host) and config.manage_port is not None and not known:
+        problem = "other machines could delete everything; " + _REMEDY
+        found.append((("manage_host",), problem))
+    if config.tls_cert is None:
+        found += [
+            ((key,), "needs --tls-cert FILE, the certificate of this server")
+            for key, file in (
+                ("tls_key", config.tls_key),
+                ("tls_client_ca", config.tls_client_ca),
+                ("tls_peer_ca", config.tls_peer_ca),
+            )
+            if file is not None
+        ]
+    return found
+
 
 _LARGEST_POOL_BYTES: Final = 1 << 50
 _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
@@ -231,14 +717,14 @@ class ServerConfig:
         "How long a read waits for blocks on disk; then they count as missing",
         group=_DISK,
     )
-    cluster: str | None = cluster_settings._cluster()
-    node_id: str | None = cluster_settings._node_id()
-    advertise: str | None = cluster_settings._advertise()
-    node_weight: int = cluster_settings._node_weight()
-    node_zone: str | None = cluster_settings._node_zone()
-    node_warm_up_s: float = cluster_settings._node_warm_up()
-    node_drain_bytes: int | None = cluster_settings._node_drain_size()
-    node_drain_bytes_per_s: int = cluster_settings._node_drain_rate()
+    cluster: str | None = _cluster()
+    node_id: str | None = _node_id()
+    advertise: str | None = _advertise()
+    node_weight: int = _node_weight()
+    node_zone: str | None = _node_zone()
+    node_warm_up_s: float = _node_warm_up()
+    node_drain_bytes: int | None = _node_drain_size()
+    node_drain_bytes_per_s: int = _node_drain_rate()
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),
@@ -305,17 +791,17 @@ class ServerConfig:
         "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
         group=_RDMA,
     )
-    token_file: Path | None = security_settings._token_file()  # noqa: RUF009
-    tenants: Path | None = security_settings._tenants()  # noqa: RUF009
-    insecure: bool = security_settings._insecure()
-    manage_allowed_hosts: tuple[str, ...] = security_settings._manage_allowed_hosts()
-    tls_cert: Path | None = security_settings._tls_cert()  # noqa: RUF009
-    tls_key: Path | None = security_settings._tls_key()  # noqa: RUF009
-    tls_client_ca: Path | None = security_settings._tls_client_ca()  # noqa: RUF009
-    audit_log: str | None = security_settings._audit_log()
-    tls_peer_ca: Path | None = security_settings._tls_peer_ca()  # noqa: RUF009
-    peer_token_file: Path | None = security_settings._peer_token_file()  # noqa: RUF009
-    unix_socket_group: str | None = security_settings._unix_socket_group()
+    token_file: Path | None = _token_file()  # noqa: RUF009
+    tenants: Path | None = _tenants()  # noqa: RUF009
+    insecure: bool = _insecure()
+    manage_allowed_hosts: tuple[str, ...] = _manage_allowed_hosts()
+    tls_cert: Path | None = _tls_cert()  # noqa: RUF009
+    tls_key: Path | None = _tls_key()  # noqa: RUF009
+    tls_client_ca: Path | None = _tls_client_ca()  # noqa: RUF009
+    audit_log: str | None = _audit_log()
+    tls_peer_ca: Path | None = _tls_peer_ca()  # noqa: RUF009
+    peer_token_file: Path | None = _peer_token_file()  # noqa: RUF009
+    unix_socket_group: str | None = _unix_socket_group()
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
@@ -340,8 +826,8 @@ class ServerConfig:
         "Maximum number of keys in one request; clients split larger batches",
         group=_LIMITS,
     )
-    max_key_bytes: int = limit_settings._max_key_bytes()
-    max_protected_ratio: float = limit_settings._max_protected_ratio()
+    max_key_bytes: int = _max_key_bytes()
+    max_protected_ratio: float = _max_protected_ratio()
     log_level: str = declare(
         "log_level",
         choice("error", "warning", "info", "debug"),
@@ -365,7 +851,7 @@ class ServerConfig:
 
 def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     """What cannot be said about one setting alone: (keys, problem)."""
-    found = security_settings.conflicts_of_security(config)
+    found = conflicts_of_security(config)
     if config.unix_socket == "auto" and config.unix_socket_access != "user":
         found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
     if config.unix_socket_group is not None and config.unix_socket_access != "group":
@@ -378,7 +864,7 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
         found.append((("take_over", "unix_socket"), "needs the Unix socket of the other server"))
     if config.take_over and config.unix_socket == "auto" and config.service_port == 0:
         found.append((("take_over", "service_port"), "needs the port of the other server, or --unix-socket PATH"))
-    found += cluster_settings.conflicts_of_cluster(config)
+    found += conflicts_of_cluster(config)
     found += conflicts_of_shards(
         config.shards,
         ports=(config.service_port, config.manage_port or 0),

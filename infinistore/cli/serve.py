@@ -68,8 +68,7 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
 
 def _with_source(problem: BaseException, settings: Mapping[str, object], file: str | None) -> str:
     """Return the problem of a file that a setting names, with where it names it."""
-    from infinistore.config import ServerConfig
-    from infinistore.config_sources import source_of
+    from infinistore.config import ServerConfig, source_of
 
     name, colon, what = str(problem).partition(": ")
     key = name.removeprefix("--").replace("-", "_")

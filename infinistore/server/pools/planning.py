@@ -9,12 +9,11 @@ import mmap
 from collections.abc import Iterable, Mapping
 
 from infinistore.access.tenants import Tenants as NamedTenants
-from infinistore.config import ServerConfig
+from infinistore.config import SMALLEST_POOL_BYTES, ServerConfig
 from infinistore.core.tenants import why_not_reserved
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
 from infinistore.errors import ConfigError
 from infinistore.host import free_huge_pages
-from infinistore.shard_settings import SMALLEST_POOL_BYTES
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
 

@@ -16,11 +16,10 @@ from typing import Final
 import attrs
 
 from infinistore.addresses import host_and_port, with_port
-from infinistore.config import ServerConfig
+from infinistore.config import SMALLEST_POOL_BYTES, ServerConfig
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.host import parse_list
-from infinistore.shard_settings import SMALLEST_POOL_BYTES
 
 __all__ = ["choose_cores", "divide", "has_room", "prepare_disks", "siblings_here"]
 
