@@ -3,8 +3,14 @@
 import attrs
 import pytest
 
-from infinistore.statistics import LATENCY_BOUNDS_S, ArenaStatistics, EvictionStatistics, PrefixStatistics, Stats
-from infinistore.summed_statistics import summed
+from infinistore.statistics import (
+    LATENCY_BOUNDS_S,
+    ArenaStatistics,
+    EvictionStatistics,
+    PrefixStatistics,
+    Stats,
+    summed,
+)
 
 from .monitor.made import (
     make_client,

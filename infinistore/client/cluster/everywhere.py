@@ -16,8 +16,7 @@ from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, 
 from infinistore.cluster.changes import still_finds
 from infinistore.cluster.view import NodeState
 from infinistore.errors import StoreUnavailable
-from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats
-from infinistore.summed_statistics import summed
+from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
 
 __all__ = ["HANDLERS"]
 

@@ -25,8 +25,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.maintenance.incremental import purge_incrementally
 from infinistore.server.pools.planning import check_disks, disk_parts
 from infinistore.server.pools.tenancy import Tenancy
-from infinistore.statistics import DiskTierStatistics
-from infinistore.summed_statistics import summed_disks
+from infinistore.statistics import DiskTierStatistics, summed_disks
 from infinistore.tenant_limits import TenantLimits
 
 __all__ = ["TenantDisks", "open_tenant_disks"]

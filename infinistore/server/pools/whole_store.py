@@ -12,8 +12,7 @@ from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants
-from infinistore.statistics import StoreStatistics
-from infinistore.summed_statistics import summed_store
+from infinistore.statistics import StoreStatistics, summed_store
 
 __all__ = ["WholeStore"]
 

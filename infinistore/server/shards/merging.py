@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from infinistore.protocol.fields import Tree
 from infinistore.protocol.statistics_tree import statistics_from_tree, statistics_to_tree
-from infinistore.statistics import Stats
-from infinistore.summed_statistics import summed
+from infinistore.statistics import Stats, summed
 
 __all__ = ["merge_clients", "merge_metrics", "merge_numbers", "merge_selftests", "merge_statistics", "merge_tenants"]
 
