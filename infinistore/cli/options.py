@@ -167,7 +167,7 @@ def read_given_token(token_file: Path) -> str:
     """Return the token in the file that the running command was given. An error names
     the flag, or the variable, that named it.
     """
-    from infinistore.token_file import read_token
+    from infinistore.secret_files import read_token
 
     context = click.get_current_context(silent=True)
     by_variable = context is not None and context.get_parameter_source("token_file") is ParameterSource.ENVIRONMENT

@@ -228,7 +228,7 @@ def _figure(name: str, value: int | None) -> str:
 
 def _show_file(file: Path, as_json: bool) -> None:
     from infinistore.access.roles import in_words
-    from infinistore.tenants_file import read_text
+    from infinistore.secret_files import read_text
 
     found = _parsed(read_text(file), file).tenants.values()
     if as_json:
@@ -313,7 +313,7 @@ def _tenant(tenants: "Tenants", name: str, file: Path) -> "Tenant":
 
 
 def _edit(file: Path, edit: Callable[[str], str], empty: str | None = None) -> None:
-    from infinistore.tenants_file import locked, read_text, replace_text
+    from infinistore.secret_files import locked, read_text, replace_text
 
     with locked(file):
         text = empty if empty is not None and not file.exists() else read_text(file)

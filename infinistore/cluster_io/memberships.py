@@ -28,7 +28,7 @@ from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.folder_watch import FolderWatch
 from infinistore.cluster_io.probing import ConnectNode, NodeTls, instance_asker
 from infinistore.errors import StoreUnavailable
-from infinistore.token_file import read_token
+from infinistore.secret_files import read_token
 from infinistore.transports.sockets.trio_streams import connect_tcp
 
 __all__ = ["EtcdMembership", "FileMembership", "RunningMembership", "make_membership", "make_session"]

@@ -14,7 +14,7 @@ from infinistore.cluster_io.flows import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
-from infinistore.token_file import clean_token, read_token
+from infinistore.secret_files import clean_token, read_token
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp
 

@@ -26,8 +26,8 @@ from infinistore.config import ServerConfig
 from infinistore.errors import InvalidRequest, StoreUnavailable
 from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
+from infinistore.secret_files import read_token
 from infinistore.server import ServerAddresses, serve
-from infinistore.token_file import read_token
 
 __all__ = ["RegisteredServer", "evict_cache", "get_kvmap_len", "purge_kv_map", "register_server"]
 

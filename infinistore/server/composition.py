@@ -30,6 +30,7 @@ from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply
 from infinistore.protocol.shards import Shard, shards_to_texts
+from infinistore.secret_files import read_token
 from infinistore.server.budgets.descriptor_budget import DescriptorBudget
 from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.buggified.machine import buggified, collide, make_body_budget
@@ -57,7 +58,6 @@ from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
 from infinistore.tenant_limits import why_no_places
-from infinistore.token_file import read_token
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.errors import ConfigError
-from infinistore.tenants_file import read_text
+from infinistore.secret_files import read_text
 
 
 def test_a_file_that_this_user_may_not_read_says_whom_it_should_belong_to(

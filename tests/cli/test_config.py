@@ -20,8 +20,8 @@ from infinistore.config import (
     server_settings,
 )
 from infinistore.errors import ConfigError
+from infinistore.secret_files import read_token
 from infinistore.sizes import GIB, KIB, MIB
-from infinistore.token_file import read_token
 from tests.cli.conftest import Run
 
 SETTINGS = {setting.key: setting for setting in server_settings()}

@@ -10,7 +10,7 @@ import pytest
 
 from infinistore.access.parsing import parse_tenants
 from infinistore.access.tokens import digest_of
-from infinistore.tenants_file import read_text, replace_text
+from infinistore.secret_files import read_text, replace_text
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess, StartServer
 from tests.cli.in_process import ServerHere

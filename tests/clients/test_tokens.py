@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infinistore.client.options.options import make_options
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import ConfigError
-from infinistore.token_file import read_token
+from infinistore.secret_files import read_token
 
 Source = Callable[[str, Path], str]
 

@@ -20,6 +20,7 @@ from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.errors import ConfigError
+from infinistore.secret_files import MAX_TOKEN_BYTES, clean_token, read_token
 from infinistore.settings import (
     ADAPTIVE,
     Kind,
@@ -34,7 +35,6 @@ from infinistore.settings import (
     spinning,
     switch,
 )
-from infinistore.token_file import MAX_TOKEN_BYTES, clean_token, read_token
 
 if TYPE_CHECKING:
     from ssl import SSLContext

@@ -9,7 +9,7 @@ from infinistore.access.identity import Credentials
 from infinistore.access.policy import Policy
 from infinistore.cluster.view import Node
 from infinistore.errors import AuthenticationFailed, ConfigError, InfiniStoreException, PermissionDenied
-from infinistore.token_file import read_token
+from infinistore.secret_files import read_token
 
 __all__ = ["PeerToken", "Refusals"]
 

@@ -12,8 +12,8 @@ from infinistore.access.policy import TenantPolicy
 from infinistore.access.tenants import Tenants
 from infinistore.errors import ConfigError
 from infinistore.host import NO_THREAD
+from infinistore.secret_files import read_text
 from infinistore.tenant_limits import TenantLimits
-from infinistore.tenants_file import read_text
 
 if TYPE_CHECKING:
     from infinistore.config import ServerConfig

@@ -31,6 +31,7 @@ from infinistore.core.arena import check_memory
 from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, StoreUnavailable
 from infinistore.host import available_memory, free_huge_pages
 from infinistore.kept_errors import KeptError
+from infinistore.secret_files import read_token
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
@@ -51,7 +52,6 @@ from infinistore.server.shards.plan import choose_cores, divide, has_room, prepa
 from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.server.take_over.kept import forget_kept
 from infinistore.service_manager import ServiceManager
-from infinistore.token_file import read_token
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
 
