@@ -1,6 +1,8 @@
-"""The store for threads: `with infinistore.blocking.open_store(...) as store`."""
+"""The store for threads: `with infinistore.blocking.open_store(...) as store`; and what
+is done, page by page, with all keys that have a prefix.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
@@ -10,7 +12,7 @@ from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
 from infinistore.client.removed import RemovedKeys
 from infinistore.client.requests import Found, Prefetched
-from infinistore.errors import StoreUnavailable
+from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
 __all__ = [
@@ -18,13 +20,17 @@ __all__ = [
     "BlockingReservation",
     "BlockingStore",
     "Found",
+    "PASSES_WHILE_BLOCKS_MOVE",
     "Prefetched",
     "PrefixMatch",
     "Registration",
     "RemovedKeys",
+    "delete_by_prefix",
+    "do_by_prefix",
     "key_pages",
     "open_store",
 ]
+
 
 PAGE_KEYS: Final = 10_000
 """As many as a server puts into one answer. A server looks at all of its keys for each
@@ -57,3 +63,52 @@ def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) ->
         last = page[-1]
     if lost is not None:
         raise lost.again()
+
+
+PASSES_WHILE_BLOCKS_MOVE: Final = 3
+"""How often keys are listed to delete them while nodes join or drain. A node may evict
+a key before it lists it, while a copy is on its way to a node that has listed its keys.
+Each listing lets the copies of before end, and they go over two nodes at most: from one
+that drains to a second copy, and from there to one that joins."""
+
+
+def delete_by_prefix(store: BlockingStore, prefix: str) -> tuple[int, str]:
+    """Delete all keys with this prefix, on every node: `do_by_prefix` says what this
+    returns and raises. In a cluster, no copy from node to node brings one back.
+    """
+    count, lost = do_by_prefix(store, prefix, store.delete)
+    cluster = store.stats().cluster if store.is_cluster and not lost else None
+    if cluster is not None and any(node.state != "serving" for node in cluster.nodes):
+        for _ in range(PASSES_WHILE_BLOCKS_MOVE - 1):
+            more, also_lost = do_by_prefix(store, prefix, store.delete)
+            count, lost = count + more, lost or also_lost
+    return count, lost
+
+
+def do_by_prefix(store: BlockingStore, prefix: str, call: Callable[[list[str]], int]) -> tuple[int, str]:
+    """Call with each page of the keys that have this prefix. Return the sum of what
+    that returned and, if a node of a cluster does not answer and may have such keys
+    still, its error in words, else nothing. The others have done their part.
+
+    Raises what `BlockingStore.keys` and `call` do: `StoreUnavailable` only if the store
+    is no cluster, `DiskFailed` when all pages are over.
+    """
+    count, lost = 0, ""
+    failed: KeptError | None = None
+    try:
+        for page in key_pages(store, prefix, every_node=store.is_cluster):
+            try:
+                count += call(page)
+            except DiskFailed as error:
+                failed = KeptError(error)
+            except StoreUnavailable as error:
+                if not store.is_cluster:
+                    raise
+                lost = str(error)
+    except StoreUnavailable as error:
+        if not store.is_cluster:
+            raise
+        lost = str(error)
+    if failed is not None:
+        raise failed.again()
+    return count, lost

@@ -71,7 +71,7 @@ def _carry_out(
 ) -> None:
     if bool(keys) == bool(prefix):
         raise click.UsageError("name the keys, or give --prefix PREFIX")
-    from infinistore.by_prefix import do_by_prefix
+    from infinistore.blocking import do_by_prefix
 
     asked, lost = 0, ""
     with target.open() as store:

@@ -26,7 +26,7 @@ def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Ta
         raise click.UsageError(
             "name the keys to delete, or give --prefix PREFIX (to delete all, use `infinistore purge`)"
         )
-    from infinistore.by_prefix import delete_by_prefix
+    from infinistore.blocking import delete_by_prefix
 
     with target.open() as store:
         if prefix is None:

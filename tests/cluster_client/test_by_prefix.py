@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from infinistore import blocking
-from infinistore.blocking import PAGE_KEYS, key_pages
-from infinistore.by_prefix import do_by_prefix
+from infinistore.blocking import PAGE_KEYS, do_by_prefix, key_pages
 from infinistore.errors import DiskFailed, StoreUnavailable
 from tests.cluster_client.clusters import Cluster
 

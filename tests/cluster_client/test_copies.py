@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.first_fit_allocator import FirstFitAllocator
-from infinistore.by_prefix import PASSES_WHILE_BLOCKS_MOVE
+from infinistore.blocking import PASSES_WHILE_BLOCKS_MOVE
 from infinistore.client import requests
 from infinistore.client.cluster.calls import ClusterCalls
 from infinistore.client.cluster.everywhere import HANDLERS

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from infinistore.blocking import BlockingStore
-from infinistore.by_prefix import delete_by_prefix
+from infinistore.blocking import BlockingStore, delete_by_prefix
 from infinistore.errors import InfiniStoreException
 
 __all__ = ["BlocksLeft", "delete_all"]
