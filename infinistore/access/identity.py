@@ -1,15 +1,57 @@
-"""Who somebody is: what a connection presents, and what that proves."""
+"""Who somebody is and what they may do: what a connection presents, what that proves,
+the roles, and who may open a Unix socket by the user and the groups that the kernel
+tells.
+"""
 
 import enum
+from collections.abc import Collection, Iterable
 from typing import Final
 
 import attrs
 
-from infinistore.access.roles import ALL_ROLES, BLOCK_ROLES, Role, in_words
-from infinistore.errors import PermissionDenied
+from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 
-__all__ = ["DEFAULT_IDENTITY", "DEFAULT_TENANT", "Credentials", "Identity", "Proof"]
+__all__ = [
+    "ALL_ROLES",
+    "BLOCK_ROLES",
+    "Credentials",
+    "DEFAULT_IDENTITY",
+    "DEFAULT_ROLES",
+    "DEFAULT_TENANT",
+    "Identity",
+    "Proof",
+    "Role",
+    "UnixAccess",
+    "in_words",
+]
+
+
+class Role(enum.Enum):
+    """A permission. A tenant has it for what is its own."""
+
+    READ = "read"
+    """Look keys up, list them, and read blocks."""
+    WRITE = "write"
+    """Put and delete blocks, and make them durable."""
+    MONITOR = "monitor"
+    """See statistics."""
+    ADMIN = "admin"
+    """Purge and evict."""
+
+
+ALL_ROLES: Final = frozenset(Role)
+BLOCK_ROLES: Final = frozenset((Role.READ, Role.WRITE))
+"""The roles that concern blocks."""
+DEFAULT_ROLES: Final = BLOCK_ROLES
+"""The roles of a tenant whose entry names none."""
+
+
+def in_words(roles: Iterable[Role], between: str = ", ") -> str:
+    """Return the names of roles, always in the same order."""
+    named = frozenset(roles)
+    return between.join(role.value for role in Role if role in named)
+
 
 DEFAULT_TENANT: Final = "default"
 """The only tenant of a server without a tenants file."""
@@ -85,3 +127,32 @@ DEFAULT_IDENTITY: Final = Identity(
     DEFAULT_TENANT, ALL_ROLES, TenantLimits(DEFAULT_TENANT, DEFAULT_GROUP), Proof.NONE, operator=True
 )
 """Who everybody is that a server without tenants lets in."""
+
+
+_ROOT: Final = 0
+_OF_OWNER, _OF_GROUP, _OF_OTHERS = 0o200, 0o020, 0o002  # who may write may connect: unix(7)
+
+
+@attrs.frozen
+class UnixAccess:
+    """Lets in whom a socket file with this owner, group and mode lets in. A mode that
+    is changed later changes nothing here.
+    """
+
+    uid: int
+    gid: int
+    mode: int
+
+    def check(self, uid: int, groups: Collection[int]) -> None:
+        """Refuse a user with these groups who may not be here.
+
+        Raises:
+            AuthenticationFailed: this one may not.
+        """
+        needed = _OF_OWNER if uid == self.uid else _OF_GROUP if self.gid in groups else _OF_OTHERS
+        if uid != _ROOT and not self.mode & needed:
+            group = f" and group {self.gid}" if self.mode & _OF_GROUP else ""
+            raise AuthenticationFailed(
+                f"this Unix socket is for user {self.uid}{group}, and user {uid} has connected; connect as one of "
+                "them, or by TCP, or start the server with another --unix-socket-access"
+            )

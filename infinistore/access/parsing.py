@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
-from infinistore.access.roles import Role
+from infinistore.access.identity import Role
 from infinistore.access.tenants import MOST_TOKENS, Tenant, Tenants
 from infinistore.access.tokens import looks_like_token, read_digest
 from infinistore.errors import ConfigError

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import attrs
 
-from infinistore.access.roles import DEFAULT_ROLES, Role
+from infinistore.access.identity import DEFAULT_ROLES, Role
 from infinistore.tenant_limits import TenantLimits
 
 __all__ = ["MOST_TOKENS", "Tenant", "Tenants"]

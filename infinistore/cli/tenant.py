@@ -227,7 +227,7 @@ def _figure(name: str, value: int | None) -> str:
 
 
 def _show_file(file: Path, as_json: bool) -> None:
-    from infinistore.access.roles import in_words
+    from infinistore.access.identity import in_words
     from infinistore.secret_files import read_text
 
     found = _parsed(read_text(file), file).tenants.values()

@@ -11,7 +11,7 @@ from typing import cast
 
 import attrs
 
-from infinistore.access.unix_access import UnixAccess
+from infinistore.access.identity import UnixAccess
 from infinistore.addresses import is_loopback, with_port
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError

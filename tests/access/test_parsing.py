@@ -5,8 +5,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinistore.access.identity import DEFAULT_ROLES, Role
 from infinistore.access.parsing import parse_tenants
-from infinistore.access.roles import DEFAULT_ROLES, Role
 from infinistore.access.tenants import Tenant, Tenants
 from infinistore.access.tokens import digest_of
 from infinistore.errors import ConfigError

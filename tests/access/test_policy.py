@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.access.identity import DEFAULT_IDENTITY, Credentials, Identity, Proof
+from infinistore.access.identity import DEFAULT_IDENTITY, Credentials, Identity, Proof, Role
 from infinistore.access.policy import OneTenant, TenantPolicy
-from infinistore.access.roles import Role
 from infinistore.access.tenants import Tenant, Tenants
 from infinistore.access.tokens import digest_of, make_token
 from infinistore.errors import AuthenticationFailed, PermissionDenied

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinistore.access.unix_access import UnixAccess
+from infinistore.access.identity import UnixAccess
 from infinistore.errors import AuthenticationFailed
 
 OWNER, GROUP = 1000, 50

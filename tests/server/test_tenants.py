@@ -14,8 +14,7 @@ import trio
 import trio.lowlevel
 
 from infinistore import open_store
-from infinistore.access.identity import Identity, Proof
-from infinistore.access.roles import ALL_ROLES, Role, in_words
+from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role, in_words
 from infinistore.access.tokens import digest_of, make_token
 from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError, InfiniStoreException, PermissionDenied

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from infinistore.access.unix_access import UnixAccess
+from infinistore.access.identity import UnixAccess
 from infinistore.errors import AuthenticationFailed
 from infinistore.server.listeners import open_listeners
 from infinistore.transports.sockets.trio_streams import SocketStream

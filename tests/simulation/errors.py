@@ -4,7 +4,7 @@ corrupted bytes only where bytes were corrupted.
 
 from collections.abc import Iterator
 
-from infinistore.access.roles import ALL_ROLES, Role
+from infinistore.access.identity import ALL_ROLES, Role
 from infinistore.errors import (
     AuthenticationFailed,
     ChecksumMismatch,

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import attrs
 import trio
 
+from infinistore.access.identity import ALL_ROLES, Role
 from infinistore.access.policy import TenantPolicy
-from infinistore.access.roles import ALL_ROLES, Role
 from infinistore.access.tenants import Tenant
 from infinistore.access.tenants import Tenants as Table
 from infinistore.access.tokens import digest_of, make_token

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinistore.access.roles import ALL_ROLES, Role
+from infinistore.access.identity import ALL_ROLES, Role
 from infinistore.access.tenants import Tenant
 from infinistore.access.tenants import Tenants as Table
 from infinistore.errors import (

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infinistore.access.identity import Role
 from infinistore.access.policy import Policy
-from infinistore.access.roles import Role
 from infinistore.config import ServerConfig
 from infinistore.errors import DiskFailed
 from infinistore.server.maintenance.incremental import evict_incrementally

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from infinistore.access.roles import Role
+from infinistore.access.identity import Role
 from infinistore.server.management.http import Application
 from infinistore.server.management.openapi import Schema, document
 from infinistore.server.security.access import Access

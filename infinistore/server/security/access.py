@@ -18,9 +18,8 @@ import attrs
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from infinistore.access.identity import Credentials, Identity
+from infinistore.access.identity import Credentials, Identity, Role
 from infinistore.access.policy import OneTenant, Policy, TenantPolicy
-from infinistore.access.roles import Role
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.server.security.peers import ORIGIN, PRIVATE
 

@@ -6,8 +6,7 @@ from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, cast
 
-from infinistore.access.identity import Credentials
-from infinistore.access.unix_access import UnixAccess
+from infinistore.access.identity import Credentials, UnixAccess
 from infinistore.addresses import with_port
 from infinistore.errors import AuthenticationFailed
 from infinistore.transports.base import Stream

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
-from infinistore.access.identity import Credentials, Identity
+from infinistore.access.identity import Credentials, Identity, UnixAccess
 from infinistore.access.policy import Policy
 from infinistore.access.tokens import SUCCESSOR
-from infinistore.access.unix_access import UnixAccess
 from infinistore.errors import (
     DeadlineExceeded,
     InfiniStoreException,

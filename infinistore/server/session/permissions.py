@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from infinistore.access.identity import Identity, Proof
-from infinistore.access.roles import ALL_ROLES, Role
+from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role
 from infinistore.errors import PermissionDenied
 from infinistore.protocol import messages
 from infinistore.protocol.messages import ONE_WAY, Message

@@ -16,8 +16,7 @@ import attrs
 import trio
 
 from infinistore.access.audit import Audit
-from infinistore.access.identity import DEFAULT_IDENTITY, Identity
-from infinistore.access.roles import ALL_ROLES
+from infinistore.access.identity import ALL_ROLES, DEFAULT_IDENTITY, Identity
 from infinistore.core.clients import Client
 from infinistore.errors import (
     AuthenticationFailed,

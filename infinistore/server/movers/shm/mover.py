@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import trio
 
-from infinistore.access.roles import Role
+from infinistore.access.identity import Role
 from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import InfiniStoreException, OutOfMemory, PermissionDenied, ProtocolError
 from infinistore.host import NO_THREAD
