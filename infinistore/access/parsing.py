@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from infinistore.access.identity import Role
-from infinistore.access.tenants import MOST_TOKENS, Tenant, Tenants
-from infinistore.access.tokens import looks_like_token, read_digest
+from infinistore.access.tenants import MOST_TOKENS, Tenant, Tenants, looks_like_token, read_digest
 from infinistore.errors import ConfigError
 from infinistore.settings import FALSE_WORDS, TRUE_WORDS, near
 from infinistore.sizes import parse_size

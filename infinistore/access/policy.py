@@ -17,8 +17,7 @@ import attrs
 
 from infinistore.access.audit import Audit
 from infinistore.access.identity import DEFAULT_IDENTITY, DEFAULT_TENANT, Credentials, Identity, Proof
-from infinistore.access.tenants import MOST_TOKENS, Tenant, Tenants
-from infinistore.access.tokens import SUCCESSOR, digest_of, tenant_of
+from infinistore.access.tenants import MOST_TOKENS, SUCCESSOR, Tenant, Tenants, digest_of, tenant_of
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.tenant_limits import TenantLimits
 

@@ -95,7 +95,7 @@ def add(tenant: str, file: Path, as_json: bool, no_token: bool, **given: Any) ->
     The file is created if it does not exist.
     """
     from infinistore.access.editing import EMPTY_FILE, add_tenant
-    from infinistore.access.tokens import digest_of, make_token
+    from infinistore.access.tenants import digest_of, make_token
 
     try:
         token = make_token(tenant, os.urandom)
@@ -118,7 +118,7 @@ def rotate(tenant: str, file: Path, as_json: bool) -> None:
     older one is revoked. `infinistore tenant revoke --old ID` ends it, too.
     """
     from infinistore.access.editing import replace_tokens
-    from infinistore.access.tokens import digest_of, make_token
+    from infinistore.access.tenants import digest_of, make_token
 
     token, dropped = "", 0
 

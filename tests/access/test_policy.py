@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from infinistore.access.identity import DEFAULT_IDENTITY, Credentials, Identity, Proof, Role
 from infinistore.access.policy import OneTenant, TenantPolicy
-from infinistore.access.tenants import Tenant, Tenants
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import Tenant, Tenants, digest_of, make_token
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.tenant_limits import TenantLimits
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infinistore.access.tokens import digest_of, looks_like_token, make_token, read_digest, tenant_of
+from infinistore.access.tenants import digest_of, looks_like_token, make_token, read_digest, tenant_of
 
 
 def counting() -> Callable[[int], bytes]:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from tests import warm
 from tests.clients.dresses import opened, serving, url_of

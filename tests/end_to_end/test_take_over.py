@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from infinistore import blocking
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.allocators import create_allocator
 from infinistore.blocking import BlockingStore
 from infinistore.config import ServerConfig

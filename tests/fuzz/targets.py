@@ -19,7 +19,7 @@ import trio
 from infinistore.access.editing import add_tenant, remove_tenant, replace_tokens
 from infinistore.access.parsing import parse_tenants
 from infinistore.access.policy import OneTenant
-from infinistore.access.tokens import digest_of
+from infinistore.access.tenants import digest_of
 from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.cluster.documents import (

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.client.api.store import AsyncStore
 from tests.server.running import RunningServer
 

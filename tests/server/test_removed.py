@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.core.removal_log import MOST_KEYS
 from infinistore.errors import InvalidRequest, PermissionDenied, StoreUnavailable
 from infinistore.protocol.messages import MISSING, Removed, RemovedReply

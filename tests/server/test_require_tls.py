@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.errors import ConfigError, InfiniStoreException, PermissionDenied, StoreUnavailable
 from infinistore.protocol.messages import Exists, Keys
 from infinistore.server.composition import run_server

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from infinistore.access.tokens import digest_of
+from infinistore.access.tenants import digest_of
 from infinistore.errors import LimitExceeded, PermissionDenied
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, Get, Keys, Purge, Put

@@ -15,7 +15,7 @@ import trio.lowlevel
 
 from infinistore import open_store
 from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role, in_words
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError, InfiniStoreException, PermissionDenied
 from infinistore.protocol.codec import pack_u64

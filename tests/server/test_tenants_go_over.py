@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 import infinistore
-from infinistore.access.tokens import SUCCESSOR
+from infinistore.access.tenants import SUCCESSOR
 from infinistore.client.api.store import AsyncStore
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace

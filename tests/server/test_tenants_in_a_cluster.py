@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import infinistore
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.cluster.view import Node
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.config import ServerConfig

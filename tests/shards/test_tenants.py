@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from infinistore import blocking
-from infinistore.access.tokens import digest_of, make_token
+from infinistore.access.tenants import digest_of, make_token
 from infinistore.blocking import BlockingStore
 from infinistore.cli.failures import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded

@@ -20,9 +20,8 @@ import trio
 
 from infinistore.access.identity import ALL_ROLES, Role
 from infinistore.access.policy import TenantPolicy
-from infinistore.access.tenants import Tenant
+from infinistore.access.tenants import Tenant, digest_of, make_token
 from infinistore.access.tenants import Tenants as Table
-from infinistore.access.tokens import digest_of, make_token
 from infinistore.config import ServerConfig
 from infinistore.core.limits import CoreLimits
 from infinistore.core.sharing import Sharer

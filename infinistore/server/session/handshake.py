@@ -15,7 +15,7 @@ import trio
 
 from infinistore.access.identity import Credentials, Identity, UnixAccess
 from infinistore.access.policy import Policy
-from infinistore.access.tokens import SUCCESSOR
+from infinistore.access.tenants import SUCCESSOR
 from infinistore.errors import (
     DeadlineExceeded,
     InfiniStoreException,

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import trio
 
-from infinistore.access.tokens import SUCCESSOR
+from infinistore.access.tenants import SUCCESSOR
 from infinistore.config import ServerConfig
 from infinistore.core.group_states import GroupLayout, GroupStates
 from infinistore.errors import ConfigError, InfiniStoreException, StoreUnavailable
