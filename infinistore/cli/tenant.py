@@ -94,8 +94,8 @@ def add(tenant: str, file: Path, as_json: bool, no_token: bool, **given: Any) ->
 
     The file is created if it does not exist.
     """
-    from infinistore.access.editing import EMPTY_FILE, add_tenant
     from infinistore.access.tenants import digest_of, make_token
+    from infinistore.access.tenants_file import EMPTY_FILE, add_tenant
 
     try:
         token = make_token(tenant, os.urandom)
@@ -117,8 +117,8 @@ def rotate(tenant: str, file: Path, as_json: bool) -> None:
     The newest token before stays good, so that clients can change over one by one; an
     older one is revoked. `infinistore tenant revoke --old ID` ends it, too.
     """
-    from infinistore.access.editing import replace_tokens
     from infinistore.access.tenants import digest_of, make_token
+    from infinistore.access.tenants_file import replace_tokens
 
     token, dropped = "", 0
 
@@ -145,7 +145,7 @@ def revoke(tenant: str, file: Path, old: bool, remove: bool) -> None:
 
     What it has stored stays, unless it is removed.
     """
-    from infinistore.access.editing import remove_tenant, replace_tokens
+    from infinistore.access.tenants_file import remove_tenant, replace_tokens
 
     if old and remove:
         raise click.UsageError("--old and --remove do not go together")
@@ -300,7 +300,7 @@ def _show(tenant: str, token: str, as_json: bool) -> None:
 
 
 def _parsed(text: str, file: Path) -> "Tenants":
-    from infinistore.access.parsing import parse_tenants
+    from infinistore.access.tenants_file import parse_tenants
 
     return parse_tenants(text, str(file))
 

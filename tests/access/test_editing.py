@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinistore.access.editing import EMPTY_FILE, add_tenant, remove_tenant, replace_tokens
-from infinistore.access.parsing import parse_tenants
 from infinistore.access.tenants import digest_of
+from infinistore.access.tenants_file import EMPTY_FILE, add_tenant, parse_tenants, remove_tenant, replace_tokens
 from infinistore.errors import ConfigError
 
 ONE, TWO, THREE = (digest_of(str(number)) for number in range(3))

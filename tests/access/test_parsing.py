@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.access.identity import DEFAULT_ROLES, Role
-from infinistore.access.parsing import parse_tenants
 from infinistore.access.tenants import Tenant, Tenants, digest_of
+from infinistore.access.tenants_file import parse_tenants
 from infinistore.errors import ConfigError
 from infinistore.tenant_limits import TenantLimits
 from tests.examples import examples

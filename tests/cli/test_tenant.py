@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infinistore.access.parsing import parse_tenants
 from infinistore.access.tenants import digest_of
+from infinistore.access.tenants_file import parse_tenants
 from infinistore.secret_files import read_text, replace_text
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess, StartServer

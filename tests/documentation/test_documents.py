@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from infinistore import allocators
-from infinistore.access.parsing import parse_tenants
+from infinistore.access.tenants_file import parse_tenants
 from infinistore.cli.manifest import MAGIC, parse_manifest
 from infinistore.cluster.documents import read_file
 from infinistore.config import load_server_config

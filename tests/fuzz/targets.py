@@ -16,10 +16,9 @@ from typing import Any, Self
 import attrs
 import trio
 
-from infinistore.access.editing import add_tenant, remove_tenant, replace_tokens
-from infinistore.access.parsing import parse_tenants
 from infinistore.access.policy import OneTenant
 from infinistore.access.tenants import digest_of
+from infinistore.access.tenants_file import add_tenant, parse_tenants, remove_tenant, replace_tokens
 from infinistore.allocators import create_allocator
 from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
 from infinistore.cluster.documents import (

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from infinistore.access.identity import Identity
-from infinistore.access.parsing import parse_tenants
 from infinistore.access.policy import TenantPolicy
 from infinistore.access.tenants import Tenants
+from infinistore.access.tenants_file import parse_tenants
 from infinistore.errors import ConfigError
 from infinistore.host import NO_THREAD
 from infinistore.secret_files import read_text
