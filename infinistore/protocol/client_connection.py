@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
 from infinistore.protocol.body_fields import Structure, structure_for, unstructure_for
 from infinistore.protocol.codec import Header, decode_body, encode_head, with_offer
-from infinistore.protocol.effects import Send
+from infinistore.protocol.effects import Send, Span
 from infinistore.protocol.frame_reader import FrameReader
 from infinistore.protocol.messages import (
     KINDS,
@@ -29,7 +29,6 @@ from infinistore.protocol.messages import (
     Request,
     Touch,
 )
-from infinistore.protocol.span import Span
 from infinistore.protocol.states import Event, LocalProtocolError, State
 from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 

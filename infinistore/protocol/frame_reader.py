@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, head_bytes, parse_header
-from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors, Span
 
 __all__ = ["CHUNK_BYTES", "READ_AHEAD_BYTES", "FrameReader"]
 

@@ -14,10 +14,9 @@ import attrs
 from infinistore.errors import InfiniStoreException, LimitExceeded, ProtocolError
 from infinistore.protocol.body_fields import Structure, structure_for, unstructure_for
 from infinistore.protocol.codec import Header, decode_body, encode_head, with_offer
-from infinistore.protocol.effects import Send, SendDescriptors
+from infinistore.protocol.effects import Send, SendDescriptors, Span
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES, FrameReader
 from infinistore.protocol.messages import KINDS, ONE_WAY, REPLIES, ErrorReply, Hello, Message, Put, Reply
-from infinistore.protocol.span import Span
 from infinistore.protocol.states import Event, LocalProtocolError, State
 from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.protocol.span import MAX_VIEWS, Span
+from infinistore.protocol.effects import MAX_VIEWS, Span
 
 lengths = st.lists(st.integers(0, 9), max_size=12)
 

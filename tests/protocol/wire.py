@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.effects import Exchange, Receive, Send
+from infinistore.protocol.effects import MAX_VIEWS, Exchange, Receive, Send
 from infinistore.protocol.frame_reader import CHUNK_BYTES, READ_AHEAD_BYTES
 from infinistore.protocol.messages import Message
-from infinistore.protocol.span import MAX_VIEWS
 
 __all__ = ["Wire", "frame"]
 

@@ -20,7 +20,7 @@ import trio
 
 from infinistore.cluster.etcd.effects import Exchange
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from tests.cluster.etcd.fake_etcd import FakeEtcd
 from tests.simulation.clock import Timer
 from tests.simulation.network import Listener, Network, NetworkSettings

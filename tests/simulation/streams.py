@@ -13,8 +13,8 @@ import trio
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import HEADER_BYTES, decode_body, head_bytes, parse_header
+from infinistore.protocol.effects import Span
 from infinistore.protocol.messages import KINDS
-from infinistore.protocol.span import Span
 from infinistore.transports.base import React
 from tests.simulation.clock import Timer
 

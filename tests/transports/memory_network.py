@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import trio
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.base import React
 
 __all__ = ["Chunks", "MemoryListener", "MemoryStream", "random_chunks", "stream_pair", "whole"]

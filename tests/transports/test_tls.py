@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.errors import StoreUnavailable, TlsFailed
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.tls.contexts import client_context, server_context
 from infinistore.transports.tls.session import TlsSession
 from infinistore.transports.tls.trio_stream import TlsStream

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.sockets.names import Dialer
 from infinistore.transports.sockets.raw_sockets import (
     broken,

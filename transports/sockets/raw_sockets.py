@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 
 __all__ = [
     "BACKLOG",

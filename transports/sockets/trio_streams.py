@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.base import React
 from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.names import Dialer, Found

@@ -7,7 +7,7 @@ from ssl import SSLContext
 from typing import Any
 
 from infinistore.errors import StoreUnavailable, TlsFailed
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.tls.raw import Endpoint, is_stale, say_goodbye
 from infinistore.transports.tls.session import TlsSession
 

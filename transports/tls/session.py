@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from infinistore.errors import StoreUnavailable, TlsFailed
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.tls.failures import NO_TLS_AT_CLIENT, client_failure, server_failure
 
 __all__ = ["TlsSession"]

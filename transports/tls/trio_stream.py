@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from infinistore.errors import StoreUnavailable, TlsFailed
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.tls.raw import Endpoint, is_stale, say_goodbye
 from infinistore.transports.tls.session import TlsSession
 

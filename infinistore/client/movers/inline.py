@@ -12,8 +12,8 @@ from infinistore.client.movers.base import GetPart, Mover, PutPart
 from infinistore.client.movers.channel import BlocksReply, Channel, present_in
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.effects import Span
 from infinistore.protocol.messages import MISSING, NO_CHECKSUM, Get, Keys, Numbers, Put, PutReply
-from infinistore.protocol.span import Span
 
 __all__ = ["InlineMover", "read_payload", "skipped_keys"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from infinistore.buggify import Buggify, Point
-from infinistore.protocol.span import Span
+from infinistore.protocol.effects import Span
 from infinistore.transports.base import React, Stream, can_react
 
 __all__ = ["BuggifiedStream"]

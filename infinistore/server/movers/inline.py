@@ -8,11 +8,10 @@ from infinistore.core.entry import NO_CHECKSUM, checksum_of, length_of
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.effects import Exchange
+from infinistore.protocol.effects import Exchange, Span
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import MISSING, Get, GetReply, Message, Put, PutReply
 from infinistore.protocol.server_connection import Received
-from infinistore.protocol.span import Span
 from infinistore.server.connection.conversation import JOINED_BYTES, Conversation, too_small
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover

@@ -25,7 +25,7 @@ from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.errors import DeadlineExceeded, DeviceMemoryUnreachable, ProtocolError, TransferFailed
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.effects import Pause
+from infinistore.protocol.effects import Pause, Span
 from infinistore.protocol.messages import (
     MISSING,
     NO_CHECKSUM,
@@ -44,7 +44,6 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.protocol.span import Span
 from infinistore.transports.cuda.memory import DeviceMemory
 from infinistore.transports.rdma.memory import Staging
 from infinistore.transports.rdma.plan import Placement
