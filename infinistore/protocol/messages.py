@@ -14,18 +14,7 @@ from attrs import validators
 from infinistore.protocol.disk_messages import Flush, Prefetch, PrefetchReply
 from infinistore.protocol.fields import Keys, Numbers, Tree, count, text
 from infinistore.protocol.management_messages import Evict, KeysReply, ListKeys, Purge, Statistics, StatisticsReply
-from infinistore.protocol.rdma_messages import (
-    RdmaConnect,
-    RdmaConnectReply,
-    RdmaFetch,
-    RdmaFill,
-    RdmaGet,
-    RdmaGetReply,
-    RdmaPut,
-)
-from infinistore.protocol.removal_messages import Mark, Removed, RemovedReply
-from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
-from infinistore.protocol.shared_memory_messages import (
+from infinistore.protocol.mover_messages import (
     Abort,
     Commit,
     Lease,
@@ -36,11 +25,20 @@ from infinistore.protocol.shared_memory_messages import (
     MapTablesReply,
     Prepare,
     PrepareReply,
+    RdmaConnect,
+    RdmaConnectReply,
+    RdmaFetch,
+    RdmaFill,
+    RdmaGet,
+    RdmaGetReply,
+    RdmaPut,
     Release,
     Reserve,
     ReserveReply,
     Touch,
 )
+from infinistore.protocol.removal_messages import Mark, Removed, RemovedReply
+from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
 from infinistore.protocol.take_over_messages import TakeOver, TakeOverReply
 from infinistore.protocol.versions import NewerFields
 
