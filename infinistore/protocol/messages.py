@@ -1,19 +1,22 @@
-"""Every message of the protocol, as attrs classes, and the table of their kinds.
+"""The messages of the protocol, as attrs classes, and the table of their kinds.
 
 A request carries a batch of keys. Lists of numbers travel packed (`Numbers`), eight
 bytes each. `docs/protocol.md` describes each field; a test compares the two.
 `NEWER_FIELDS` says what a receiver does with fields of a newer minor version.
-`CAPABILITY`, if there is one, says what the receiver must be able to do.
+`CAPABILITY`, if there is one, says what the receiver must be able to do. Those of
+shared memory and RDMA are in `mover_messages.py`. A `Shard` is what a field of
+`HelloReply` says of each process of a server.
 """
 
+import enum
+from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
 
 import attrs
 from attrs import validators
 
-from infinistore.protocol.disk_messages import Flush, Prefetch, PrefetchReply
-from infinistore.protocol.fields import Keys, Numbers, Tree, count, text
-from infinistore.protocol.management_messages import Evict, KeysReply, ListKeys, Purge, Statistics, StatisticsReply
+from infinistore.errors import ProtocolError
+from infinistore.protocol.fields import Keys, Numbers, Tree, count, ratio, text
 from infinistore.protocol.mover_messages import (
     Abort,
     Commit,
@@ -37,16 +40,9 @@ from infinistore.protocol.mover_messages import (
     ReserveReply,
     Touch,
 )
-from infinistore.protocol.removal_messages import Mark, Removed, RemovedReply
-from infinistore.protocol.retention_messages import Pin, PinReply, TimesLeft, TimesLeftReply
-from infinistore.protocol.take_over_messages import TakeOver, TakeOverReply
-from infinistore.protocol.versions import NewerFields
+from infinistore.protocol.versions import Capability, NewerFields
 
 __all__ = [
-    "KINDS",
-    "MISSING",
-    "NO_CHECKSUM",
-    "ONE_WAY",
     "Abort",
     "Commit",
     "CountReply",
@@ -60,11 +56,14 @@ __all__ = [
     "GetReply",
     "Hello",
     "HelloReply",
+    "KINDS",
     "Keys",
     "KeysReply",
     "Lease",
     "LeaseReply",
     "ListKeys",
+    "MISSING",
+    "MOST_SHARDS",
     "MapArenas",
     "MapArenasReply",
     "MapTables",
@@ -73,7 +72,9 @@ __all__ = [
     "MatchPrefix",
     "MatchPrefixReply",
     "Message",
+    "NO_CHECKSUM",
     "Numbers",
+    "ONE_WAY",
     "Pin",
     "PinReply",
     "Prefetch",
@@ -98,17 +99,314 @@ __all__ = [
     "Request",
     "Reserve",
     "ReserveReply",
+    "Shard",
     "Statistics",
     "StatisticsReply",
     "TakeOver",
     "TakeOverReply",
+    "TakeOverStep",
     "TimesLeft",
     "TimesLeftReply",
     "Touch",
     "Tree",
     "Verify",
     "VerifyReply",
+    "shards_from_texts",
+    "shards_to_texts",
 ]
+
+
+MOST_SHARDS = 256
+"""How many shards a server may have."""
+
+
+@attrs.frozen
+class Shard:
+    """Where a shard is reached: its TCP port, and its Unix socket or an empty text."""
+
+    port: int
+    unix_socket: str = ""
+
+    def __str__(self) -> str:
+        """As it crosses the wire: `PORT`, or `PORT PATH`."""
+        return f"{self.port} {self.unix_socket}" if self.unix_socket else str(self.port)
+
+
+def shards_to_texts(shards: Sequence[Shard]) -> Keys:
+    """Return what `HelloReply.shards` says of these shards, in order."""
+    return Keys([str(shard) for shard in shards])
+
+
+def shards_from_texts(texts: Sequence[str]) -> tuple[Shard, ...]:
+    """Return the shards of a `HelloReply`; none if the server has no others.
+
+    Raises:
+        ProtocolError: these are no shards, or too many.
+    """
+    if len(texts) > MOST_SHARDS:
+        raise ProtocolError(f"the server says that it has {len(texts)} shards; at most {MOST_SHARDS} are possible")
+    shards = tuple(_shard(text) for text in texts)
+    if len({shard.port for shard in shards}) < len(shards):
+        raise ProtocolError("the server gave the same port for two shards")
+    return shards
+
+
+def _shard(text: str) -> Shard:
+    port, _, path = text.partition(" ")
+    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not is_number or not 0 < int(port) < 65536 or (path and not path.startswith("/")):
+        raise ProtocolError(f"the server gave no address of a shard: {text[:80]!r}")
+    return Shard(int(port), path)
+
+
+@attrs.frozen
+class Flush:
+    """Write blocks to disk now, and wait until they are durable.
+
+    The count in the reply is the number of keys whose blocks are.
+    """
+
+    KIND: ClassVar[int] = 0x0D
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class Prefetch:
+    """Begin to read blocks from disk into memory, the first ones first.
+
+    If `hold_us` is not 0, a hold protects what is there from eviction for that many
+    microseconds.
+    """
+
+    KIND: ClassVar[int] = 0x0E
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    hold_us: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class PrefetchReply:
+    """How many blocks are being read, and the id of the hold.
+
+    `skipped` counts those on disk that are not read, because reading ahead has a
+    bounded part of the pool. `hold` is 0 if none was requested, or nothing is there.
+    """
+
+    KIND: ClassVar[int] = 0x8E
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    reading: int = attrs.field(validator=count)
+    skipped: int = attrs.field(default=0, validator=count)
+    hold: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class ListKeys:
+    """Request one page of keys with `prefix`, after `after`, in code point order."""
+
+    KIND: ClassVar[int] = 0x08
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    prefix: str = attrs.field(default="", validator=text)
+    after: str = attrs.field(default="", validator=text)
+    limit: int = attrs.field(default=1000, validator=count)
+
+
+@attrs.frozen
+class KeysReply:
+    """One page of keys.
+
+    `limit` is the limit that the server used. A page with fewer keys is the last.
+    """
+
+    KIND: ClassVar[int] = 0x88
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    keys: Keys
+    limit: int = attrs.field(validator=count)
+
+
+@attrs.frozen
+class Purge:
+    """Delete everything. The count in the reply says how many keys existed."""
+
+    KIND: ClassVar[int] = 0x09
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+
+
+@attrs.frozen
+class Evict:
+    """If more than `high` of the pool is in use, evict blocks until at most `low` is.
+
+    The count in the reply is the number of evicted blocks.
+    """
+
+    KIND: ClassVar[int] = 0x0A
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    low: float = attrs.field(converter=float, validator=ratio)
+    high: float = attrs.field(converter=float, validator=ratio)
+
+
+@attrs.frozen
+class Statistics:
+    """Request the statistics; with `details`, also what takes longer to collect."""
+
+    KIND: ClassVar[int] = 0x0B
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    details: bool = False
+
+
+@attrs.frozen
+class StatisticsReply:
+    """The statistics as nested maps, with the names of `infinistore.statistics.Stats`.
+
+    The maps are "server", "store" and, on request, "details". No other message has
+    lists.
+    """
+
+    KIND: ClassVar[int] = 0x8B
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    statistics: Tree
+
+
+@attrs.frozen
+class Removed:
+    """Ask which keys were removed since the removal with this number of this log.
+
+    If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
+    at once where to begin.
+    """
+
+    KIND: ClassVar[int] = 0x1B
+    CAPABILITY: ClassVar = Capability.REMOVALS
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    log: int = attrs.field(default=0, validator=count)
+    number: int = attrs.field(default=0, validator=count)
+    limit: int = attrs.field(default=10_000, validator=count)
+    wait_us: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class RemovedReply:
+    """Keys that were removed and are not there now, and where to go on.
+
+    `missed` removals before these are not known any more; `MISSING` if nobody knows how
+    many.
+    """
+
+    KIND: ClassVar[int] = 0x9B
+    CAPABILITY: ClassVar = Capability.REMOVALS
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    log: int = attrs.field(validator=count)
+    number: int = attrs.field(validator=count)
+    keys: Keys
+    missed: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class Mark:
+    """Ask for a mark, which `Put.since` names.
+
+    With `ends_earlier`, a put that names an earlier one stores nothing from now on.
+    """
+
+    KIND: ClassVar[int] = 0x1C
+    CAPABILITY: ClassVar = Capability.COPIES
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Pin:
+    """Protect keys from eviction, or with `pinned` false, protect them no more.
+
+    If `ttl_us` is not 0, the protection ends after that many microseconds. What is
+    protected for longer stays so.
+    """
+
+    KIND: ClassVar[int] = 0x0F
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+
+
+@attrs.frozen
+class PinReply:
+    """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
+
+    KIND: ClassVar[int] = 0x8F
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
+
+
+@attrs.frozen
+class TimesLeft:
+    """Ask when keys end."""
+
+    KIND: ClassVar[int] = 0x1A
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class TimesLeftReply:
+    """After how many microseconds each key ends.
+
+    0 for a key that does not, `MISSING` for one that is not in memory.
+    """
+
+    KIND: ClassVar[int] = 0x9A
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    times: Numbers
+
+
+class TakeOverStep(enum.IntEnum):
+    """How far the process is that takes over."""
+
+    BEGIN = 0
+    """It asks for the sockets that the server listens on."""
+    HAND_OVER = 1
+    """It is ready: the server ends its service and tells what its pool has."""
+    END = 2
+    """It has all it needs. Only a server without `Capability.OWNERSHIP` is asked, which
+    ends and never serves again."""
+
+
+@attrs.frozen
+class TakeOver:
+    """One step on the way to take the server's place; see `TakeOverStep`.
+
+    `first` is the number of the first descriptor that is wanted: one reply carries only
+    so many.
+    """
+
+    KIND: ClassVar[int] = 0x19
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.TAKE_OVER
+    step: int = attrs.field(validator=count)
+    first: int = attrs.field(default=0, validator=count)
+
+
+@attrs.frozen
+class TakeOverReply:
+    """Descriptors from number `first` on come with the first byte.
+
+    `names` says what all descriptors of the step are, and `numbers` has a number for
+    each: the length of an arena, else 0.
+    """
+
+    KIND: ClassVar[int] = 0x99
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    CAPABILITY: ClassVar = Capability.TAKE_OVER
+    names: Keys
+    numbers: Numbers
+
 
 MISSING = 2**64 - 1
 """The size that a reply gives for a key that is not in the store."""
@@ -137,7 +435,7 @@ class HelloReply:
     `instance` is a random id, new in every run of a server. `unix_socket` is the path
     of the same server for clients on its host, or empty. `rdma` is the link of the port
     that it uses for RDMA, or empty. `shards` says where the shards are that this server
-    is one of (`infinistore.protocol.shards`); it is empty if there are no others.
+    is one of (`infinistore.protocol.messages`); it is empty if there are no others.
     """
 
     KIND: ClassVar[int] = 0x81

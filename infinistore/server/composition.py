@@ -28,8 +28,7 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import HelloReply
-from infinistore.protocol.shards import Shard, shards_to_texts
+from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets.descriptor_budget import DescriptorBudget
 from infinistore.server.budgets.log_budget import LogBudget

@@ -16,7 +16,7 @@ from infinistore.core.arena import Arena, create_arena
 from infinistore.disk_settings import DiskPlace
 from infinistore.host import MemoryLimit, available_memory
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners

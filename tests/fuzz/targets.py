@@ -57,13 +57,13 @@ from infinistore.disk.volume import Volume
 from infinistore.errors import ConfigError, InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import HEADER_BYTES, decode_body, encode_head, pack_u64, parse_header, with_offer
-from infinistore.protocol.disk_messages import Flush, Prefetch
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
     ONE_WAY,
     ErrorReply,
     Exists,
+    Flush,
     Get,
     GetReply,
     Hello,
@@ -74,6 +74,7 @@ from infinistore.protocol.messages import (
     MapTables,
     MatchPrefix,
     Message,
+    Prefetch,
     Put,
     Request,
     Reserve,

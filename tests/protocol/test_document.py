@@ -19,6 +19,7 @@ from infinistore.protocol import client_connection, codec, server_connection, sh
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
+    MOST_SHARDS,
     NO_CHECKSUM,
     ONE_WAY,
     REPLIES,
@@ -29,7 +30,6 @@ from infinistore.protocol.messages import (
     Tree,
 )
 from infinistore.protocol.packed_offsets import pack_offset
-from infinistore.protocol.shards import MOST_SHARDS
 from infinistore.protocol.states import CLIENT, SERVER, Event, State
 from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability
 from infinistore.server.composition import MAX_BODY_BYTES

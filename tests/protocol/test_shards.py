@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from infinistore.errors import ProtocolError
 from infinistore.protocol.body_fields import unstructure_for
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.messages import HelloReply, Keys
-from infinistore.protocol.shards import MOST_SHARDS, Shard, shards_from_texts, shards_to_texts
+from infinistore.protocol.messages import MOST_SHARDS, HelloReply, Keys, Shard, shards_from_texts, shards_to_texts
 from infinistore.protocol.versions import LAST_RELEASE
 
 paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=50).map(

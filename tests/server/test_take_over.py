@@ -28,9 +28,8 @@ from infinistore.core.pool_state import PoolState
 from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import Get, Keys, Numbers, Put, PutReply, TakeOver, TakeOverReply
+from infinistore.protocol.messages import Get, Keys, Numbers, Put, PutReply, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.server_connection import Received
-from infinistore.protocol.take_over_messages import TakeOverStep
 from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server import Server
 from infinistore.server import server as server_module

@@ -16,7 +16,7 @@ from infinistore.client.options.options import make_options
 from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.config import ServerConfig
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
 from tests.ports import own_ports

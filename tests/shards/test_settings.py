@@ -10,7 +10,7 @@ from infinistore.config import MOST_SHARDS as MOST_IN_SETTINGS
 from infinistore.config import ServerConfig, load_server_config
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
-from infinistore.protocol.shards import MOST_SHARDS
+from infinistore.protocol.messages import MOST_SHARDS
 from infinistore.server import serve
 from infinistore.sizes import KIB, MIB
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.shards.states import Fleet, ShardState
 

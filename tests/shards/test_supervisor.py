@@ -12,8 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import HelloReply, Keys, Put
-from infinistore.protocol.shards import shards_from_texts
+from infinistore.protocol.messages import HelloReply, Keys, Put, shards_from_texts
 from infinistore.server.management.api import OPERATIONS
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
 from tests import warm

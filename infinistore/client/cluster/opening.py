@@ -27,7 +27,7 @@ from infinistore.cluster.view import Node
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import StoreUnavailable
 from infinistore.host import let_go_in_child
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda.memory import DeviceMemory
 
 __all__ = [

@@ -14,7 +14,7 @@ from infinistore.client.movers.base import CannotMove, MoverSource
 from infinistore.client.options.options import Options
 from infinistore.client.options.url import StoreUrl
 from infinistore.errors import InfiniStoreException, StoreUnavailable
-from infinistore.protocol.shards import Shard, shards_from_texts
+from infinistore.protocol.messages import Shard, shards_from_texts
 from infinistore.transports.sockets.raw_sockets import peer_user
 
 __all__ = ["ENDED", "Route", "Router", "ShardsFound"]

@@ -25,7 +25,7 @@ from infinistore.client.requests import Request
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda.memory import DeviceMemory
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 

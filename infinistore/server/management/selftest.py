@@ -25,8 +25,7 @@ from infinistore.errors import (
 )
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.disk_messages import Flush
-from infinistore.protocol.messages import CountReply, Delete, Exists, Get, GetReply, Hello, Keys, Put, Request
+from infinistore.protocol.messages import CountReply, Delete, Exists, Flush, Get, GetReply, Hello, Keys, Put, Request
 from infinistore.server.listeners import ServerAddresses
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix

@@ -23,7 +23,7 @@ import trio
 
 from infinistore.config import ServerConfig
 from infinistore.errors import InfiniStoreException
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.server.listeners import ServerAddresses
 
 __all__ = [

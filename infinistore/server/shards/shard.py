@@ -20,7 +20,7 @@ import trio
 
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError, OutOfMemory
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.protocol.shards import Shard
+from infinistore.protocol.messages import Shard
 from infinistore.server.listeners import ServerAddresses
 
 __all__ = ["Fleet", "ShardState"]

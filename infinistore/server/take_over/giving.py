@@ -25,9 +25,8 @@ import trio
 
 from infinistore.errors import InvalidRequest
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import Keys, TakeOver, TakeOverReply
+from infinistore.protocol.messages import Keys, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.server_connection import Received
-from infinistore.protocol.take_over_messages import TakeOverStep
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.listeners import Listeners

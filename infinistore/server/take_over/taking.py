@@ -26,8 +26,7 @@ from infinistore.config import ServerConfig
 from infinistore.core.group_states import GroupLayout, GroupStates
 from infinistore.errors import ConfigError, InfiniStoreException, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
-from infinistore.protocol.messages import Hello, TakeOver, TakeOverReply
-from infinistore.protocol.take_over_messages import TakeOverStep
+from infinistore.protocol.messages import Hello, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.versions import Capability
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.take_over.adopting import Adopting, PoolLost, decode, has_more, read_all
