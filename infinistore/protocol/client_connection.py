@@ -10,8 +10,15 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
-from infinistore.protocol.body_fields import Structure, structure_for, unstructure_for
-from infinistore.protocol.codec import Header, decode_body, encode_head, with_offer
+from infinistore.protocol.codec import (
+    Header,
+    Structure,
+    decode_body,
+    encode_head,
+    structure_for,
+    unstructure_for,
+    with_offer,
+)
 from infinistore.protocol.effects import Send, Span
 from infinistore.protocol.frame_reader import FrameReader
 from infinistore.protocol.messages import (

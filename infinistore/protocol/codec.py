@@ -1,42 +1,416 @@
 """Encodes messages as frames, and decodes them.
 
 A frame is a 32-byte header, a msgpack body, zeros up to the next multiple of 64 bytes,
-and a raw payload. The padding aligns the payload to a cache line at both ends: copies
-from the kernel to unaligned addresses are 15 to 20 % slower.
-
-Every length is checked before memory of that length is allocated. The functions here
-raise `ProtocolError` or a subclass for input that they cannot accept, and nothing else.
+and a raw payload: copies from the kernel to unaligned addresses are 15 to 20 % slower.
+cattrs makes the functions that turn a message into a map of fields and back; a sender
+leaves out a field that is newer (`since`) and has its default. The bodies of messages
+about a single block look the same every time and are written and read without msgpack,
+in a third of the time. Statistics cross as nested maps. Every length is checked before
+memory of that length is allocated, and input that cannot be accepted raises
+`ProtocolError` or a subclass, and nothing else.
 """
 
+import math
 import struct
+import sys
 from array import array
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import attrs
 import msgpack
-from cattrs.errors import ForbiddenExtraKeysError
+from cattrs import Converter
+from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
+from cattrs.fns import identity
+from cattrs.gen import make_dict_unstructure_fn, override
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
-from infinistore.keys import MAX_KEY_BYTES
-from infinistore.protocol.body_fields import STRUCTURE, UNSTRUCTURE, Structure, Unstructure
-from infinistore.protocol.fields import Numbers
-from infinistore.protocol.messages import KINDS, Message, StatisticsReply
-from infinistore.protocol.single_bodies import READ, WRITE
-from infinistore.protocol.versions import MAJOR, Offer
+from infinistore.keys import MAX_KEY_BYTES, join_keys, split_keys
+from infinistore.protocol.fields import Keys, Numbers, Tree
+from infinistore.protocol.messages import KINDS, Exists, Get, GetReply, Message, Put, PutReply, StatisticsReply
+from infinistore.protocol.versions import MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
+from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 
 __all__ = [
     "HEADER_BYTES",
-    "MAX_LIST_ITEMS",
-    "SHORT_BODY_BYTES",
     "Header",
+    "MAX_LIST_ITEMS",
+    "READ",
+    "SHORT_BODY_BYTES",
+    "STRUCTURE",
+    "StatisticsTree",
+    "Structure",
+    "UNSTRUCTURE",
+    "Unstructure",
+    "WRITE",
     "decode_body",
     "decode_notices",
     "encode_head",
     "head_bytes",
     "pack_u64",
     "parse_header",
+    "statistics_from_tree",
+    "statistics_to_tree",
+    "structure_for",
+    "structure_function",
+    "unstructure_for",
+    "unstructure_function",
     "with_offer",
 ]
+
+
+_REMEDY = "install the same release of infinistore on both"
+
+Structure: TypeAlias = Mapping[type[Message], Callable[[Any, Any], Any]]
+"""Maps each message to the function that makes it from a map of fields."""
+
+
+class Unstructure(dict[type[Message], Callable[[Any], Any]]):
+    """Maps each message that a peer understands to the function that unstructures it.
+
+    Raises:
+        VersionMismatch: the peer does not understand the message.
+    """
+
+    def __missing__(self, cls: type[Message]) -> Callable[[Any], Any]:
+        raise VersionMismatch(f"the peer does not understand {cls.__name__}; {_REMEDY}")
+
+
+def structure_for(peer: Offer) -> Structure:
+    """Return the functions that decode what this peer sends.
+
+    They ignore fields that are newer than this release where the message allows that.
+    """
+    return STRUCTURE if peer.minor <= MINOR else _STRUCTURE_OF_NEWER
+
+
+def unstructure_for(peer: Offer) -> Unstructure:
+    """Return the functions that encode what is sent to this peer."""
+    if peer.minor >= MINOR and peer.capabilities == OFFER.capabilities:
+        return UNSTRUCTURE
+    understood = [cls for cls in KINDS.values() if _understands(peer, cls)]
+    return Unstructure({cls: unstructure_function(cls, peer.minor) for cls in understood})
+
+
+def _understands(peer: Offer, cls: type[Message]) -> bool:
+    needed: Capability | None = getattr(cls, "CAPABILITY", None)
+    return needed is None or bool(needed & peer.capabilities)
+
+
+def structure_function(cls: type[Any], *, of_newer: bool = False) -> Callable[[Any, Any], Any]:
+    """Return the function that makes a message from a map of fields.
+
+    `of_newer`: the map comes from a peer of a newer release.
+    """
+    strict: Callable[[Any, Any], Any] = _converter.get_structure_hook(cls)
+    if not of_newer or cls.NEWER_FIELDS is NewerFields.REFUSED:
+        return strict
+    known = [field.name for field in attrs.fields(cls)]
+
+    def structure(fields: Any, cls: Any) -> Any:
+        if bytes in map(type, fields):  # msgpack allows names of bytes, too
+            raise TypeError("a name that is no text")
+        return strict({name: fields[name] for name in known if name in fields}, cls)
+
+    return structure
+
+
+def unstructure_function(cls: type[Any], minor: int = MINOR) -> Callable[[Any], Any]:
+    """Return the function that makes a map of fields for a peer of this minor
+    version.
+    """
+    since = {field.name: field.metadata.get("since", 0) for field in attrs.fields(cls)}
+    optional: Any = {name: override(omit_if_default=True) for name, version in since.items() if version}
+    if not optional:
+        return _converter.get_unstructure_hook(cls)
+    plain = make_dict_unstructure_fn(cls, _converter, **optional)
+    unknown = [name for name, version in since.items() if version > minor]
+    may_go = cls.NEWER_FIELDS is NewerFields.IGNORED
+
+    def unstructure(message: Any) -> Any:
+        fields = plain(message)
+        for name in unknown:
+            if name in fields and not may_go:
+                raise VersionMismatch(f"the peer does not know the field {name!r} of {cls.__name__}; {_REMEDY}")
+            fields.pop(name, None)
+        return fields
+
+    return unstructure if unknown else plain
+
+
+def _exact(expected: type) -> Callable[[Any, Any], Any]:
+    """Refuse what cattrs would convert, such as the text "5" to a number."""
+
+    def structure(value: Any, _: Any) -> Any:
+        if type(value) is not expected:
+            raise TypeError(f"expected {expected.__name__}, got {type(value).__name__}")
+        return value
+
+    return structure
+
+
+def _structure_keys(value: Any, _: Any) -> Any:
+    if type(value) is not str:
+        raise TypeError(f"expected joined keys, got {type(value).__name__}")
+    try:
+        return split_keys(value)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _structure_numbers(value: Any, _: Any) -> Any:
+    if type(value) is not bytes:
+        raise TypeError(f"expected packed numbers, got {type(value).__name__}")
+    packed = array("Q")
+    packed.frombytes(value)  # ValueError unless a multiple of eight
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
+
+
+def _unstructure_numbers(value: Any) -> bytes:
+    packed: array[int] = value
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _quick_exists(fields: Any, cls: Any) -> Any:
+    if len(fields) == 2:
+        keys, touch = fields.get("keys"), fields.get("touch")
+        if type(keys) is str and type(touch) is bool:
+            return Exists(_structure_keys(keys, None), touch)
+    return _GENERATED[Exists](fields, cls)
+
+
+def _quick_get(fields: Any, cls: Any) -> Any:
+    if len(fields) == 3:
+        keys, capacities, checksums = fields.get("keys"), fields.get("capacities"), fields.get("checksums")
+        if type(keys) is str and type(capacities) is bytes and type(checksums) is bool:
+            return Get(_structure_keys(keys, None), _structure_numbers(capacities, None), checksums)
+    return _GENERATED[Get](fields, cls)
+
+
+def _quick_put(fields: Any, cls: Any) -> Any:
+    if len(fields) == 4:
+        keys, sizes = fields.get("keys"), fields.get("sizes")
+        checksums, replace = fields.get("checksums"), fields.get("replace")
+        if type(keys) is str and type(sizes) is bytes and type(checksums) is bool and type(replace) is bool:
+            return Put(_structure_keys(keys, None), _structure_numbers(sizes, None), checksums, replace)
+    return _GENERATED[Put](fields, cls)
+
+
+def _make_converter() -> Converter:
+    converter = Converter(detailed_validation=False, forbid_extra_keys=True)
+    for plain in (int, float, str, bytes, bool):
+        converter.register_structure_hook(plain, _exact(plain))
+        converter.register_unstructure_hook(plain, identity)  # which is not even called
+    converter.register_structure_hook(Tree, _exact(dict))
+    converter.register_unstructure_hook(Tree, identity)
+    # One hook for the whole batch: structuring a thousand keys one by one costs 200 us.
+    converter.register_structure_hook(Keys, _structure_keys)
+    converter.register_unstructure_hook(Keys, join_keys)
+    converter.register_structure_hook(Numbers, _structure_numbers)
+    converter.register_unstructure_hook(Numbers, _unstructure_numbers)
+    return converter
+
+
+_converter = _make_converter()
+# Looked up once: the converter's own lookup takes as long as decoding a short message.
+_GENERATED: dict[type[Message], Callable[[Any, Any], Any]] = {cls: structure_function(cls) for cls in KINDS.values()}
+# What cattrs generates takes twice as long; what is not quite as usual is left to it.
+STRUCTURE: dict[type[Message], Callable[[Any, Any], Any]] = {
+    **_GENERATED,
+    Exists: _quick_exists,
+    Get: _quick_get,
+    Put: _quick_put,
+}
+_STRUCTURE_OF_NEWER: Structure = {cls: structure_function(cls, of_newer=True) for cls in KINDS.values()}
+UNSTRUCTURE = Unstructure({cls: unstructure_function(cls) for cls in KINDS.values()})
+
+
+_SHORT, _LONG = 32, 256  # from this length in bytes on, msgpack writes the length of a text otherwise
+_FIXSTR, _STR8 = 0xA0, 0xD9
+_NUMBER = struct.Struct("<Q")
+_GET_REPLY = struct.Struct("<9sQ12sQ")
+
+_PUT_KEYS = b"\x84\xa4keys"
+_GET_KEYS = b"\x83\xa4keys"
+_KEYS_BYTES = len(_PUT_KEYS)
+_SIZE = b"\xa5sizes\xc4\x08"
+_PUT_FLAGS = {
+    (checksums, replace): b"\xa9checksums" + bytes((0xC2 + checksums,)) + b"\xa7replace" + bytes((0xC2 + replace,))
+    for checksums in (False, True)
+    for replace in (False, True)
+}
+_PUT_FLAGS_OF = {text: flags for flags, text in _PUT_FLAGS.items()}
+_ANY_ROOM = b"\xaacapacities\xc4\x00"
+_ROOM = b"\xaacapacities\xc4\x08"
+_GET_FLAG = {checksums: b"\xa9checksums" + bytes((0xC2 + checksums,)) for checksums in (False, True)}
+_GET_FLAG_OF = {text: flag for flag, text in _GET_FLAG.items()}
+_ALL_STORED = b"\x81\xa7skipped\xc4\x00"
+_ALL_STORED_REPLY = PutReply(Numbers(array("Q")))
+_GET_REPLY_SIZES, _GET_REPLY_CHECKSUMS = b"\x82\xa5sizes\xc4\x08", b"\xa9checksums\xc4\x08"
+
+
+def _text(key: str) -> bytes | None:
+    """Return a key as msgpack writes it; None if it is long."""
+    data = key.encode()
+    length = len(data)
+    if length < _SHORT:
+        return bytes((_FIXSTR | length,)) + data
+    return bytes((_STR8, length)) + data if length < _LONG else None
+
+
+def _key_of(body: bytes) -> tuple[str, int] | None:
+    """Return the one key of a request, and where what follows it begins."""
+    mark = body[_KEYS_BYTES]
+    if mark == _STR8:
+        start = _KEYS_BYTES + 2
+        end = start + body[_KEYS_BYTES + 1]
+    else:
+        start = _KEYS_BYTES + 1
+        end = start + mark - _FIXSTR
+        if not start < end < start + _SHORT:
+            return None
+    key = body[start:end].decode()
+    return (key, end) if key and "\0" not in key else None
+
+
+def _write_put(put: Any) -> bytes | None:
+    if len(put.keys) != 1 or len(put.sizes) != 1 or put.ttl_us or put.since:
+        return None
+    key = _text(put.keys[0])
+    return (
+        None
+        if key is None
+        else b"".join((_PUT_KEYS, key, _SIZE, put.sizes.tobytes(), _PUT_FLAGS[put.checksums, put.replace]))
+    )
+
+
+def _read_put(body: bytes) -> Put | None:
+    if not body.startswith(_PUT_KEYS) or (found := _key_of(body)) is None:
+        return None
+    key, at = found
+    flags = _PUT_FLAGS_OF.get(body[at + 16 :])
+    if flags is None or not body.startswith(_SIZE, at):
+        return None
+    return Put(Keys([key]), Numbers(array("Q", body[at + 8 : at + 16])), *flags)
+
+
+def _write_get(get: Any) -> bytes | None:
+    rooms = get.capacities
+    if len(get.keys) != 1 or len(rooms) > 1:
+        return None
+    key = _text(get.keys[0])
+    if key is None:
+        return None
+    flag = _GET_FLAG[get.checksums]
+    if rooms:
+        return b"".join((_GET_KEYS, key, _ROOM, rooms.tobytes(), flag))
+    return b"".join((_GET_KEYS, key, _ANY_ROOM, flag))
+
+
+def _read_get(body: bytes) -> Get | None:
+    if not body.startswith(_GET_KEYS) or (found := _key_of(body)) is None:
+        return None
+    key, at = found
+    at += len(_ROOM)
+    if body.endswith(_ANY_ROOM, 0, at):
+        rooms = b""
+    elif body.endswith(_ROOM, 0, at):
+        rooms = body[at : at + 8]
+        at += 8
+    else:
+        return None
+    flag = _GET_FLAG_OF.get(body[at:])
+    return None if flag is None else Get(Keys([key]), Numbers(array("Q", rooms)), flag)
+
+
+def _write_put_reply(reply: Any) -> bytes | None:
+    return None if reply.skipped else _ALL_STORED
+
+
+def _read_put_reply(body: bytes) -> PutReply | None:
+    return _ALL_STORED_REPLY if body == _ALL_STORED else None
+
+
+def _write_get_reply(reply: Any) -> bytes | None:
+    sizes, checksums = reply.sizes, reply.checksums
+    if len(sizes) != 1 or len(checksums) != 1:
+        return None
+    return _GET_REPLY.pack(_GET_REPLY_SIZES, sizes[0], _GET_REPLY_CHECKSUMS, checksums[0])
+
+
+def _read_get_reply(body: bytes) -> GetReply | None:
+    if len(body) != _GET_REPLY.size:
+        return None
+    first, size, second, checksum = _GET_REPLY.unpack(body)
+    if first != _GET_REPLY_SIZES or second != _GET_REPLY_CHECKSUMS:
+        return None
+    return GetReply(Numbers(array("Q", (size,))), Numbers(array("Q", (checksum,))))
+
+
+WRITE: Mapping[type[Message], Callable[[Any], bytes | None]]
+READ: Mapping[int, Callable[[bytes], Message | None]]
+if sys.byteorder == "little":  # as packed numbers are
+    WRITE = {Put: _write_put, Get: _write_get, PutReply: _write_put_reply, GetReply: _write_get_reply}
+    READ = {Put.KIND: _read_put, Get.KIND: _read_get, PutReply.KIND: _read_put_reply, GetReply.KIND: _read_get_reply}
+else:
+    WRITE, READ = {}, {}
+
+
+class StatisticsTree(NamedTuple):
+    """What a server sends."""
+
+    server: ServerStatistics
+    store: StoreStatistics
+    details: ServerDetails | None
+    disk: DiskTierStatistics | None = None
+    drain: DrainStatistics | None = None
+
+
+def _structure_float(value: Any, _: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no measure of anything")
+    return number
+
+
+_statistics_converter = Converter()
+_statistics_converter.register_structure_hook(float, _structure_float)
+
+
+def statistics_to_tree(
+    server: ServerStatistics,
+    store: StoreStatistics,
+    details: ServerDetails | None = None,
+    disk: DiskTierStatistics | None = None,
+    drain: DrainStatistics | None = None,
+) -> Tree:
+    """Turn statistics into nested maps and lists of plain values."""
+    parts = {"server": server, "store": store, "details": details, "disk": disk, "drain": drain}
+    return Tree({name: _statistics_converter.unstructure(part) for name, part in parts.items() if part is not None})
+
+
+def statistics_from_tree(tree: Tree) -> StatisticsTree:
+    """Turn nested maps and lists back into statistics.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    try:
+        return StatisticsTree(
+            _statistics_converter.structure(tree["server"], ServerStatistics),
+            _statistics_converter.structure(tree["store"], StoreStatistics),
+            _statistics_converter.structure(tree["details"], ServerDetails) if "details" in tree else None,
+            _statistics_converter.structure(tree["disk"], DiskTierStatistics) if "disk" in tree else None,
+            _statistics_converter.structure(tree["drain"], DrainStatistics) if "drain" in tree else None,
+        )
+    except (LookupError, TypeError, ValueError, ArithmeticError, BaseValidationError) as error:
+        raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None
+
 
 Notice = TypeVar("Notice", bound=Message)
 _new = tuple.__new__  # makes a named tuple without the call of a Python function

@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import attrs
 
 from infinistore.errors import InfiniStoreException, LimitExceeded, ProtocolError
-from infinistore.protocol.body_fields import Structure, structure_for, unstructure_for
-from infinistore.protocol.codec import Header, decode_body, encode_head, with_offer
+from infinistore.protocol.codec import (
+    Header,
+    Structure,
+    decode_body,
+    encode_head,
+    structure_for,
+    unstructure_for,
+    with_offer,
+)
 from infinistore.protocol.effects import Send, SendDescriptors, Span
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES, FrameReader
 from infinistore.protocol.messages import KINDS, ONE_WAY, REPLIES, ErrorReply, Hello, Message, Put, Reply

@@ -7,8 +7,8 @@ import attrs
 import trio
 
 from infinistore.core.store import StoreCore
+from infinistore.protocol.codec import statistics_to_tree
 from infinistore.protocol.messages import Tree
-from infinistore.protocol.statistics_tree import statistics_to_tree
 from infinistore.server.connection.conversation import Traffic
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session_registry import SessionRegistry

@@ -56,7 +56,15 @@ from infinistore.disk.snapshots import SnapshotHeader, SnapshotSection, decode_s
 from infinistore.disk.volume import Volume
 from infinistore.errors import ConfigError, InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
-from infinistore.protocol.codec import HEADER_BYTES, decode_body, encode_head, pack_u64, parse_header, with_offer
+from infinistore.protocol.codec import (
+    HEADER_BYTES,
+    decode_body,
+    encode_head,
+    pack_u64,
+    parse_header,
+    statistics_from_tree,
+    with_offer,
+)
 from infinistore.protocol.messages import (
     KINDS,
     MISSING,
@@ -85,7 +93,6 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.shared_tables import READER_BYTES, TouchLog
 from infinistore.protocol.states import State
-from infinistore.protocol.statistics_tree import statistics_from_tree
 from infinistore.protocol.versions import MINOR, OFFER, Offer
 from infinistore.server.connection.client_tables import ClientTables
 from infinistore.server.management.api import Management

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 
 from infinistore.errors import InfiniStoreException, InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
 from infinistore.protocol import codec
-from infinistore.protocol.body_fields import STRUCTURE, Structure, structure_function
 from infinistore.protocol.codec import (
     HEADER_BYTES,
+    STRUCTURE,
     Header,
+    Structure,
     decode_body,
     encode_head,
     head_bytes,
     pack_u64,
     parse_header,
+    structure_function,
 )
 from infinistore.protocol.messages import (
     KINDS,

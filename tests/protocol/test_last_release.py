@@ -12,7 +12,6 @@ from hypothesis import given
 
 from infinistore.errors import AuthenticationFailed, InfiniStoreException, ProtocolError, VersionMismatch
 from infinistore.protocol import messages
-from infinistore.protocol.body_fields import structure_for, unstructure_for
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import (
     HEADER_BYTES,
@@ -22,6 +21,9 @@ from infinistore.protocol.codec import (
     head_bytes,
     pack_u64,
     parse_header,
+    statistics_from_tree,
+    structure_for,
+    unstructure_for,
     with_offer,
 )
 from infinistore.protocol.messages import (
@@ -42,7 +44,6 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.states import State
-from infinistore.protocol.statistics_tree import statistics_from_tree
 from infinistore.protocol.versions import LAST_RELEASE, MINOR, OFFER, Capability, Offer
 from infinistore.transports.base import Stream
 from tests.server.running import simulated_server

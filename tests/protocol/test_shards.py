@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
-from infinistore.protocol.body_fields import unstructure_for
-from infinistore.protocol.codec import encode_head
+from infinistore.protocol.codec import encode_head, unstructure_for
 from infinistore.protocol.messages import MOST_SHARDS, HelloReply, Keys, Shard, shards_from_texts, shards_to_texts
 from infinistore.protocol.versions import LAST_RELEASE
 

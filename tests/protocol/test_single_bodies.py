@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol import codec
-from infinistore.protocol.body_fields import UNSTRUCTURE
-from infinistore.protocol.codec import SHORT_BODY_BYTES, decode_body, pack_u64
+from infinistore.protocol.codec import READ, SHORT_BODY_BYTES, UNSTRUCTURE, WRITE, decode_body, pack_u64
 from infinistore.protocol.messages import Get, GetReply, Keys, Message, Numbers, Put, PutReply
-from infinistore.protocol.single_bodies import READ, WRITE
 from tests.protocol.strategies import counts, keys, messages_of
 
 pytestmark = pytest.mark.skipif(sys.byteorder != "little", reason="packed numbers are little-endian")

@@ -11,14 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError, VersionMismatch
-from infinistore.protocol.body_fields import (
+from infinistore.protocol.codec import (
+    HEADER_BYTES,
     STRUCTURE,
+    decode_body,
+    encode_head,
+    parse_header,
     structure_for,
     structure_function,
     unstructure_for,
     unstructure_function,
+    with_offer,
 )
-from infinistore.protocol.codec import HEADER_BYTES, decode_body, encode_head, parse_header, with_offer
 from infinistore.protocol.messages import KINDS, Hello, Keys, Message, Purge, Put, StatisticsReply
 from infinistore.protocol.versions import LAST_RELEASE, MINOR, OFFER, Capability, NewerFields, Offer
 

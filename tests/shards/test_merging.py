@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
-from infinistore.protocol.statistics_tree import statistics_from_tree, statistics_to_tree
+from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.server.management.metrics import METRICS, render
 from infinistore.server.shards.merging import (
     merge_clients,

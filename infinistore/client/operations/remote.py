@@ -34,7 +34,7 @@ from infinistore.errors import (
     ValueTooLarge,
     VersionMismatch,
 )
-from infinistore.protocol.codec import pack_u64
+from infinistore.protocol.codec import pack_u64, statistics_from_tree
 from infinistore.protocol.messages import (
     MISSING,
     CountReply,
@@ -57,7 +57,6 @@ from infinistore.protocol.messages import (
     Statistics,
     StatisticsReply,
 )
-from infinistore.protocol.statistics_tree import statistics_from_tree
 from infinistore.protocol.versions import Capability
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.protocol.fields import Tree
-from infinistore.protocol.statistics_tree import statistics_from_tree, statistics_to_tree
 from infinistore.statistics import Stats, summed
 
 __all__ = ["merge_clients", "merge_metrics", "merge_numbers", "merge_selftests", "merge_statistics", "merge_tenants"]
