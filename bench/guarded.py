@@ -252,8 +252,7 @@ def remote_operations(stack: ExitStack, group: str, left_out: Sequence[str] = ()
     options |= {"spin_us": 0, "copy_threads": 1}
     if group == CLUSTER:
         from infinistore.client.extension import Environment
-        from infinistore.cluster.membership import StaticMembership
-        from infinistore.cluster.view import Node
+        from infinistore.cluster.membership import Node, StaticMembership
 
         membership = StaticMembership([Node("one", url)])
         options["environment"] = Environment(membership=lambda _: membership)

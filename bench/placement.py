@@ -15,8 +15,8 @@ from functools import partial
 
 from xxhash import xxh3_64_hexdigest
 
+from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, View
 
 CONVERSATIONS = 2_000
 MOST_BLOCKS = 4_096

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infinistore.client import AsyncStore
     from infinistore.cluster.drains import Drain
     from infinistore.cluster.locate import ClusterUrl
-    from infinistore.cluster.view import Node, View
+    from infinistore.cluster.membership import Node, View
     from infinistore.cluster_io.flows import AskInstance
     from infinistore.statistics import Stats
 

@@ -229,7 +229,7 @@ def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple
     """
     import trio
 
-    from infinistore.cluster.view import NodeState
+    from infinistore.cluster.membership import NodeState
 
     changed = False
     last: NodeStanding | None = None
@@ -252,7 +252,7 @@ def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple
 def _set_in_file(cluster: "ClusterUrl", node: str, *, draining: bool, force: bool, as_json: bool) -> None:
     import trio
 
-    from infinistore.cluster.view import NodeState
+    from infinistore.cluster.membership import NodeState
     from infinistore.cluster_io.draining import set_state_in_file
 
     state = NodeState.DRAINING if draining else NodeState.SERVING

@@ -12,7 +12,7 @@ import attrs
 from infinistore.client.requests import Request
 
 if TYPE_CHECKING:
-    from infinistore.cluster.view import View
+    from infinistore.cluster.membership import View
 
 __all__ = ["Followed", "Place", "Removed", "RemovedKeys"]
 

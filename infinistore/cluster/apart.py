@@ -14,7 +14,7 @@ left, as in an order without machines. This holds if no machine is in two zones.
 from collections import Counter
 from collections.abc import Sequence
 
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 
 __all__ = ["Apart", "machine_of"]
 

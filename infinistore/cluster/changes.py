@@ -3,7 +3,7 @@ from then on, although no node has removed it.
 """
 
 from infinistore.cluster.apart import machine_of
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, View
 
 __all__ = ["still_finds"]
 

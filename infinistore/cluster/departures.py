@@ -8,7 +8,7 @@ being asked.
 
 from collections.abc import Collection, Mapping
 
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 
 __all__ = ["Departures"]
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import attrs
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, with_port
+from infinistore.cluster.membership import MOST_COPIES, MOST_WEIGHT, Node, NodeState, View
 from infinistore.cluster.placement import PLACEMENT_VERSION
-from infinistore.cluster.view import MOST_COPIES, MOST_WEIGHT, Node, NodeState, View
 
 __all__ = [
     "ClusterConfig",

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import attrs
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, with_port
-from infinistore.cluster.view import MOST_COPIES, Node
+from infinistore.cluster.membership import MOST_COPIES, Node
 from infinistore.errors import ConfigError
 from infinistore.settings import Kind, integer, near, path, switch, text, url_options
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 from xxhash import xxh3_64_intdigest
 
 from infinistore.cluster.apart import Apart
+from infinistore.cluster.membership import NodeState, View
 from infinistore.cluster.rendezvous import Rendezvous
-from infinistore.cluster.view import NodeState, View
 from infinistore.errors import StoreUnavailable
 
 __all__ = ["MOST_WITHOUT_NUMPY", "PLACEMENT_VERSION", "SLOTS", "Placement", "hash_tag", "slot_of"]

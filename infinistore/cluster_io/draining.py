@@ -19,7 +19,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.messages import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.locate import EtcdPlace, FilePlace
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.memberships import make_session

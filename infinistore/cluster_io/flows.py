@@ -16,7 +16,7 @@ from infinistore.cluster.etcd.effects import (
     Probe,
 )
 from infinistore.cluster.etcd.messages import EtcdMisbehaved
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.connections import EtcdConnections
 
 __all__ = ["AskInstance", "FlowRunner"]

@@ -21,8 +21,7 @@ from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import Credentials, EtcdSession
 from infinistore.cluster.locate import EtcdPlace, FilePlace
-from infinistore.cluster.membership import Listener
-from infinistore.cluster.view import View
+from infinistore.cluster.membership import Listener, View
 from infinistore.cluster_io.connections import Connect, EtcdConnections, connect
 from infinistore.cluster_io.flows import AskInstance, FlowRunner
 from infinistore.cluster_io.folder_watch import FolderWatch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import trio
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.flows import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection

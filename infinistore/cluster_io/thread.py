@@ -17,8 +17,7 @@ import attrs
 import trio
 
 from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticPlace
-from infinistore.cluster.membership import Listener, Membership, StaticMembership
-from infinistore.cluster.view import View
+from infinistore.cluster.membership import Listener, Membership, StaticMembership, View
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.host import start_thread
 

@@ -12,8 +12,8 @@ from functools import partial
 import attrs
 
 from infinistore.client.requests import Batch, Delete, Exists, Get, MatchPrefix, Put
+from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState
 from infinistore.errors import StoreUnavailable
 from tests.churn.world import ChurnWorld, Client
 

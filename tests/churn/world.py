@@ -30,8 +30,7 @@ from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, Flow, Ne
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.membership import Listener
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Listener, Node, View
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from tests.cluster.etcd.fake_etcd import FakeEtcd

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.cluster.changes import still_finds
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState, View
 from tests.examples import examples
 
 JOINING, SERVING, DRAINING = NodeState

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, is_cluster_url, parse_cluster_url
-from infinistore.cluster.membership import Membership, StaticMembership
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Membership, Node, StaticMembership
 from infinistore.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import PLACEMENT_VERSION, SLOTS, Placement, hash_tag, slot_of
-from infinistore.cluster.view import Node, NodeState, View
 from infinistore.errors import StoreUnavailable
 
 KEYS = [f"key {number}" for number in range(400)]
@@ -94,7 +94,7 @@ def test_a_key_has_the_owner_of_its_slot_whatever_comes_before_it(keys: list[str
 PROGRAM = """
 import sys, zlib
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Node, View
 for weights in ([100] * 7, [1, 50, 100, 300]):
     view = View(0, tuple(Node(str(number), "", weight=weight) for number, weight in enumerate(weights)))
     owners = Placement(view, with_numpy=sys.argv[1] == "numpy").owners([f"key {number}" for number in range(3000)])

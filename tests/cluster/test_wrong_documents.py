@@ -23,8 +23,8 @@ from infinistore.cluster.drains import Drain, read_drain, write_drain
 from infinistore.cluster.etcd import messages
 from infinistore.cluster.etcd.messages import Answer, EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.locate import parse_cluster_url
+from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, View
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError
 from tests.tables import for_each

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from infinistore.cluster.membership import Listener
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Listener, Node, View
 from infinistore.core import StoreCore
 from tests.asking import until
 from tests.clients.event_loops import TrioThread

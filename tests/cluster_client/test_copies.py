@@ -23,8 +23,8 @@ from infinistore.client.cluster.everywhere import HANDLERS
 from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.connection.effects import Background, Outcome, Part, Together
 from infinistore.client.options.options import Options
+from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.server.cluster.others import Others

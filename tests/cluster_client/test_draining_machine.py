@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from infinistore import blocking
 from infinistore.client.extension import Environment
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import PushLimits, open_nodes, push
 from tests.asking import until

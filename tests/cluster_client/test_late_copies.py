@@ -15,7 +15,7 @@ from infinistore.client.drivers.trio_cluster import ClusterTrioStore
 from infinistore.client.extension import Environment
 from infinistore.client.requests import Get, Put
 from infinistore.cluster.drains import Drain
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.protocol.versions import Capability
 from infinistore.server.cluster.others import Others
 from infinistore.server.cluster.pushing import OtherNodes, PushLimits, open_nodes, push

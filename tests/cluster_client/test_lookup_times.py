@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from infinistore.client import AsyncStore
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 from tests.cluster_client.clusters import Given
 from tests.cluster_client.silent_network import HOSTS, Network, run_in_virtual_time
 

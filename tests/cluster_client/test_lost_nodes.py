@@ -19,7 +19,7 @@ from infinistore.client.connection.calls import Calls
 from infinistore.client.drivers.blocking_cluster import PatientStream
 from infinistore.client.options.options import Options
 from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import AuthenticationFailed, DeadlineExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from tests.bad_days.clients import KINDS, run_with_store

@@ -8,7 +8,7 @@ import attrs
 
 from infinistore import blocking
 from infinistore.client.extension import Environment
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from tests.cluster_client.clusters import Cluster, Given
 
 JOINING, SERVING, DRAINING = NodeState

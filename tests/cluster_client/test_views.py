@@ -15,7 +15,7 @@ from infinistore import blocking, open_store
 from infinistore.client.cluster import reads
 from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.extension import Environment
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from tests.cluster_client.clusters import Cluster, Given
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infinistore.cluster.locate import parse_cluster_url
+from infinistore.cluster.membership import View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import View
 from infinistore.cluster_io.thread import open_membership
 
 from .etcd import Etcd

@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from infinistore.cluster.etcd.effects import Probe
 from infinistore.cluster.locate import EtcdPlace
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import FlowRunner
 

@@ -32,7 +32,7 @@ from infinistore.cluster.etcd.messages import (
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Node, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import FlowRunner
 from infinistore.cluster_io.memberships import EtcdMembership, make_session

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from infinistore.cluster.locate import FilePlace
-from infinistore.cluster.view import View
+from infinistore.cluster.membership import View
 from infinistore.cluster_io.memberships import FileMembership
 from tests.server.running import until
 

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from infinistore.cluster.locate import FilePlace
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.draining import set_state_in_file
 from infinistore.errors import ConfigError
 

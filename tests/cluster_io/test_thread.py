@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from infinistore.cluster.locate import ClusterUrl, parse_cluster_url
-from infinistore.cluster.view import View
+from infinistore.cluster.membership import View
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import ConfigError, StoreUnavailable
 from tests.bad_days.full_backlog import full

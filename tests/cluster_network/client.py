@@ -27,8 +27,8 @@ import attrs
 
 from infinistore import blocking
 from infinistore.cluster.locate import parse_cluster_url
+from infinistore.cluster.membership import View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import View
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import PartialPut
 

@@ -31,8 +31,8 @@ from infinistore.cluster.documents import (
 )
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import Item
+from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, View
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.pool_state import PoolState, decode_state, encode_state

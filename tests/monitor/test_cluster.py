@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 from infinistore.monitor import keys
 from infinistore.monitor.cluster.app import still
 from infinistore.monitor.cluster.controls import ClusterControls, NodeOrder

@@ -10,7 +10,7 @@ import pytest
 
 import infinistore
 from infinistore.access.tenants import digest_of, make_token
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError

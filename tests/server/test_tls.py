@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Statistics

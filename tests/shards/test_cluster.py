@@ -12,7 +12,7 @@ import pytest
 from infinistore import blocking
 from infinistore.cli.failures import run
 from infinistore.cluster.locate import parse_cluster_url
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.thread import open_membership
 from tests.asking import until
 from tests.cluster_client.clusters import Member

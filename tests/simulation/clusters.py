@@ -12,9 +12,8 @@ from functools import partial
 import attrs
 import trio
 
-from infinistore.cluster.membership import Listener
+from infinistore.cluster.membership import Listener, Node, NodeState, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState, View
 from tests.simulation.network import Network
 from tests.simulation.nodes import ServerNode
 from tests.simulation.world import World

@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from infinistore.client.requests import KeyedRequest
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import PartialPut
 from tests.simulation.checker import check
 from tests.simulation.clusters import ClusterSettings, single_places

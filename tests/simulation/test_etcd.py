@@ -28,7 +28,7 @@ from infinistore.cluster.etcd.messages import (
 )
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.locate import EtcdPlace
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded
 from infinistore.server import Server

@@ -11,7 +11,7 @@ from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 
 if TYPE_CHECKING:
-    from infinistore.cluster.view import View
+    from infinistore.cluster.membership import View
 
 __all__ = ["AsyncRemovals", "BlockingRemovals"]
 

@@ -14,7 +14,7 @@ from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.removed import Followed, Removed, RemovedKeys
 from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Mark, Purge, Request
 from infinistore.cluster.changes import still_finds
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
 

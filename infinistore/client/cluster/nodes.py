@@ -15,9 +15,8 @@ from infinistore.client.closed import closed
 from infinistore.client.cluster.hedging.answer_times import AnswerTimes
 from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.client.requests import Exists
-from infinistore.cluster.membership import Membership
+from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState, View
 from infinistore.errors import ConfigError
 from infinistore.host import FORKED, let_go_in_child
 

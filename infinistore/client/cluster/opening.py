@@ -23,7 +23,7 @@ from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.options.options import Options
 from infinistore.client.options.url import StoreUrl
 from infinistore.cluster.locate import ClusterUrl, StaticPlace
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import StoreUnavailable
 from infinistore.host import let_go_in_child

@@ -34,7 +34,7 @@ from infinistore.client.requests import (
     Put,
     TimesLeft,
 )
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 

@@ -22,7 +22,7 @@ from infinistore.client.requests import (
     PutFromDevice,
     Reserve,
 )
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 

@@ -26,7 +26,7 @@ from infinistore.cluster.etcd.messages import (
     watch,
 )
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError
 
 __all__ = ["NodeStanding", "begin_drain", "end_drain", "follow_node", "read_drains"]

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import attrs
 
 from infinistore.cluster.etcd.messages import Answer
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 
 __all__ = [
     "Effect",

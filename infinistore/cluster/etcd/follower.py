@@ -30,7 +30,7 @@ from infinistore.cluster.etcd.messages import (
     watch,
 )
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import View
+from infinistore.cluster.membership import View
 
 __all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Follower"]
 

@@ -16,7 +16,7 @@ import attrs
 from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_config, read_node
 from infinistore.cluster.drains import Drain, read_drain
 from infinistore.cluster.etcd.messages import Item
-from infinistore.cluster.view import Node, NodeState
+from infinistore.cluster.membership import Node, NodeState
 
 __all__ = ["Layout", "Listing", "is_unique"]
 

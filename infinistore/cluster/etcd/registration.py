@@ -51,7 +51,7 @@ from infinistore.cluster.etcd.messages import (
 )
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import ConfigError
 
 __all__ = ["Registration", "RegistrationState"]

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import attrs
 
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.monitor.model import Snapshot
 from infinistore.monitor.rates import Rates
 

@@ -15,8 +15,7 @@ import trio
 
 from infinistore.client import open_store
 from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticPlace
-from infinistore.cluster.membership import StaticMembership
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node, StaticMembership
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import InfiniStoreException

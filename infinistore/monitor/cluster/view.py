@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 from rich.text import Text
 
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.monitor import figures
 from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.cluster.controls import HELP, ClusterControls, NodeOrder

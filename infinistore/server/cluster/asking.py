@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinistore.access.identity import Credentials
 from infinistore.access.policy import Policy
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 from infinistore.errors import AuthenticationFailed, ConfigError, InfiniStoreException, PermissionDenied
 from infinistore.secret_files import read_token
 

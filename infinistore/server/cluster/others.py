@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import attrs
 
-from infinistore.cluster.membership import Listener, StaticMembership
-from infinistore.cluster.view import NodeState, View
+from infinistore.cluster.membership import Listener, NodeState, StaticMembership, View
 from infinistore.cluster_io.memberships import RunningMembership
 
 __all__ = ["Others"]

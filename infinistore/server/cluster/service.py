@@ -23,8 +23,7 @@ from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
-from infinistore.cluster.membership import StaticMembership
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, StaticMembership, View
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.environment import ClusterEnvironment
 from infinistore.cluster_io.flows import FlowRunner

@@ -24,7 +24,7 @@ from infinistore.cluster.etcd.effects import (
     Probe,
 )
 from infinistore.cluster.etcd.messages import Answer
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 
 
 def coded(text: str | bytes) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from infinistore.cluster.drains import Drain, read_drain, write_drain
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import NodeState, View
+from infinistore.cluster.membership import NodeState, View
 
 from .fake_etcd import World
 from .test_registering import KEY, LAYOUT, Registered

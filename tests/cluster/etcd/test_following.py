@@ -12,7 +12,7 @@ from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.messages import range_of
 from infinistore.cluster.etcd.session import Credentials, EtcdSession
-from infinistore.cluster.view import Node, NodeState, View
+from infinistore.cluster.membership import Node, NodeState, View
 
 from .fake_etcd import Running, World, coded
 

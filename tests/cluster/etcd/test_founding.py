@@ -11,8 +11,8 @@ from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import Answer, Item
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, NodeState, View
 
 from .fake_etcd import Running, World
 

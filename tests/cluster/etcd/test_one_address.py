@@ -10,7 +10,7 @@ import pytest
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Node, View
 from infinistore.errors import ConfigError
 
 from .fake_etcd import World

@@ -11,7 +11,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.messages import Answer
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import Node, View
+from infinistore.cluster.membership import Node, View
 from infinistore.errors import ConfigError
 
 from .fake_etcd import Running, World

@@ -8,7 +8,7 @@ import pytest
 from infinistore.cluster.drains import Drain, write_drain
 from infinistore.cluster.etcd.draining import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import NodeState
+from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError
 
 from .fake_etcd import Running, World

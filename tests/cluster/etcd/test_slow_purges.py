@@ -6,7 +6,7 @@ from infinistore.cluster.etcd.follower import READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
-from infinistore.cluster.view import Node
+from infinistore.cluster.membership import Node
 
 from .fake_etcd import World
 

@@ -11,8 +11,8 @@ from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
-from infinistore.cluster.view import Node, View
 
 from .fake_etcd import Running, World
 
