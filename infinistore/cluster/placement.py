@@ -1,26 +1,212 @@
-"""Who owns which key: every process with the same view gives the same answer.
+"""Who owns which key, and what a change of the view does to that: every process with
+the same view gives the same answer.
 
 The hash tag of a key is the text in its first `{...}`, as in Redis; without one, the
-whole key. Keys with one tag have one owner. The tag's xxh3 selects one of 65,536 slots,
-and each slot ranks the nodes (`rendezvous`): a node that joins takes keys from the
-others and moves none between them, and the keys of a node that leaves go to the node of
-their next rank. Copies are on different machines (`apart`).
-
-Slots are filled when they are first asked for, and after a change of the view only from
-what has changed.
+whole key. The tag's xxh3 selects one of 65,536 slots, and each slot ranks the nodes by
+weighted rendezvous hashing (`Rendezvous`): a node that joins takes keys from the others
+and moves none between them. Copies are on nodes of different machines, if there are
+any, and of different zones (`Apart`). Slots are filled when they are first asked for.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from xxhash import xxh3_64_intdigest
 
-from infinistore.cluster.apart import Apart
-from infinistore.cluster.membership import NodeState, View
-from infinistore.cluster.rendezvous import Rendezvous
+from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import StoreUnavailable
 
-__all__ = ["MOST_WITHOUT_NUMPY", "PLACEMENT_VERSION", "SLOTS", "Placement", "hash_tag", "slot_of"]
+__all__ = [
+    "Apart",
+    "MOST_WITHOUT_NUMPY",
+    "PLACEMENT_VERSION",
+    "Placement",
+    "Rendezvous",
+    "SLOTS",
+    "hash_tag",
+    "machine_of",
+    "slot_of",
+    "still_finds",
+]
+
+
+_WORD: Final = (1 << 64) - 1
+_STEP: Final = 0x9E3779B97F4A7C15  # this and the next two are splitmix64's
+_FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR: Final = 0x94D049BB133111EB
+_HALF_ROOT: Final = 0.7071067811865476
+_LN_2: Final = 0.6931471805599453
+_ODD_RECIPROCALS: Final = tuple(1.0 / odd for odd in range(19, 0, -2))
+_WORTH_AN_ARRAY: Final = 256
+"""From so many hashes on, numpy is faster than Python."""
+_HASHES_AT_A_TIME: Final = 1 << 18
+
+
+class Rendezvous:
+    """The ranks of nodes, which are named by their indices. `shares` are their weights;
+    a node with a share of 0 must not be asked for.
+    """
+
+    def __init__(self, ids: Sequence[str], shares: Sequence[int], arrays: Any | None) -> None:
+        """`arrays` is numpy, or None to do without it."""
+        self._seeds = [xxh3_64_intdigest(one.encode()) for one in ids]
+        self._shares = shares
+        self._equal = len({share for share in shares if share}) <= 1
+        self._arrays = arrays
+
+    def first(self, slots: Sequence[int], nodes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+        """Return the first `count` of these nodes in each of these slots. `nodes`
+        ascend: of two that are equal to the last bit, the lower one comes first.
+        """
+        if len(nodes) == 1:
+            return [tuple(nodes)] * len(slots)
+        if self._arrays is None or len(slots) * len(nodes) < _WORTH_AN_ARRAY:
+            return [self._first_in_one(slot, nodes, count) for slot in slots]
+        step = max(1, _HASHES_AT_A_TIME // len(nodes))
+        found: list[tuple[int, ...]] = []
+        for start in range(0, len(slots), step):
+            found += self._first_in_many(self._arrays, slots[start : start + step], nodes, count)
+        return found
+
+    def better(self, slots: Sequence[int], owners: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Return the first of each slot, of its owner so far and these others."""
+        if self._arrays is None or len(slots) * (1 + len(others)) < _WORTH_AN_ARRAY:
+            among = (sorted({owner, *others}) for owner in owners)
+            return [self._first_in_one(slot, nodes, 1)[0] for slot, nodes in zip(slots, among, strict=True)]
+        numpy = self._arrays
+        nodes = numpy.empty((len(slots), 1 + len(others)), numpy.int64)
+        nodes[:, 0] = owners
+        nodes[:, 1:] = others
+        costs = self._costs_of_many(numpy, slots, nodes)
+        least = costs.min(axis=1, keepdims=True)
+        found: list[int] = numpy.where(costs == least, nodes, len(self._seeds)).min(axis=1).tolist()
+        return found
+
+    def _first_in_one(self, slot: int, nodes: Sequence[int], count: int) -> tuple[int, ...]:
+        offset = (slot + 1) * _STEP
+        costs: list[float] = []
+        for node in nodes:
+            mixed = (self._seeds[node] + offset) & _WORD
+            mixed = (mixed ^ (mixed >> 30)) * _FIRST_FACTOR & _WORD
+            mixed = (mixed ^ (mixed >> 27)) * _SECOND_FACTOR & _WORD
+            drawn = (mixed ^ (mixed >> 31)) >> 32
+            # -ln(u) falls as u rises, so that equal shares need no logarithm.
+            costs.append(-drawn if self._equal else _minus_ln(*math.frexp(drawn + 0.5)) / self._shares[node])
+        if count == 1:
+            return (nodes[costs.index(min(costs))],)
+        return tuple(nodes[position] for position in sorted(range(len(nodes)), key=costs.__getitem__)[:count])
+
+    def _first_in_many(
+        self, numpy: Any, slots: Sequence[int], nodes: Sequence[int], count: int
+    ) -> list[tuple[int, ...]]:
+        among = numpy.array(nodes)
+        costs = self._costs_of_many(numpy, slots, among)
+        best = costs.argmin(axis=1)[:, None] if count == 1 else costs.argsort(axis=1, kind="stable")[:, :count]
+        return [tuple(row) for row in among[best].tolist()]
+
+    def _costs_of_many(self, numpy: Any, slots: Sequence[int], nodes: Any) -> Any:
+        """Return the costs in each slot, a row each, of the same or of its own
+        nodes.
+        """
+        offsets = (numpy.array(slots, numpy.uint64) + numpy.uint64(1)) * numpy.uint64(_STEP)
+        mixed = offsets[:, None] + numpy.array(self._seeds, numpy.uint64)[nodes]
+        for shift, factor in ((30, _FIRST_FACTOR), (27, _SECOND_FACTOR)):
+            mixed ^= mixed >> numpy.uint64(shift)
+            mixed *= numpy.uint64(factor)
+        mixed ^= mixed >> numpy.uint64(31)
+        costs = -(mixed >> numpy.uint64(32)).astype(numpy.int64)
+        if self._equal:
+            return costs
+        fractions, exponents = numpy.frexp(0.5 - costs)
+        return self._minus_ln_of_many(numpy, fractions, exponents) / numpy.array(self._shares)[nodes]
+
+    @staticmethod
+    def _minus_ln_of_many(numpy: Any, fractions: Any, exponents: Any) -> Any:
+        low = fractions < _HALF_ROOT
+        return _minus_ln_near_1(numpy.where(low, 2 * fractions, fractions), exponents - low)
+
+
+def _minus_ln(fraction: float, exponent: int) -> float:
+    """Return -ln(fraction * 2 ** (exponent - 32)). The platform's logarithm may differ
+    in the last bit from another's.
+    """
+    low = fraction < _HALF_ROOT
+    cost: float = _minus_ln_near_1(2 * fraction if low else fraction, exponent - low)
+    return cost
+
+
+def _minus_ln_near_1(fraction: Any, exponent: Any) -> Any:
+    """The same for a fraction between the roots of 1/2 and of 2; also of arrays.
+
+    ln(f) is twice the inverse hyperbolic tangent of (f - 1) / (f + 1), whose square is
+    at most 0.03: ten terms of its series are enough.
+    """
+    ratio = (fraction - 1.0) / (fraction + 1.0)
+    square = ratio * ratio
+    total = 0.0
+    for reciprocal in _ODD_RECIPROCALS:
+        total = total * square + reciprocal
+    return (32 - exponent) * _LN_2 - 2.0 * ratio * total
+
+
+def machine_of(node: Node) -> str:
+    """Return the name of a node's machine: what the node says, else the host of its
+    address.
+    """
+    return node.host or node.address.partition("://")[2].rpartition(":")[0]
+
+
+class Apart:
+    """Chooses nodes, named by their indices, for the copies of keys."""
+
+    def __init__(self, nodes: Sequence[Node], copies: int) -> None:
+        self._copies = copies
+        machines = [machine_of(node) for node in nodes]
+        zones = [node.zone for node in nodes]
+        # One zone, or one machine, tells nothing apart. Then the other is enough, and a
+        # search ends at the first node that differs.
+        self._machines = zones if len(set(machines)) == 1 else machines
+        self._zones = machines if len(set(zones)) == 1 else zones
+        self.reach = self._reach(len(nodes))
+        """How many nodes beyond those that are asked for an order must have; 0 if
+        machines and zones make no difference."""
+
+    def _reach(self, count: int) -> int:
+        pairs = set(zip(self._machines, self._zones, strict=True))
+        machines, zones = Counter(self._machines), Counter(self._zones)
+        if self._copies == 1 or (len(machines) == len(zones) and len(machines) in (1, count)):
+            return 0
+        if len(pairs) > len(machines):  # a machine in two zones may be found anywhere
+            return count
+        return (self._copies - 1) * max(zones.values())
+
+    def first(self, order: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the first `count` of these nodes, which are in their order for a key,
+        with `reach` more: those that have its copies, then the others in this order.
+        """
+        chosen = list(order[:1])
+        while len(chosen) < min(self._copies, len(order), count):
+            chosen.append(self._next(order, chosen))
+        if len(chosen) < count:
+            chosen += [node for node in order if node not in chosen]
+        return tuple(chosen[:count])
+
+    def _next(self, order: Sequence[int], chosen: Sequence[int]) -> int:
+        """Return the node of the next copy."""
+        machines = {self._machines[node] for node in chosen}
+        zones = {self._zones[node] for node in chosen}
+        found, most = -1, -1
+        for node in order:
+            if node not in chosen:
+                apart = 2 * (self._machines[node] not in machines) + (self._zones[node] not in zones)
+                if apart > most:
+                    found, most = node, apart
+                    if most == 3:
+                        break
+        return found
+
 
 PLACEMENT_VERSION: Final = 1
 """The version of the rules in this module, in `apart` and in `rendezvous`."""
@@ -291,3 +477,35 @@ class _Owners:
         if self.moves is not None:
             for slot in [*fresh, *known]:
                 self.moves.note(slot, self._ids[self._table[slot]])
+
+
+def still_finds(view: View, former: View) -> bool:
+    """Whether reads look for each key at all the nodes at which they looked in a former
+    view.
+
+    So they do if nothing changes that placement depends on; without copies, also while
+    nodes begin to drain, and while the weight of a single node that joins grows.
+    """
+    if len(view.nodes) != len(former.nodes) or view.copies != former.copies:
+        return False
+    is_alone = [node.state for node in former.nodes].count(NodeState.JOINING) == 1
+    return all(
+        _place_of(node) == _place_of(before)
+        and (
+            (node.state, node.weight) == (before.state, before.weight)
+            or (view.copies == 1 and (_starts_draining(node, before) or (is_alone and _grows(node, before))))
+        )
+        for node, before in zip(view.nodes, former.nodes, strict=True)
+    )
+
+
+def _place_of(node: Node) -> tuple[str, str, str]:
+    return node.id, machine_of(node), node.zone
+
+
+def _starts_draining(node: Node, before: Node) -> bool:
+    return (before.state, node.state, node.weight) == (NodeState.SERVING, NodeState.DRAINING, before.weight)
+
+
+def _grows(node: Node, before: Node) -> bool:
+    return node.state is before.state is NodeState.JOINING and node.weight > before.weight

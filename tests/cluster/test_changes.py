@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinistore.cluster.changes import still_finds
 from infinistore.cluster.membership import Node, NodeState, View
-from infinistore.cluster.placement import Placement
+from infinistore.cluster.placement import Placement, still_finds
 from tests.examples import examples
 
 JOINING, SERVING, DRAINING = NodeState

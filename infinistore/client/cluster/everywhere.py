@@ -13,8 +13,8 @@ from infinistore.client.cluster.writes import check_done, commit, copy, delete, 
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.removed import Followed, Removed, RemovedKeys
 from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Mark, Purge, Request
-from infinistore.cluster.changes import still_finds
 from infinistore.cluster.membership import NodeState
+from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
 

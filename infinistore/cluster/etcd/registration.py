@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.cluster.apart import machine_of
 from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.drains import Drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
@@ -52,6 +51,7 @@ from infinistore.cluster.etcd.messages import (
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import Node, NodeState, View
+from infinistore.cluster.placement import machine_of
 from infinistore.errors import ConfigError
 
 __all__ = ["Registration", "RegistrationState"]
