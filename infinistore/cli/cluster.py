@@ -21,7 +21,7 @@ from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
-    from infinistore.cluster.drains import Drain
+    from infinistore.cluster.documents import Drain
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster.membership import Node, View
     from infinistore.cluster_io.flows import AskInstance
@@ -170,7 +170,7 @@ def _told_drains(asked: "Sequence[_Asked[Stats]]") -> "dict[str, Drain]":
     """Return how far nodes that drain are, as they say themselves: also where a file
     has them drain.
     """
-    from infinistore.cluster.drains import Drain
+    from infinistore.cluster.documents import Drain
 
     return {
         one.node.id: Drain(

@@ -19,7 +19,7 @@ from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable
 from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
-    from infinistore.cluster.drains import Drain
+    from infinistore.cluster.documents import Drain
     from infinistore.cluster.etcd.draining import NodeStanding
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster_io.draining import Operator
@@ -166,7 +166,7 @@ def _drain_registered(
     cluster: "ClusterUrl", operator: "Operator", node: str, timeout_s: float, *, force: bool, quiet: bool
 ) -> "Drain":
     """Ask a node to drain, and wait until it has; return how far it is."""
-    from infinistore.cluster.drains import Drain
+    from infinistore.cluster.documents import Drain
 
     found = Drain()
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from infinistore.cluster.documents import WrongDocument, read_file
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import Drain, WrongDocument, read_file
 from infinistore.cluster.etcd.draining import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Flow
 from infinistore.cluster.etcd.layout import Layout

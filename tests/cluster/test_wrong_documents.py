@@ -11,15 +11,17 @@ import pytest
 
 from infinistore.cluster.documents import (
     ClusterConfig,
+    Drain,
     WrongDocument,
     read_config,
+    read_drain,
     read_file,
     read_node,
     read_purged,
     write_config,
+    write_drain,
     write_node,
 )
-from infinistore.cluster.drains import Drain, read_drain, write_drain
 from infinistore.cluster.etcd import messages
 from infinistore.cluster.etcd.messages import Answer, EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.locate import parse_cluster_url

@@ -20,7 +20,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.cli.failures import run
-from infinistore.cluster.drains import Drain, write_drain
+from infinistore.cluster.documents import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.sizes import MIB
 from tests import warm

@@ -14,7 +14,7 @@ from infinistore.client.connection.effects import Background, ClusterCall, Toget
 from infinistore.client.drivers.trio_cluster import ClusterTrioStore
 from infinistore.client.extension import Environment
 from infinistore.client.requests import Get, Put
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import NodeState
 from infinistore.protocol.versions import Capability
 from infinistore.server.cluster.others import Others

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import Drain
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import OutOfMemory, PartialPut, StoreUnavailable

@@ -9,7 +9,7 @@ from typing import Final
 
 import attrs
 
-from infinistore.cluster.drains import Drain, write_drain
+from infinistore.cluster.documents import Drain, write_drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.messages import (

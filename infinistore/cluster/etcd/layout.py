@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_config, read_node
-from infinistore.cluster.drains import Drain, read_drain
+from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_config, read_drain, read_node
 from infinistore.cluster.etcd.messages import Item
 from infinistore.cluster.membership import Node, NodeState
 

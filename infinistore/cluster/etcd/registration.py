@@ -25,8 +25,7 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.cluster.documents import ClusterConfig, WrongDocument, read_purged, write_config, write_node
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.layout import Layout, Listing, is_unique

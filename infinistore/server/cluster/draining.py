@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 import trio
 
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import Drain
 from infinistore.statistics import DrainStatistics
 
 __all__ = ["Drainer"]

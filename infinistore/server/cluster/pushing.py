@@ -23,7 +23,7 @@ from infinistore.client.api.arguments import ttl_in_us
 from infinistore.client.drivers.trio_cluster import ClusterTrioStore
 from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.client.requests import Batch, Copy, Marks
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import Drain
 from infinistore.cluster.placement import hash_tag
 from infinistore.core.clients import Client, Lease
 from infinistore.core.entry import NO_CHECKSUM, length_of

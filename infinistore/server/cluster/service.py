@@ -18,8 +18,7 @@ import trio
 from infinistore.addresses import host_and_port, with_port
 from infinistore.client import StoreOptions
 from infinistore.client.extension import Environment as ClientEnvironment
-from infinistore.cluster.documents import ClusterConfig
-from infinistore.cluster.drains import Drain
+from infinistore.cluster.documents import ClusterConfig, Drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.cluster.drains import Drain, read_drain, write_drain
+from infinistore.cluster.documents import Drain, read_drain, write_drain
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import NodeState, View
