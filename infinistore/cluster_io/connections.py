@@ -8,8 +8,7 @@ import trio
 
 from infinistore.addresses import with_port
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream, Post
-from infinistore.cluster.etcd.http import HttpConversation
-from infinistore.cluster.etcd.messages import Answer
+from infinistore.cluster.etcd.gateway import Answer, HttpConversation
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.raw_sockets import reason

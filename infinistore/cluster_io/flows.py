@@ -15,7 +15,7 @@ from infinistore.cluster.etcd.effects import (
     Pause,
     Probe,
 )
-from infinistore.cluster.etcd.messages import EtcdMisbehaved
+from infinistore.cluster.etcd.gateway import EtcdMisbehaved
 from infinistore.cluster.membership import Node
 from infinistore.cluster_io.connections import EtcdConnections
 

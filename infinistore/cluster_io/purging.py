@@ -6,8 +6,8 @@ from random import Random
 import trio
 
 from infinistore.cluster.etcd.effects import EtcdUnavailable
+from infinistore.cluster.etcd.gateway import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.purging import Purged, purge_cluster
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster_io.connections import EtcdConnections

@@ -22,8 +22,8 @@ from infinistore.cluster.documents import (
     write_drain,
     write_node,
 )
-from infinistore.cluster.etcd import messages
-from infinistore.cluster.etcd.messages import Answer, EtcdMisbehaved, EtcdRefused
+from infinistore.cluster.etcd import gateway as messages
+from infinistore.cluster.etcd.gateway import Answer, EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.locate import parse_cluster_url
 from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement

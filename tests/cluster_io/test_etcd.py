@@ -11,8 +11,7 @@ import pytest
 import trio
 
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine
-from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     Item,
     delete,
     grant_lease,
@@ -29,6 +28,7 @@ from infinistore.cluster.etcd.messages import (
     unless_changed,
     watch,
 )
+from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url

@@ -29,8 +29,8 @@ from infinistore.cluster.documents import (
     read_purged,
     write_node,
 )
+from infinistore.cluster.etcd.gateway import Item
 from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.messages import Item
 from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
 from infinistore.config import ServerConfig

@@ -291,7 +291,7 @@ PLANTED = [
     ),
     Planted(
         "a watch believed that is canceled",
-        "infinistore.cluster.etcd.messages",
+        "infinistore.cluster.etcd.gateway",
         '        canceled=bool(result.get("canceled")) or _integer(result, "compact_revision") > 0,\n',
         "        canceled=False,\n",
     ),

@@ -24,8 +24,8 @@ import trio
 from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.client.options.url import StoreUrl
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
+from infinistore.cluster.etcd.gateway import Item
 from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.messages import Item
 from infinistore.cluster.etcd.registration import RegistrationState
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
 from infinistore.cluster.membership import DEFAULT_WEIGHT, Membership, NodeState, View

@@ -12,8 +12,7 @@ import trio
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.etcd import registration
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
-from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     Request,
     grant_lease,
     keep_alive,
@@ -26,6 +25,7 @@ from infinistore.cluster.etcd.messages import (
     transaction,
     watch,
 )
+from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster.membership import Node, NodeState, View

@@ -11,8 +11,7 @@ import attrs
 
 from infinistore.cluster.documents import Drain, write_drain
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause
-from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     EtcdMisbehaved,
     Item,
     delete,
@@ -25,6 +24,7 @@ from infinistore.cluster.etcd.messages import (
     unless_changed,
     watch,
 )
+from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError

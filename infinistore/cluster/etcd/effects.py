@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import attrs
 
-from infinistore.cluster.etcd.messages import Answer
+from infinistore.cluster.etcd.gateway import Answer
 from infinistore.cluster.membership import Node
 
 __all__ = [

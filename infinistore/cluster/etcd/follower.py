@@ -17,8 +17,7 @@ import attrs
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.documents import ClusterConfig, WrongDocument
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause, Probe
-from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     Change,
     EtcdMisbehaved,
     EtcdRefused,
@@ -29,6 +28,7 @@ from infinistore.cluster.etcd.messages import (
     read_watch,
     watch,
 )
+from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import View
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_config, read_drain, read_node
-from infinistore.cluster.etcd.messages import Item
+from infinistore.cluster.etcd.gateway import Item
 from infinistore.cluster.membership import Node, NodeState
 
 __all__ = ["Layout", "Listing", "is_unique"]

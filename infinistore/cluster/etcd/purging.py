@@ -10,8 +10,7 @@ import attrs
 
 from infinistore.cluster.documents import read_purged
 from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine
-from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     EtcdMisbehaved,
     EtcdRefused,
     Item,
@@ -23,6 +22,7 @@ from infinistore.cluster.etcd.messages import (
     transaction,
     watch,
 )
+from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.errors import ConfigError
 

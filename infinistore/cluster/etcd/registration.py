@@ -28,8 +28,7 @@ import attrs
 from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_purged, write_config, write_node
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
-from infinistore.cluster.etcd.layout import Layout, Listing, is_unique
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     NOT_FOUND_CODE,
     EtcdMisbehaved,
     EtcdRefused,
@@ -47,6 +46,7 @@ from infinistore.cluster.etcd.messages import (
     transaction,
     unless_changed,
 )
+from infinistore.cluster.etcd.layout import Layout, Listing, is_unique
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import Node, NodeState, View

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from infinistore.cluster.documents import Drain, read_drain, write_drain
+from infinistore.cluster.etcd.gateway import Item, Outcome, Request, delete, put, transaction, unless_changed
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import Item, Outcome, Request, delete, put, transaction, unless_changed
 
 __all__ = ["RequestedDrain"]
 

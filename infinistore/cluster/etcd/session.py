@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 
 from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
-from infinistore.cluster.etcd.messages import (
+from infinistore.cluster.etcd.gateway import (
     UNAVAILABLE_CODES,
     Answer,
     EtcdMisbehaved,

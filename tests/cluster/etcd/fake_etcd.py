@@ -23,7 +23,7 @@ from infinistore.cluster.etcd.effects import (
     Post,
     Probe,
 )
-from infinistore.cluster.etcd.messages import Answer
+from infinistore.cluster.etcd.gateway import Answer
 from infinistore.cluster.membership import Node
 
 

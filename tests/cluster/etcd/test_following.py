@@ -9,8 +9,8 @@ import pytest
 from infinistore.cluster.documents import write_node
 from infinistore.cluster.etcd.effects import EtcdUnavailable
 from infinistore.cluster.etcd.follower import Follower
+from infinistore.cluster.etcd.gateway import range_of
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import range_of
 from infinistore.cluster.etcd.session import Credentials, EtcdSession
 from infinistore.cluster.membership import Node, NodeState, View
 

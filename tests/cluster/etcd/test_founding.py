@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
+from infinistore.cluster.etcd.gateway import Answer, Item
 from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.messages import Answer, Item
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import Node, NodeState, View

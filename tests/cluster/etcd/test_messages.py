@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.cluster.etcd import messages
-from infinistore.cluster.etcd.http import HttpConversation
-from infinistore.cluster.etcd.messages import Answer, EtcdMisbehaved, EtcdRefused
+from infinistore.cluster.etcd import gateway as messages
+from infinistore.cluster.etcd.gateway import Answer, EtcdMisbehaved, EtcdRefused, HttpConversation
 
 READERS: list[Callable[[bytes], Any]] = [
     messages.read_range,
@@ -112,7 +111,7 @@ def test_a_request_says_what_it_must() -> None:
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinistore.cluster.etcd.http.MOST_ANSWER_BYTES", 10)
+    monkeypatch.setattr("infinistore.cluster.etcd.gateway.MOST_ANSWER_BYTES", 10)
     http = HttpConversation("etcd:2379")
     http.request("/v3/watch", b"{}", "")
     with pytest.raises(EtcdMisbehaved, match="longer than 10"):

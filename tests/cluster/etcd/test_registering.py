@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from infinistore.cluster.documents import ClusterConfig
+from infinistore.cluster.etcd.gateway import Answer
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.messages import Answer
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import Node, View
