@@ -7,8 +7,8 @@ from typing import TypeAlias
 import trio
 
 from infinistore.addresses import with_port
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream, Post
 from infinistore.cluster.etcd.gateway import Answer, HttpConversation
+from infinistore.cluster.etcd.session import EtcdUnavailable, Exchange, OpenStream, Post
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.raw_sockets import reason

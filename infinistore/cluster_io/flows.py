@@ -5,7 +5,8 @@ from typing import Final, TypeAlias, TypeVar
 
 import trio
 
-from infinistore.cluster.etcd.effects import (
+from infinistore.cluster.etcd.gateway import EtcdMisbehaved
+from infinistore.cluster.etcd.session import (
     Effect,
     EtcdUnavailable,
     Exchange,
@@ -15,7 +16,6 @@ from infinistore.cluster.etcd.effects import (
     Pause,
     Probe,
 )
-from infinistore.cluster.etcd.gateway import EtcdMisbehaved
 from infinistore.cluster.membership import Node
 from infinistore.cluster_io.connections import EtcdConnections
 

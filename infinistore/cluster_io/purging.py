@@ -5,10 +5,10 @@ from random import Random
 
 import trio
 
-from infinistore.cluster.etcd.effects import EtcdUnavailable
 from infinistore.cluster.etcd.gateway import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.purging import Purged, purge_cluster
+from infinistore.cluster.etcd.session import EtcdUnavailable
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.flows import AskInstance, FlowRunner

@@ -26,10 +26,18 @@ from infinistore.client.options.options import Options
 from infinistore.client.options.url import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, Flow, NextLine, OpenStream, Pause, Probe
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import (
+    EtcdSession,
+    EtcdUnavailable,
+    Exchange,
+    Flow,
+    NextLine,
+    OpenStream,
+    Pause,
+    Probe,
+)
 from infinistore.cluster.membership import Listener, Node, View
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError

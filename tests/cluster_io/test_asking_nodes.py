@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from infinistore.cluster.etcd.effects import Probe
+from infinistore.cluster.etcd.session import Probe
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster.membership import Node
 from infinistore.cluster_io.connections import EtcdConnections

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import trio
 
-from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine
 from infinistore.cluster.etcd.gateway import (
     Item,
     delete,
@@ -30,7 +29,7 @@ from infinistore.cluster.etcd.gateway import (
 )
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
 from infinistore.cluster.membership import Node, View
 from infinistore.cluster_io.connections import EtcdConnections

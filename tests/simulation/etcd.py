@@ -18,7 +18,7 @@ import attrs
 import h11
 import trio
 
-from infinistore.cluster.etcd.effects import Exchange
+from infinistore.cluster.etcd.session import Exchange
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.effects import Span
 from tests.cluster.etcd.fake_etcd import FakeEtcd

@@ -11,7 +11,6 @@ import trio
 
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.etcd import registration
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
 from infinistore.cluster.etcd.gateway import (
     Request,
     grant_lease,
@@ -27,6 +26,7 @@ from infinistore.cluster.etcd.gateway import (
 )
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration, RegistrationState
+from infinistore.cluster.etcd.session import EtcdUnavailable, Exchange, OpenStream
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster_io.connections import EtcdConnections

@@ -10,7 +10,6 @@ from typing import Final
 import attrs
 
 from infinistore.cluster.documents import Drain, write_drain
-from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause
 from infinistore.cluster.etcd.gateway import (
     EtcdMisbehaved,
     Item,
@@ -25,7 +24,7 @@ from infinistore.cluster.etcd.gateway import (
     watch,
 )
 from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError
 

@@ -16,7 +16,6 @@ import attrs
 
 from infinistore.cluster.departures import Departures
 from infinistore.cluster.documents import ClusterConfig, WrongDocument
-from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.etcd.gateway import (
     Change,
     EtcdMisbehaved,
@@ -29,7 +28,7 @@ from infinistore.cluster.etcd.gateway import (
     watch,
 )
 from infinistore.cluster.etcd.layout import Layout, Listing
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.membership import View
 
 __all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Follower"]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from infinistore.cluster.documents import read_purged
-from infinistore.cluster.etcd.effects import EtcdUnavailable, NextLine
 from infinistore.cluster.etcd.gateway import (
     EtcdMisbehaved,
     EtcdRefused,
@@ -23,7 +22,7 @@ from infinistore.cluster.etcd.gateway import (
     watch,
 )
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine
 from infinistore.errors import ConfigError
 
 __all__ = ["Purged", "purge_cluster"]

@@ -26,7 +26,6 @@ from typing import Any, Final
 import attrs
 
 from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_purged, write_config, write_node
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Pause, Probe
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.gateway import (
     NOT_FOUND_CODE,
@@ -48,7 +47,7 @@ from infinistore.cluster.etcd.gateway import (
 )
 from infinistore.cluster.etcd.layout import Layout, Listing, is_unique
 from infinistore.cluster.etcd.requested_drain import RequestedDrain
-from infinistore.cluster.etcd.session import EtcdSession
+from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Pause, Probe
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import machine_of
 from infinistore.errors import ConfigError

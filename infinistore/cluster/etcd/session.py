@@ -1,14 +1,16 @@
-"""Calls to etcd: its members in turn, and a token where it wants one.
+"""A conversation with etcd: what it asks of whoever runs it, how it is told that there
+is no answer, and calls that go to the members in turn, with a token where etcd wants
+one.
 
 A call that one member does not answer goes to the next. What etcd refuses raises
 `EtcdRefused`, once for all of them.
 """
 
-from typing import Final
+from collections.abc import Coroutine, Generator
+from typing import Any, Final, TypeAlias, TypeVar
 
 import attrs
 
-from infinistore.cluster.etcd.effects import EtcdUnavailable, Exchange, OpenStream
 from infinistore.cluster.etcd.gateway import (
     UNAVAILABLE_CODES,
     Answer,
@@ -19,8 +21,109 @@ from infinistore.cluster.etcd.gateway import (
     read_error,
     read_token,
 )
+from infinistore.cluster.membership import Node
 
-__all__ = ["CALL_S", "Credentials", "EtcdSession"]
+__all__ = [
+    "CALL_S",
+    "Credentials",
+    "Effect",
+    "EtcdSession",
+    "EtcdUnavailable",
+    "Exchange",
+    "Flow",
+    "NextLine",
+    "OpenStream",
+    "Pause",
+    "Post",
+    "Probe",
+]
+
+
+_T = TypeVar("_T")
+
+
+class EtcdUnavailable(Exception):
+    """No member of etcd answered, or none that has a quorum. It may be back soon."""
+
+
+@attrs.frozen
+class Post:
+    """A request of HTTP to one endpoint, by its index. `token` is empty without
+    authentication.
+    """
+
+    endpoint: int
+    path: str
+    body: bytes
+    token: str
+    timeout_s: float
+
+
+@attrs.frozen
+class Exchange(Post):
+    """Send a request, and return its `Answer`.
+
+    Raises:
+        EtcdUnavailable: none came in time.
+    """
+
+    def __await__(self) -> Generator["Exchange", Answer, Answer]:
+        return (yield self)
+
+
+@attrs.frozen
+class OpenStream(Post):
+    """Send a request whose answer is a stream of lines; it replaces an open stream.
+
+    Raises:
+        EtcdUnavailable: it could not be sent in time.
+    """
+
+    def __await__(self) -> Generator["OpenStream", None, None]:
+        yield self
+
+
+@attrs.frozen
+class NextLine:
+    """Return the next line of the stream, or None if none came in time.
+
+    Raises:
+        EtcdUnavailable: the stream is over or broken.
+    """
+
+    timeout_s: float
+
+    def __await__(self) -> Generator["NextLine", bytes | None, bytes | None]:
+        return (yield self)
+
+
+@attrs.frozen
+class Pause:
+    """Wait; whoever runs the flow may end it early."""
+
+    seconds: float
+
+    def __await__(self) -> Generator["Pause", None, None]:
+        yield self
+
+
+@attrs.frozen
+class Probe:
+    """Ask these nodes for their instances, all at once. Return the ids of those that
+    answered with the instance that they are known by.
+    """
+
+    nodes: tuple[Node, ...]
+    timeout_s: float
+
+    def __await__(self) -> Generator["Probe", frozenset[str], frozenset[str]]:
+        return (yield self)
+
+
+Effect: TypeAlias = Exchange | OpenStream | NextLine | Pause | Probe
+Flow: TypeAlias = Coroutine[Effect, Any, _T]
+"""A coroutine whose awaits end in these effects."""
+
 
 CALL_S: Final = 2.0
 """How long one member may take to answer."""

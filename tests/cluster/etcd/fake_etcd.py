@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from infinistore.cluster.etcd.effects import (
+from infinistore.cluster.etcd.gateway import Answer
+from infinistore.cluster.etcd.session import (
     EtcdUnavailable,
     Exchange,
     Flow,
@@ -23,7 +24,6 @@ from infinistore.cluster.etcd.effects import (
     Post,
     Probe,
 )
-from infinistore.cluster.etcd.gateway import Answer
 from infinistore.cluster.membership import Node
 
 

@@ -7,11 +7,10 @@ import attrs
 import pytest
 
 from infinistore.cluster.documents import write_node
-from infinistore.cluster.etcd.effects import EtcdUnavailable
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.gateway import range_of
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.session import Credentials, EtcdSession
+from infinistore.cluster.etcd.session import Credentials, EtcdSession, EtcdUnavailable
 from infinistore.cluster.membership import Node, NodeState, View
 
 from .fake_etcd import Running, World, coded
