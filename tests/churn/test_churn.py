@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import attrs
 import pytest
 
-from infinistore.cluster.departures import Departures
+from infinistore.cluster.etcd.follower import Departures
 from infinistore.core import StoreCore
 from tests.churn.churn import Settings, run
 

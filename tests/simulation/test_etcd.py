@@ -9,8 +9,8 @@ import attrs
 import pytest
 import trio
 
-from infinistore.cluster.departures import Departures
 from infinistore.cluster.etcd import registration
+from infinistore.cluster.etcd.follower import Departures
 from infinistore.cluster.etcd.gateway import (
     Request,
     grant_lease,

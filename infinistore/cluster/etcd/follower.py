@@ -1,20 +1,20 @@
 """Follows a cluster in etcd: reads all of it, watches it, and reads it again now and
 then, because a watch is silent when its member has lost the others.
 
-What is not heard changes nothing: while etcd does not answer, the last view holds. What
-cannot be used, such as a configuration of another version, is logged once, and the last
-view holds, too. If a third of the nodes vanish within the time of one lease, they are
-asked before that is believed (`infinistore.cluster.departures`).
+What is not heard changes nothing: while etcd does not answer, or holds what cannot be
+used, the last view holds. One node that vanishes is gone. If a third of the nodes
+vanish within the time of one lease, the membership itself may be at fault: then they
+are asked, and those that answer stay until they do not, or are listed again. A node
+that drained is gone without being asked (`Departures`).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import Final
 
 import attrs
 
-from infinistore.cluster.departures import Departures
 from infinistore.cluster.documents import ClusterConfig, WrongDocument
 from infinistore.cluster.etcd.gateway import (
     Change,
@@ -29,9 +29,57 @@ from infinistore.cluster.etcd.gateway import (
 )
 from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause, Probe
-from infinistore.cluster.membership import View
+from infinistore.cluster.membership import Node, NodeState, View
 
-__all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Follower"]
+__all__ = ["Departures", "Follower", "LEASE_S", "PROBE_S", "READ_AGAIN_S"]
+
+
+class Departures:
+    """What became of the nodes of one cluster. `window_s` is the time of a lease."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._listed: dict[str, Node] = {}
+        self._left: dict[str, tuple[float, Node]] = {}
+        self._kept: dict[str, Node] = {}
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """The nodes that are listed, and those that stay though they are not."""
+        return {**self._kept, **self._listed}
+
+    @property
+    def kept(self) -> Collection[str]:
+        """Those that stay though they are not listed."""
+        return self._kept.keys()
+
+    def listed(self, nodes: Mapping[str, Node], now: float) -> tuple[Node, ...]:
+        """Take a new list. Return the nodes to ask before `answered` is called; until
+        then those that are in doubt stay.
+        """
+        for node_id, node in self._listed.items():
+            if node_id not in nodes and node.state is not NodeState.DRAINING:
+                self._left[node_id] = now, node
+        self._listed = dict(nodes)
+        self._left = {
+            node_id: (when, node)
+            for node_id, (when, node) in self._left.items()
+            if node_id not in nodes and (node_id in self._kept or now - when < self._window_s)
+        }
+        self._kept = {node_id: node for node_id, node in self._kept.items() if node_id not in nodes}
+        if 3 * len(self._left) < len(self._left) + len(nodes):
+            doubtful = list(self._kept.values())
+        else:
+            doubtful = [node for _, node in self._left.values()]
+        self._kept = {node.id: node for node in doubtful}
+        return tuple(doubtful)
+
+    def answered(self, ids: Collection[str]) -> None:
+        """Of the nodes that were to be asked, these answered. The others are gone."""
+        for node_id in self._kept.keys() - set(ids):
+            del self._left[node_id]
+        self._kept = {node_id: node for node_id, node in self._kept.items() if node_id in ids}
+
 
 _log = logging.getLogger("infinistore.cluster")
 
