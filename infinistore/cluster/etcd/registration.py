@@ -1,19 +1,13 @@
-"""Registers one node in etcd, under a lease that it renews.
+"""Registers one node in etcd, under a lease that it renews, and has it drain on
+request.
 
-A node that loses its lease goes on serving and keeps its blocks; it registers again. An
-id or an address that another process uses stops the newcomer, and never the one that
-was there. What stands under the address of this very node on this very machine was
-written by an earlier process, unless that one answers there: a process that comes takes
-its place at once, and one that was registered already waits for the lease to run out.
-
-A node that has missed a purge of the cluster purges before it registers. One that joins
-others begins with a part of its weight, so that not everybody puts to an empty store,
-and misses there, at once. A process that comes when nobody is there, or only such as
-came like that, is *founding* until its warm-up is over, and has its whole weight at
-once: servers that start together have equal shares. If etcd had lost those who were
-there, it learns of that when one registers again, and joins from then on. One that
-drained on request stays out, also when its process is started again, until the request
-is taken back.
+A node that loses its lease goes on serving, keeps its blocks and registers again. An id
+or an address that another process uses stops the newcomer, never the one that was
+there; what an earlier process of this node on this machine left is replaced, unless
+that one answers. A node that missed a purge purges first. One that joins others begins
+with a part of its weight, so that not everybody misses there at once; servers that
+start together (*founding*) have equal shares. One that drained on request stays out,
+also when its process is started again, until the request is taken back.
 """
 
 import enum
@@ -25,13 +19,24 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, read_purged, write_config, write_node
+from infinistore.cluster.documents import (
+    ClusterConfig,
+    Drain,
+    WrongDocument,
+    read_drain,
+    read_purged,
+    write_config,
+    write_drain,
+    write_node,
+)
 from infinistore.cluster.etcd.follower import LEASE_S, PROBE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.gateway import (
     NOT_FOUND_CODE,
     EtcdMisbehaved,
     EtcdRefused,
     Item,
+    Outcome,
+    Request,
     delete,
     grant_lease,
     keep_alive,
@@ -46,13 +51,81 @@ from infinistore.cluster.etcd.gateway import (
     unless_changed,
 )
 from infinistore.cluster.etcd.layout import Layout, Listing, is_unique
-from infinistore.cluster.etcd.requested_drain import RequestedDrain
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Pause, Probe
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import machine_of
 from infinistore.errors import ConfigError
 
-__all__ = ["Registration", "RegistrationState"]
+__all__ = ["Registration", "RegistrationState", "RequestedDrain"]
+
+
+class RequestedDrain:
+    """What is asked of a node, and what the node says of it."""
+
+    def __init__(self, layout: Layout, node_id: str, on_change: Callable[[bool], None]) -> None:
+        """`on_change` is called with True when a drain is to begin, and with False when
+        none is wanted any more.
+        """
+        self._item = Item(layout.drain(node_id))
+        self._on_change = on_change
+        self.progress = Drain()
+        """How far the node is, whether etcd has been told or not."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the node is to drain, or has drained."""
+        return self._item.mod_revision > 0
+
+    @property
+    def over(self) -> bool:
+        """Whether etcd says that the node has drained."""
+        return self.is_over(self._item)
+
+    @staticmethod
+    def is_over(item: Item | None) -> bool:
+        """Whether an item is that of a drain which is done."""
+        return item is not None and item.mod_revision > 0 and read_drain(item.value).done
+
+    @property
+    def key(self) -> str:
+        """Its key in etcd."""
+        return self._item.key
+
+    @property
+    def has_news(self) -> bool:
+        """Whether etcd is to be told how far the node is."""
+        return self.wanted and not self.over and write_drain(self.progress) != self._item.value
+
+    def found(self, items: Mapping[str, Item]) -> bool:
+        """Take what etcd lists. Returns whether the drain that was wanted is wanted no
+        longer.
+        """
+        former, self._item = self._item, items.get(self.key, Item(self.key))
+        if self._item.create_revision == former.create_revision:
+            return False
+        self.progress = Drain()
+        if former.mod_revision:
+            self._on_change(False)
+        if self.wanted and not self.over:
+            self._on_change(True)
+        return former.mod_revision > 0
+
+    def told(self, node: Item) -> Request:
+        """Return the request that says how far the node is. With the last word, what
+        stands of the node is deleted.
+        """
+        then = [put(self.key, write_drain(self.progress))]
+        compare = [unless_changed(self._item)]
+        if self.progress.done:
+            then.append(delete(node.key))
+            compare.append(unless_changed(node))
+        return transaction(compare, then, self.key)
+
+    def was_told(self, outcome: Outcome, progress: Drain) -> None:
+        """Take what became of that request, which has said this."""
+        if outcome.succeeded:
+            self._item = attrs.evolve(self._item, value=write_drain(progress), mod_revision=outcome.revision)
+
 
 _log = logging.getLogger("infinistore.cluster")
 
