@@ -20,7 +20,7 @@ from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
     from infinistore.cluster.documents import Drain
-    from infinistore.cluster.etcd.draining import NodeStanding
+    from infinistore.cluster.etcd.operators import NodeStanding
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster_io.draining import Operator
     from infinistore.cluster_io.flows import AskInstance

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import trio
 
 from infinistore.cluster.documents import Drain, WrongDocument, read_file
-from infinistore.cluster.etcd.draining import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.gateway import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.layout import Layout
+from infinistore.cluster.etcd.operators import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Flow
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import NodeState

@@ -7,7 +7,7 @@ import trio
 
 from infinistore.cluster.etcd.gateway import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.purging import Purged, purge_cluster
+from infinistore.cluster.etcd.operators import Purged, purge_cluster
 from infinistore.cluster.etcd.session import EtcdUnavailable
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster_io.connections import EtcdConnections

@@ -1,7 +1,7 @@
 """A cluster is purged from outside, and its nodes carry it out."""
 
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.purging import Purged, purge_cluster
+from infinistore.cluster.etcd.operators import Purged, purge_cluster
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable
 from infinistore.errors import ConfigError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from infinistore.cluster.documents import Drain, write_drain
-from infinistore.cluster.etcd.draining import NodeStanding, begin_drain, end_drain, follow_node, read_drains
+from infinistore.cluster.etcd.operators import NodeStanding, begin_drain, end_drain, follow_node, read_drains
 from infinistore.cluster.etcd.session import EtcdSession
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError
