@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinistore.cluster.documents import Drain
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster.membership import Node, View
-    from infinistore.cluster_io.flows import AskInstance
+    from infinistore.cluster_io.etcd import AskInstance
     from infinistore.statistics import Stats
 
 __all__ = ["command"]

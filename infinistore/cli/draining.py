@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infinistore.cluster.etcd.operators import NodeStanding
     from infinistore.cluster.locate import ClusterUrl
     from infinistore.cluster_io.draining import Operator
-    from infinistore.cluster_io.flows import AskInstance
+    from infinistore.cluster_io.etcd import AskInstance
 
 __all__ = ["add", "asker_of", "describe_drain", "drain"]
 

@@ -18,8 +18,7 @@ from infinistore.cluster.etcd.operators import NodeStanding, begin_drain, end_dr
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Flow
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import NodeState
-from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import AskInstance, FlowRunner
+from infinistore.cluster_io.etcd import AskInstance, EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import make_session
 from infinistore.errors import ConfigError, StoreUnavailable
 

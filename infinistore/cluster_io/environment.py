@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import attrs
 
-from infinistore.cluster_io.connections import Connect, connect
+from infinistore.cluster_io.etcd import Connect, connect
 from infinistore.cluster_io.probing import ConnectNode
 from infinistore.transports.sockets.trio_streams import connect_tcp
 

@@ -22,8 +22,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import Credentials, EtcdSession
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import Listener, View
-from infinistore.cluster_io.connections import Connect, EtcdConnections, connect
-from infinistore.cluster_io.flows import AskInstance, FlowRunner
+from infinistore.cluster_io.etcd import AskInstance, Connect, EtcdConnections, FlowRunner, connect
 from infinistore.cluster_io.folder_watch import FolderWatch
 from infinistore.cluster_io.probing import ConnectNode, NodeTls, instance_asker
 from infinistore.errors import StoreUnavailable

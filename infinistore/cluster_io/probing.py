@@ -10,7 +10,7 @@ import trio
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
 from infinistore.cluster.membership import Node
-from infinistore.cluster_io.flows import AskInstance
+from infinistore.cluster_io.etcd import AskInstance
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply

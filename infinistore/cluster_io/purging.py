@@ -10,8 +10,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.operators import Purged, purge_cluster
 from infinistore.cluster.etcd.session import EtcdUnavailable
 from infinistore.cluster.locate import EtcdPlace
-from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import AskInstance, FlowRunner
+from infinistore.cluster_io.etcd import AskInstance, EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import make_session
 from infinistore.errors import StoreUnavailable
 

@@ -9,8 +9,7 @@ from trio.testing import MockClock
 from infinistore.cluster.etcd.session import Probe
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster.membership import Node
-from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 
 NODE = Node("a", "infinistore://a:22345", instance="1")
 OTHER = Node("b", "infinistore://b:22345", instance="2")

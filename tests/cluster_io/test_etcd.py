@@ -32,8 +32,7 @@ from infinistore.cluster.etcd.registration import Registration, RegistrationStat
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
 from infinistore.cluster.membership import Node, View
-from infinistore.cluster_io.connections import EtcdConnections
-from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import EtcdMembership, make_session
 from tests.ports import own_ports
 from tests.server.running import until as until_holds

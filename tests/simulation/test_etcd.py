@@ -29,7 +29,7 @@ from infinistore.cluster.etcd.registration import Registration, RegistrationStat
 from infinistore.cluster.etcd.session import EtcdUnavailable, Exchange, OpenStream
 from infinistore.cluster.locate import EtcdPlace
 from infinistore.cluster.membership import Node, NodeState, View
-from infinistore.cluster_io.connections import EtcdConnections
+from infinistore.cluster_io.etcd import EtcdConnections
 from infinistore.errors import BufferTooSmall, KeyNotFound, LimitExceeded
 from infinistore.server import Server
 from tests.simulation.clusters import ClusterSettings

@@ -23,9 +23,8 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import Node, NodeState, StaticMembership, View
-from infinistore.cluster_io.connections import EtcdConnections
 from infinistore.cluster_io.environment import ClusterEnvironment
-from infinistore.cluster_io.flows import FlowRunner
+from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
 from infinistore.cluster_io.probing import Token, instance_asker
 from infinistore.config import ServerConfig
