@@ -1,16 +1,20 @@
-"""Asks a server who it is."""
+"""Asks a server who it is; and what a server that is a node of a cluster takes from its
+machine to reach etcd and the other nodes (a test passes another one).
+"""
 
 import functools
 import os
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import attrs
 import trio
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port
 from infinistore.cluster.membership import Node
-from infinistore.cluster_io.etcd import AskInstance
+from infinistore.cluster_io.etcd import AskInstance, Connect, connect
 from infinistore.errors import InfiniStoreException
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
@@ -21,7 +25,8 @@ from infinistore.transports.sockets.trio_streams import connect_tcp
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-__all__ = ["ConnectNode", "NodeTls", "Token", "credentials", "instance_asker"]
+__all__ = ["ClusterEnvironment", "ConnectNode", "NodeTls", "Token", "credentials", "instance_asker"]
+
 
 ConnectNode: TypeAlias = Callable[[str, int], Awaitable[Stream]]
 """Connects to host and port. Raises StoreUnavailable if nobody accepts."""
@@ -102,3 +107,13 @@ def _over_tls(stream: Stream, host: str, tls: "SSLContext") -> Stream:
     from infinistore.transports.tls.trio_stream import TlsStream
 
     return TlsStream(stream, TlsSession(tls, host, host_name=host))
+
+
+@attrs.frozen
+class ClusterEnvironment:
+    """The functions by which a node reaches etcd and the other nodes."""
+
+    connect_etcd: Connect = connect
+    connect_node: ConnectNode = connect_tcp
+    """Connects to a node that is asked who it is."""
+    host_name: Callable[[], str] = socket.gethostname

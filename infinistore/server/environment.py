@@ -28,7 +28,7 @@ from infinistore.transports.sockets.trio_streams import accept
 
 if TYPE_CHECKING:
     from infinistore.client.extension import Environment as ClientEnvironment
-    from infinistore.cluster_io.environment import ClusterEnvironment
+    from infinistore.cluster_io.probing import ClusterEnvironment
     from infinistore.disk_io.store_disks import StoreDisks
 
 __all__ = ["Environment"]

@@ -29,8 +29,8 @@ from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.registration import RegistrationState
 from infinistore.cluster.locate import EtcdPlace, parse_cluster_url
 from infinistore.cluster.membership import DEFAULT_WEIGHT, Membership, NodeState, View
-from infinistore.cluster_io.environment import ClusterEnvironment
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
+from infinistore.cluster_io.probing import ClusterEnvironment
 from infinistore.cluster_io.thread import Share
 from infinistore.config import ServerConfig
 from infinistore.errors import StoreUnavailable

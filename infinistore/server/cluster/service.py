@@ -23,10 +23,9 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import Node, NodeState, StaticMembership, View
-from infinistore.cluster_io.environment import ClusterEnvironment
 from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
-from infinistore.cluster_io.probing import Token, instance_asker
+from infinistore.cluster_io.probing import ClusterEnvironment, Token, instance_asker
 from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed
 from infinistore.kept_errors import KeptError
