@@ -1,4 +1,5 @@
-"""Memberships that something runs: a watched file, and etcd.
+"""Memberships that something runs: a watched file (inotify of Linux, on Trio), and
+etcd.
 
 `run` is a Trio task: a server starts it in its nursery, and the thread of a process in
 its own (`infinistore.cluster_io.thread`). Any thread may read the view.
@@ -6,7 +7,9 @@ its own (`infinistore.cluster_io.thread`). Any thread may read the view.
 
 import abc
 import contextlib
+import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +26,50 @@ from infinistore.cluster.etcd.session import Credentials, EtcdSession
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import Listener, View
 from infinistore.cluster_io.etcd import AskInstance, Connect, EtcdConnections, FlowRunner, connect
-from infinistore.cluster_io.folder_watch import FolderWatch
 from infinistore.cluster_io.probing import ConnectNode, NodeTls, instance_asker
 from infinistore.errors import StoreUnavailable
 from infinistore.secret_files import read_token
 from infinistore.transports.sockets.trio_streams import connect_tcp
 
-__all__ = ["EtcdMembership", "FileMembership", "RunningMembership", "make_membership", "make_session"]
+__all__ = ["EtcdMembership", "FileMembership", "FolderWatch", "RunningMembership", "make_membership", "make_session"]
+
+
+_CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x8, 0x40, 0x80, 0x100, 0x200
+_DELETE_SELF, _MOVE_SELF = 0x400, 0x800
+_MASK: Final = _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
+
+
+class FolderWatch:
+    """What happens to the entries of some folders, from when it is made until it is
+    closed.
+    """
+
+    def __init__(self, folders: "set[Path]") -> None:
+        """Raises OSError if a folder cannot be watched."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        for folder in folders:
+            if libc.inotify_add_watch(self._descriptor, os.fsencode(folder), _MASK) < 0:
+                number = ctypes.get_errno()
+                os.close(self._descriptor)
+                raise OSError(number, os.strerror(number))
+
+    async def changed(self) -> None:
+        """Wait until something has changed since the last call."""
+        await trio.lowlevel.wait_readable(self._descriptor)
+        try:
+            while os.read(self._descriptor, 64 * 1024):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Watch no longer."""
+        trio.lowlevel.notify_closing(self._descriptor)
+        os.close(self._descriptor)
+
 
 _log = logging.getLogger("infinistore.cluster")
 _READ_AGAIN_S: Final = 30.0
