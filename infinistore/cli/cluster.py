@@ -197,7 +197,7 @@ def _drains(cluster: "ClusterUrl", view: "View", ask_instance: "AskInstance") ->
         return {}
     import trio
 
-    from infinistore.cluster_io.draining import Operator
+    from infinistore.cluster_io.operators import Operator
 
     return dict(trio.run(Operator(cluster.place, ask_instance).drains))
 
@@ -211,7 +211,7 @@ def _is_static(cluster: "ClusterUrl") -> bool:
 def _purge_registered(place: Any, timeout_s: float, ask_instance: "AskInstance") -> tuple[list[str], dict[str, str]]:
     import trio
 
-    from infinistore.cluster_io.purging import purge_registered
+    from infinistore.cluster_io.operators import purge_registered
 
     purged = trio.run(purge_registered, place, timeout_s, ask_instance)
     problem = f"it did not say so within {timeout_s:g} s; it purges as soon as it hears from etcd"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from infinistore.cluster.documents import Drain
     from infinistore.cluster.etcd.operators import NodeStanding
     from infinistore.cluster.locate import ClusterUrl
-    from infinistore.cluster_io.draining import Operator
     from infinistore.cluster_io.etcd import AskInstance
+    from infinistore.cluster_io.operators import Operator
 
 __all__ = ["add", "asker_of", "describe_drain", "drain"]
 
@@ -81,7 +81,7 @@ def drain(node: str, url: str, *, token_file: Path | None, timeout: float, force
     can be written; then nothing is waited for.
     """
     from infinistore.cluster.locate import EtcdPlace
-    from infinistore.cluster_io.draining import Operator
+    from infinistore.cluster_io.operators import Operator
 
     cluster = _parse(url, node)
     if isinstance(cluster.place, EtcdPlace):
@@ -114,7 +114,7 @@ def add(node: str, url: str, *, token_file: Path | None, timeout: float, as_json
     A new node needs no command: start a server with --cluster URL.
     """
     from infinistore.cluster.locate import EtcdPlace
-    from infinistore.cluster_io.draining import Operator
+    from infinistore.cluster_io.operators import Operator
 
     cluster = _parse(url, node)
     if not isinstance(cluster.place, EtcdPlace):
@@ -253,7 +253,7 @@ def _set_in_file(cluster: "ClusterUrl", node: str, *, draining: bool, force: boo
     import trio
 
     from infinistore.cluster.membership import NodeState
-    from infinistore.cluster_io.draining import set_state_in_file
+    from infinistore.cluster_io.operators import set_state_in_file
 
     state = NodeState.DRAINING if draining else NodeState.SERVING
     place: Any = cluster.place

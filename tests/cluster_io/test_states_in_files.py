@@ -10,7 +10,7 @@ import trio
 
 from infinistore.cluster.locate import FilePlace
 from infinistore.cluster.membership import NodeState
-from infinistore.cluster_io.draining import set_state_in_file
+from infinistore.cluster_io.operators import set_state_in_file
 from infinistore.errors import ConfigError
 
 NODES: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written_says_what_to_write_where(file: Path, monk
     def refuse(**_: Any) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("infinistore.cluster_io.draining.tempfile.mkstemp", refuse)
+    monkeypatch.setattr("infinistore.cluster_io.operators.tempfile.mkstemp", refuse)
     with pytest.raises(ConfigError, match='Read-only file system; write "state": "draining" for a where'):
         drain(file)
     assert json.loads(file.read_text()) == NODES

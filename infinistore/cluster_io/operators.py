@@ -1,8 +1,11 @@
-"""Has nodes drain, or serve again: those that register in etcd, and those in a file."""
+"""Has the nodes of a cluster drain, serve again or purge: those that register in etcd,
+and, to drain, those in a file.
+"""
 
 import contextlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +17,15 @@ import trio
 from infinistore.cluster.documents import Drain, WrongDocument, read_file
 from infinistore.cluster.etcd.gateway import EtcdMisbehaved, EtcdRefused
 from infinistore.cluster.etcd.layout import Layout
-from infinistore.cluster.etcd.operators import NodeStanding, begin_drain, end_drain, follow_node, read_drains
+from infinistore.cluster.etcd.operators import (
+    NodeStanding,
+    Purged,
+    begin_drain,
+    end_drain,
+    follow_node,
+    purge_cluster,
+    read_drains,
+)
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Flow
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import NodeState
@@ -22,7 +33,8 @@ from infinistore.cluster_io.etcd import AskInstance, EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import make_session
 from infinistore.errors import ConfigError, StoreUnavailable
 
-__all__ = ["Operator", "set_state_in_file"]
+__all__ = ["Operator", "purge_registered", "set_state_in_file"]
+
 
 _T = TypeVar("_T")
 
@@ -125,3 +137,21 @@ def _replace(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+
+
+async def purge_registered(place: EtcdPlace, timeout_s: float, ask_instance: AskInstance) -> Purged:
+    """Write to etcd that the cluster is purged, and wait until its nodes have done it,
+    but not longer than `timeout_s`. `ask_instance` asks a node who it is.
+
+    Raises:
+        ConfigError: etcd knows no such cluster, or a file that `place` names cannot be
+            used.
+        StoreUnavailable: etcd does not answer, or refuses.
+    """
+    runner = FlowRunner(EtcdConnections(place), ask_instance=ask_instance)
+    session = make_session(place, Random())
+    try:
+        flow = purge_cluster(session, Layout(place.cluster), secrets.token_hex(16), trio.current_time, timeout_s)
+        return await runner.run(flow)
+    except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
+        raise StoreUnavailable(f"the cluster may not be purged; etcd: {error}") from None
