@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.protocol.messages import Put
-from infinistore.server.statistics.recorder import OK, Recorder
+from infinistore.server.recorder import OK, Recorder
 from rounds import interleaved
 from tcp import KIB, MIB, blocks
 
@@ -30,7 +30,7 @@ POOL_BYTES = 256 * MIB
 BATCH, BLOCK_BYTES = 64, 64 * KIB
 _SILENT_SERVER = """
 import sys
-from infinistore.server.statistics.recorder import Recorder
+from infinistore.server.recorder import Recorder
 Recorder.record = lambda *_: None
 Recorder.clock = lambda *_: 0.0
 Recorder.__init__ = lambda self: None

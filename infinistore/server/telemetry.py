@@ -10,10 +10,10 @@ from infinistore.core.store import StoreCore
 from infinistore.protocol.codec import statistics_to_tree
 from infinistore.protocol.messages import Tree
 from infinistore.server.connection.conversation import Traffic
+from infinistore.server.recorder import Recorder
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.statistics import details
-from infinistore.server.statistics.recorder import Recorder
 from infinistore.statistics import (
     ClientStatistics,
     DiskTierStatistics,

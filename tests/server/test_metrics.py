@@ -19,9 +19,9 @@ from infinistore.errors import ValueTooLarge
 from infinistore.protocol.messages import REPLIES
 from infinistore.server.management.api import OPERATIONS
 from infinistore.server.management.metrics import METRICS, Snapshot, StatisticsCollector, markdown_table, render
+from infinistore.server.recorder import OK, Recorder
 from infinistore.server.shards.management import OPERATIONS as OPERATIONS_OF_SHARDS
 from infinistore.server.shards.management import SHARD_METRICS
-from infinistore.server.statistics.recorder import OK, Recorder
 from infinistore.statistics import LATENCY_BOUNDS_S
 from tests.server.http_client import ask
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server

@@ -16,7 +16,7 @@ from infinistore.protocol.server_connection import Received
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandler
-from infinistore.server.statistics.recorder import OK, Recorder, outcome_of
+from infinistore.server.recorder import OK, Recorder, outcome_of
 from infinistore.transports.base import ReactingStream
 
 __all__ = ["AnswersAtOnce"]

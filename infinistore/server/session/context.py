@@ -12,7 +12,7 @@ from infinistore.server.budgets.log_budget import LogBudget
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.movers.base import Mover
-from infinistore.server.statistics.recorder import Recorder
+from infinistore.server.recorder import Recorder
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.keeping import Keeping
 

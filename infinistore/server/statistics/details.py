@@ -15,7 +15,7 @@ import attrs
 import trio
 
 from infinistore.core.store import StoreCore
-from infinistore.server.statistics.recorder import Recorder
+from infinistore.server.recorder import Recorder
 from infinistore.statistics import ArenaStatistics, ClientStatistics, PrefixStatistics, ServerDetails
 
 __all__ = ["MAX_ARENAS", "MAX_CLIENTS", "MAX_PREFIXES", "MAX_SAMPLE_KEYS", "arena", "busiest", "gather", "prefixes"]
