@@ -1,1 +1,0 @@
-"""What the server counts, and what it gathers when somebody asks."""
