@@ -59,13 +59,13 @@ PLANTED = [
     ),
     Planted(
         "the rest of an answer that is still a view of the pool",
-        "infinistore.server.movers.at_once",
+        "infinistore.server.session.receiving",
         'self._begun = [memoryview(b"".join(rest))]',
         "self._begun = rest",
     ),
     Planted(
         "an answer that is begun and forgotten",
-        "infinistore.server.movers.at_once",
+        "infinistore.server.session.receiving",
         "        begun, self._begun = self._begun, None\n",
         "        begun, self._begun = (self._begun if isinstance(self._begun, KeptError) else None), None\n",
     ),
