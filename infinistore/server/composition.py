@@ -30,8 +30,7 @@ from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
-from infinistore.server.budgets.descriptor_budget import DescriptorBudget
-from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.budgets import DescriptorBudget, LogBudget
 from infinistore.server.buggified.machine import buggified, collide, make_body_budget
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.environment import Environment

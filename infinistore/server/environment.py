@@ -18,7 +18,7 @@ from infinistore.host import MemoryLimit, available_memory
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import Shard
 from infinistore.protocol.shared_tables import tables_are_safe_here
-from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from infinistore.server.budgets import BODY_BUDGET_BYTES
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.service_manager import ServiceManager
 from infinistore.transports import Transport, installed_transports

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import ConfigError
-from infinistore.server.budgets.descriptor_budget import DescriptorBudget
+from infinistore.server.budgets import DescriptorBudget
 
 
 def shares(limit: int, open_now: int = 12, arenas: int = 0) -> tuple[DescriptorBudget, int]:

@@ -14,7 +14,7 @@ import trio.testing
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Exists, ExistsReply, Keys
-from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
+from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.environment import Environment
 from tests.server.running import HALF_REQUEST_ID, KIB, MIB, Peer, RunningServer, simulated_server
 from tests.transports.memory_network import random_chunks, whole

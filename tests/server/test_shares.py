@@ -28,9 +28,7 @@ from infinistore.disk_io.files import DiskFiles
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.effects import LongBody
-from infinistore.server.budgets.body_budget import BodyBudget
-from infinistore.server.budgets.descriptor_budget import DescriptorBudget
-from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.budgets import BodyBudget, DescriptorBudget, LogBudget
 from infinistore.server.connection.conversation import Traffic
 from infinistore.server.session.session import Session
 from infinistore.server.session_registry import SessionRegistry

@@ -26,8 +26,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.server.budgets.departures import Departures
-from infinistore.server.budgets.rates import Rates, TokenBucket
+from infinistore.server.budgets import Departures, Rates, TokenBucket
 from infinistore.server.connection.conversation import LINGER_S
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive

@@ -26,7 +26,7 @@ from infinistore.config import ServerConfig
 from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.server import Server, ServerAddresses
-from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from infinistore.server.budgets import BODY_BUDGET_BYTES
 from infinistore.server.buggified.machine import buggified
 from infinistore.server.composition import compose_server, join_cluster, open_disks, share_descriptors
 from infinistore.server.environment import Environment

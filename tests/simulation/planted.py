@@ -89,7 +89,7 @@ PLANTED = [
     ),
     Planted(
         "a lost wake-up",
-        "infinistore.server.budgets.body_budget",
+        "infinistore.server.budgets",
         "            self.taken_bytes -= grant.body.length\n            self._grant()\n",
         "            self.taken_bytes -= grant.body.length\n",
     ),

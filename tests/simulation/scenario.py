@@ -4,7 +4,7 @@ import random
 
 import attrs
 
-from infinistore.server.budgets.body_budget import BODY_BUDGET_BYTES
+from infinistore.server.budgets import BODY_BUDGET_BYTES
 from tests.simulation.clusters import ClusterSettings
 from tests.simulation.disks import DiskSettings
 from tests.simulation.faults import BuggifySettings, FaultSettings

@@ -15,7 +15,7 @@ from infinistore.core.arena import Arena
 from infinistore.core.store import StoreCore
 from infinistore.errors import OutOfMemory
 from infinistore.protocol.effects import LongBody
-from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
+from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.buggified.streams import BuggifiedStream
 from infinistore.server.environment import Environment
 

@@ -32,7 +32,7 @@ import trio
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.codec import MAGIC
-from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.budgets import LogBudget
 from infinistore.server.security.peers import ORIGIN, PRIVATE, is_private, origin_of
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream

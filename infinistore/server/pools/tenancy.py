@@ -16,8 +16,7 @@ from infinistore.access.identity import Identity, Proof
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import Tenants
 from infinistore.protocol.messages import Tree
-from infinistore.server.budgets.departures import Departures
-from infinistore.server.budgets.rates import Rates
+from infinistore.server.budgets import Departures, Rates
 from infinistore.server.movers.base import Mover
 from infinistore.server.pools.planning import OnlyTenants, by_group
 from infinistore.server.pools.whole_store import WholeStore

@@ -7,8 +7,7 @@ import attrs
 
 from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import HelloReply, Tree
-from infinistore.server.budgets.body_budget import BodyBudget
-from infinistore.server.budgets.log_budget import LogBudget
+from infinistore.server.budgets import BodyBudget, LogBudget
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.maintenance.growth import PoolGrowth
 from infinistore.server.movers.base import Mover
@@ -17,7 +16,7 @@ from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.keeping import Keeping
 
 if TYPE_CHECKING:
-    from infinistore.server.budgets.rates import Rates
+    from infinistore.server.budgets import Rates
     from infinistore.server.disk.service import DiskService, ServerDisks
 
 __all__ = ["ServerContext"]

@@ -20,7 +20,7 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import LongBody
 from infinistore.protocol.messages import Exists, ExistsReply, Message
 from infinistore.protocol.server_connection import Received, ServerConnection
-from infinistore.server.budgets.body_budget import BodyBudget, BodyGrant
+from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.connection.conversation import Conversation
 from infinistore.server.connection.holdings import Holdings
 from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandler
