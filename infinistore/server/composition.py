@@ -35,8 +35,7 @@ from infinistore.server.buggified.machine import buggified, collide, make_body_b
 from infinistore.server.connection.conversation import SessionLimits
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
-from infinistore.server.maintenance.growth import PoolGrowth
-from infinistore.server.maintenance.periodic_eviction import evict_periodically
+from infinistore.server.maintenance import PoolGrowth, evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
 from infinistore.server.movers.base import Mover
 from infinistore.server.pools.stores import make_arena, make_core, open_disks, open_stores

@@ -19,7 +19,7 @@ from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
-from infinistore.server.maintenance.incremental import purge_incrementally
+from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.security.audit_log import AuditLog
 from infinistore.server.security.reloading import Reloads
 from infinistore.server.session.context import ServerContext

@@ -10,7 +10,7 @@ from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.tenants import Tenants
-from infinistore.server.maintenance.incremental import purge_incrementally
+from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.pools.whole_store import WholeStore
 from infinistore.tenant_limits import TenantLimits
 

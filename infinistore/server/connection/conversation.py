@@ -26,7 +26,7 @@ from infinistore.protocol.effects import Exchange
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import Get, Lease, RdmaGet, Reply
 from infinistore.protocol.server_connection import Received, ServerConnection
-from infinistore.server.maintenance.growth import PoolGrowth
+from infinistore.server.maintenance import PoolGrowth
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream, drive
 

@@ -20,7 +20,7 @@ from infinistore.access.identity import Role
 from infinistore.access.policy import Policy
 from infinistore.config import ServerConfig
 from infinistore.errors import DiskFailed
-from infinistore.server.maintenance.incremental import evict_incrementally
+from infinistore.server.maintenance import evict_incrementally
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
 from infinistore.server.management.openapi import Schema, schema_of

@@ -22,7 +22,7 @@ from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
 from infinistore.server.disk.service import DiskService
 from infinistore.server.environment import Environment
-from infinistore.server.maintenance.incremental import purge_incrementally
+from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.pools.planning import check_disks, disk_parts
 from infinistore.server.pools.tenancy import Tenancy
 from infinistore.statistics import DiskTierStatistics, summed_disks

@@ -9,7 +9,7 @@ from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import HelloReply, Tree
 from infinistore.server.budgets import BodyBudget, LogBudget
 from infinistore.server.connection.conversation import SessionLimits
-from infinistore.server.maintenance.growth import PoolGrowth
+from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Mover
 from infinistore.server.recorder import Recorder
 from infinistore.server.take_over.giving import Giving

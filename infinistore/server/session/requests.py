@@ -1,7 +1,7 @@
 """The requests that move no payload: each is a function from a message to a reply.
 
 Movers answer the requests that move payload, `session.py` the few that fit neither.
-Long work is done in slices (`infinistore/server/maintenance/incremental.py`), so that
+Long work is done in slices (`infinistore/server/maintenance.py`), so that
 it delays no other client for long.
 """
 
@@ -37,7 +37,7 @@ from infinistore.protocol.messages import (
     Verify,
     VerifyReply,
 )
-from infinistore.server.maintenance.incremental import evict_incrementally, list_keys_incrementally, purge_incrementally
+from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally, purge_incrementally
 
 __all__ = ["ANSWERS", "MAX_PAGE_KEYS"]
 

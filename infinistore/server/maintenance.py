@@ -1,7 +1,9 @@
-"""Growth of the pool while the server serves.
+"""What a server does beside its requests: work on many blocks in slices of a few
+milliseconds, eviction every few seconds, and growth of the pool.
 
-Taking memory is slow, about half a second per GiB, so a thread creates and maps the
-arena. Meanwhile the store goes on, and evicts if it must. Arenas are never given back.
+Deleting a million keys takes about a second, so other tasks run in between. Taking
+memory takes about half a second per GiB, so a thread creates and maps the arena, and
+meanwhile the store goes on, and evicts if it must. Arenas are never given back.
 """
 
 import logging
@@ -12,13 +14,66 @@ from typing import Any
 import trio
 
 from infinistore.core.arena import Arena, create_arena
+from infinistore.core.index import first_keys
+from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import NO_THREAD
 
-__all__ = ["PoolGrowth"]
+__all__ = ["PoolGrowth", "evict_incrementally", "evict_periodically", "list_keys_incrementally", "purge_incrementally"]
+
+
+_SLICE_KEYS = 4096
+
+
+async def purge_incrementally(core: StoreCore) -> int:
+    """Delete the keys that there are now, and return how many. New keys stay."""
+    purged = 0
+    for count in core.purge_in_slices():
+        purged += count
+        await trio.lowlevel.checkpoint()
+    return purged
+
+
+async def list_keys_incrementally(core: StoreCore, prefix: str, limit: int, after: str) -> list[str]:
+    """Return one page of the current keys, in code point order."""
+    keys = core.all_keys()
+    page: list[str] = []
+    for first in range(0, len(keys), _SLICE_KEYS):
+        page = first_keys([*page, *keys[first : first + _SLICE_KEYS]], prefix, limit, after)
+        await trio.lowlevel.checkpoint()
+    return page
+
+
+async def evict_incrementally(core: StoreCore, low: float, high: float, cause: EvictionCause) -> int:
+    """If more than `high` of the pool is used, evict until at most `low` is; return how
+    many blocks.
+
+    Raises:
+        ValueError: not 0 <= low <= high <= 1.
+    """
+    count = core.evict(low, high, cause, max_blocks=_SLICE_KEYS)
+    evicted = count
+    while count:
+        await trio.lowlevel.checkpoint()
+        count = core.evict(low, low, cause, max_blocks=_SLICE_KEYS)
+        evicted += count
+    return evicted
+
 
 _log = logging.getLogger("infinistore.server")
+
+
+async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:
+    """Every `interval_s`, let holds expire and evict down to `low` if more than `high`
+    is used. Never returns.
+    """
+    while True:
+        await trio.sleep(interval_s)
+        core.expire_holds()
+        evicted = await evict_incrementally(core, low, high, "periodic")
+        if evicted:
+            _log.info("evicted periodically", extra={"blocks": evicted})
 
 
 class PoolGrowth:
