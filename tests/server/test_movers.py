@@ -39,8 +39,7 @@ from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma.mover import RdmaMover
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
-from infinistore.server.session.dispatch import open_movers
-from infinistore.server.session.requests import ANSWERS
+from infinistore.server.session.requests import ANSWERS, open_movers
 from infinistore.server.session.session import Session
 from infinistore.transports import Transport
 from tests.server.running import (

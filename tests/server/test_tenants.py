@@ -35,7 +35,7 @@ from infinistore.protocol.messages import (
     Statistics,
 )
 from infinistore.server.composition import run_server
-from infinistore.server.session.permissions import OF_OPERATORS, ROLES, refusals
+from infinistore.server.session.requests import OF_OPERATORS, ROLES, refusals
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
 from infinistore.transports.tls.contexts import client_context

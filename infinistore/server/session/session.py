@@ -48,14 +48,11 @@ from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, part, send_fatal_error
 from infinistore.server.connection.holdings import Holdings
-from infinistore.server.connection.removed import RemovalWaits
 from infinistore.server.movers.base import Handler
 from infinistore.server.recorder import CANCELLED, OK, outcome_of
 from infinistore.server.session.context import ServerContext
-from infinistore.server.session.dispatch import open_movers, refuse_too_many_keys
-from infinistore.server.session.permissions import refusals
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
-from infinistore.server.session.requests import ANSWERS
+from infinistore.server.session.requests import ANSWERS, RemovalWaits, open_movers, refusals, refuse_too_many_keys
 from infinistore.server.take_over.giving import refuse_take_over, socket_of
 from infinistore.statistics import ClientStatistics
 from infinistore.transports.base import Stream, drive
