@@ -32,7 +32,7 @@ from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
 from infinistore.server.buggified.machine import buggified, collide, make_body_budget
-from infinistore.server.connection.conversation import SessionLimits
+from infinistore.server.connection import SessionLimits
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.maintenance import PoolGrowth, evict_periodically

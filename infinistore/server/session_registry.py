@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import attrs
 
 from infinistore.errors import LimitExceeded
-from infinistore.server.connection.conversation import Traffic
+from infinistore.server.connection import Traffic
 from infinistore.server.session.session import Session
 from infinistore.statistics import ClientStatistics
 from infinistore.tenant_limits import TenantLimits

@@ -18,7 +18,7 @@ import trio
 from infinistore.core.store import StoreCore
 from infinistore.protocol.codec import statistics_to_tree
 from infinistore.protocol.messages import Tree
-from infinistore.server.connection.conversation import Traffic
+from infinistore.server.connection import Traffic
 from infinistore.server.recorder import Recorder
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session_registry import SessionRegistry

@@ -19,7 +19,7 @@ import infinistore
 from infinistore import blocking
 from infinistore.client import AsyncStore
 from infinistore.errors import DeadlineExceeded, LeaseStillInUse, LimitExceeded, StoreUnavailable
-from infinistore.server.connection.holdings import MOST_OPEN
+from infinistore.server.connection import MOST_OPEN
 from tests.bad_days.test_fork import in_child
 from tests.clients import own_reading
 from tests.clients.on_this_host import mapped_pools, open_files, run_client, serving, shm

@@ -94,7 +94,7 @@ from infinistore.protocol.server_connection import ServerConnection
 from infinistore.protocol.shared_tables import READER_BYTES, TouchLog
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import MINOR, OFFER, Offer
-from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.connection import ClientTables
 from infinistore.server.management.api import Management
 from infinistore.server.management.http import ConnectionSlots, HttpLimits, serve_connection
 from infinistore.server.movers.shm.removals import PublishedRemovals

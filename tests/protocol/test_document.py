@@ -32,9 +32,9 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.states import CLIENT, SERVER, Event, State
 from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability
+from infinistore.server import connection as conversation
 from infinistore.server.composition import MAX_BODY_BYTES
-from infinistore.server.connection import conversation
-from infinistore.server.connection.conversation import SessionLimits
+from infinistore.server.connection import SessionLimits
 from infinistore.server.session import requests, session
 from tests.tables import for_each
 

@@ -25,7 +25,7 @@ from infinistore.protocol.messages import Hello, HelloReply, Reply, Request
 from infinistore.protocol.states import State
 from infinistore.server import Server, ServerAddresses
 from infinistore.server.composition import compose_server, make_core, open_disks, run_server, share_descriptors
-from infinistore.server.connection.conversation import LINGER_S
+from infinistore.server.connection import LINGER_S
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma.mover import RdmaMover

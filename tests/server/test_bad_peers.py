@@ -53,7 +53,7 @@ from infinistore.protocol.messages import (
     Verify,
     VerifyReply,
 )
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Holdings
 from tests.server.running import (
     KIB,
     MIB,

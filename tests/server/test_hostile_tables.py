@@ -33,7 +33,7 @@ from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Keys, Message, Release, Touch
 from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, READER_BYTES, TouchLog
-from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.connection import ClientTables
 from infinistore.server.movers.shm.removals import PublishedRemovals
 
 UNIT_BYTES = 256

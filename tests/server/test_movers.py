@@ -31,8 +31,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.packed_offsets import offset_of
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server import serve
-from infinistore.server.connection.conversation import Conversation, SessionLimits
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Conversation, Holdings, SessionLimits
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.inline import InlineMover

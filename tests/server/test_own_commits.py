@@ -30,7 +30,7 @@ from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,
     tables_are_safe_here,
 )
-from infinistore.server.connection import holdings
+from infinistore.server import connection as holdings
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables

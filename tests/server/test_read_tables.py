@@ -25,7 +25,7 @@ from infinistore.protocol.codec import encode_head, head_bytes, pack_u64
 from infinistore.protocol.messages import Keys, Message, Purge, Release, Touch
 from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.shared_tables import READER_BYTES, HazardTable, RemovalTable, TouchLog
-from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.connection import ClientTables
 from infinistore.server.movers.shm.removals import PublishedRemovals
 
 POOL_BYTES = 64 * 1024

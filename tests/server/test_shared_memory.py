@@ -52,7 +52,7 @@ from infinistore.protocol.messages import (
     ReserveReply,
 )
 from infinistore.protocol.states import State
-from infinistore.server.connection import holdings
+from infinistore.server import connection as holdings
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, make_config, running_server

@@ -29,7 +29,7 @@ from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.effects import LongBody
 from infinistore.server.budgets import BodyBudget, DescriptorBudget, LogBudget
-from infinistore.server.connection.conversation import Traffic
+from infinistore.server.connection import Traffic
 from infinistore.server.session.session import Session
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.tenant_limits import TenantLimits

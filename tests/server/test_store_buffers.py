@@ -31,7 +31,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import MISSING
 from infinistore.protocol.packed_offsets import offset_of, pack_offsets
 from infinistore.protocol.shared_tables import CommitWord, HazardTable, RemovalTable
-from infinistore.server.connection.client_tables import ClientTables
+from infinistore.server.connection import ClientTables
 from infinistore.server.movers.shm.removals import PublishedRemovals
 from tests.server.store_buffers import Actor, Numbers, Processors
 

@@ -34,7 +34,7 @@ from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
 from infinistore.server import Server
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
-from infinistore.server.connection.conversation import Conversation
+from infinistore.server.connection import Conversation
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module

@@ -27,7 +27,7 @@ from infinistore.protocol.messages import (
     ReserveReply,
 )
 from infinistore.server.budgets import Departures, Rates, TokenBucket
-from infinistore.server.connection.conversation import LINGER_S
+from infinistore.server.connection import LINGER_S
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive
 from tests.server.http_client import ask

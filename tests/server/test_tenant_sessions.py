@@ -27,7 +27,7 @@ from infinistore.protocol.messages import (
     Put,
 )
 from infinistore.protocol.shared_tables import tables_are_safe_here
-from infinistore.server.connection.conversation import Traffic
+from infinistore.server.connection import Traffic
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.tenant_limits import TenantLimits
 from tests.server.raw_tables import map_tables

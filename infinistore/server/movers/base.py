@@ -18,8 +18,7 @@ from infinistore.core.arena import Arena
 from infinistore.errors import InfiniStoreException, TransferFailed
 from infinistore.protocol.messages import HelloReply, Message
 from infinistore.protocol.server_connection import Received
-from infinistore.server.connection.conversation import Conversation
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Conversation, Holdings
 
 __all__ = ["ConnectionMover", "Handler", "Mover", "QuickHandler"]
 

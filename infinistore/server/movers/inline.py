@@ -12,8 +12,7 @@ from infinistore.protocol.effects import Exchange, Span
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import MISSING, Get, GetReply, Message, Put, PutReply
 from infinistore.protocol.server_connection import Received
-from infinistore.server.connection.conversation import JOINED_BYTES, Conversation, too_small
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import JOINED_BYTES, Conversation, Holdings, too_small
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.sizes import in_units
 

@@ -8,7 +8,7 @@ import attrs
 from infinistore.core.store import StoreCore
 from infinistore.protocol.messages import HelloReply, Tree
 from infinistore.server.budgets import BodyBudget, LogBudget
-from infinistore.server.connection.conversation import SessionLimits
+from infinistore.server.connection import SessionLimits
 from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Mover
 from infinistore.server.recorder import Recorder

@@ -21,7 +21,7 @@ from infinistore.protocol.messages import (
     ReleaseHold,
 )
 from infinistore.protocol.server_connection import Received
-from infinistore.server.connection.conversation import Conversation
+from infinistore.server.connection import Conversation
 from infinistore.server.disk.service import DiskService
 from infinistore.server.movers.base import Handler
 

@@ -21,8 +21,7 @@ from infinistore.protocol.effects import LongBody
 from infinistore.protocol.messages import Exists, ExistsReply, Message
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server.budgets import BodyBudget, BodyGrant
-from infinistore.server.connection.conversation import Conversation
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandler
 from infinistore.server.recorder import OK, Recorder, outcome_of
 from infinistore.transports.base import ReactingStream, Stream, can_react, drive

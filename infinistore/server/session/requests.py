@@ -49,8 +49,7 @@ from infinistore.protocol.messages import (
     VerifyReply,
 )
 from infinistore.protocol.server_connection import Received
-from infinistore.server.connection.conversation import Conversation
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally, purge_incrementally
 from infinistore.server.movers.base import ConnectionMover, Handler, Mover
 

@@ -46,8 +46,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.server_connection import Received, ServerConnection, TooManyKeys
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection.conversation import INTERNAL_ERROR, LINGER_S, Conversation, part, send_fatal_error
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import INTERNAL_ERROR, LINGER_S, Conversation, Holdings, part, send_fatal_error
 from infinistore.server.movers.base import Handler
 from infinistore.server.recorder import CANCELLED, OK, outcome_of
 from infinistore.server.session.context import ServerContext

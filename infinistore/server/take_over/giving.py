@@ -28,7 +28,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection.conversation import Conversation
+from infinistore.server.connection import Conversation
 from infinistore.server.listeners import Listeners
 from infinistore.server.take_over.exporting import Ended, Whole, make_ownership, take_ownership, write_state
 from infinistore.transports.base import Stream

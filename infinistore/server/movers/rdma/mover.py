@@ -39,8 +39,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection.conversation import Conversation
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.rdma.placements import (
     cut,

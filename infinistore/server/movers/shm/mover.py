@@ -39,9 +39,7 @@ from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.shared_tables import HAZARD_SLOTS
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection.client_tables import ClientTables
-from infinistore.server.connection.conversation import Conversation
-from infinistore.server.connection.holdings import Holdings
+from infinistore.server.connection import ClientTables, Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.removals import PublishedRemovals

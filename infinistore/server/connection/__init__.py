@@ -1,1 +1,0 @@
-"""One connection of a client: what is said on it, and what the client holds by it."""
