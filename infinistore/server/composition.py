@@ -60,7 +60,7 @@ from infinistore.version import __version__
 
 if TYPE_CHECKING:
     from infinistore.server.cluster.service import ClusterService
-    from infinistore.server.disk.service import DiskService, ServerDisks
+    from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.management.api import Management
     from infinistore.server.pools.tenancy import Tenancy
     from infinistore.server.security.certificates import Certificates

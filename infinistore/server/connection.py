@@ -63,7 +63,7 @@ from infinistore.sizes import in_units
 from infinistore.transports.base import Stream, drive
 
 if TYPE_CHECKING:
-    from infinistore.server.disk.service import DiskService
+    from infinistore.server.disk import DiskService
 
 __all__ = [
     "ClientTables",

@@ -35,7 +35,7 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.transports.sockets.trio_streams import SocketStream
 
 if TYPE_CHECKING:
-    from infinistore.server.disk.service import ServerDisks
+    from infinistore.server.disk import ServerDisks
     from infinistore.server.pools.tenancy import Tenancy
     from infinistore.server.security.certificates import Certificates
 

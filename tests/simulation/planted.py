@@ -193,7 +193,7 @@ PLANTED = [
     ),
     Planted(
         "a delete that does not wait for its tombstone",
-        "infinistore.server.disk.service",
+        "infinistore.server.disk",
         "        await self._settled(deletion.wait)\n",
         "",
     ),

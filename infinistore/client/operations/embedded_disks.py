@@ -2,7 +2,7 @@
 
 The tier is used under the lock of the store, as the core is. The thread starts jobs,
 takes their results, and wakes the calls that wait for them. What it promises, and what
-it leaves to others, is as in a server (`infinistore/server/disk/service.py`).
+it leaves to others, is as in a server (`infinistore/server/disk.py`).
 """
 
 import os

@@ -20,7 +20,7 @@ from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk_io.tenant_folders import TenantFolders
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
-from infinistore.server.disk.service import DiskService
+from infinistore.server.disk import DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.pools.planning import check_disks, disk_parts

@@ -28,7 +28,7 @@ from infinistore.server.take_over.taking import Taking
 from infinistore.tenant_limits import TenantLimits
 
 if TYPE_CHECKING:
-    from infinistore.server.disk.service import DiskService, ServerDisks
+    from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.pools.tenancy import Tenancy
 
 __all__ = ["make_arena", "make_core", "open_disks", "open_stores"]
@@ -111,7 +111,7 @@ async def open_disks(
     if not config.disks:
         return None
     from infinistore.disk.settings import Admission, TierSettings
-    from infinistore.server.disk.service import DiskService
+    from infinistore.server.disk import DiskService
 
     disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
     resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)

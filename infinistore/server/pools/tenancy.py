@@ -26,7 +26,7 @@ from infinistore.statistics import DiskTierStatistics, StoreStatistics
 from infinistore.tenant_limits import TenantLimits, TenantStatistics
 
 if TYPE_CHECKING:
-    from infinistore.server.disk.service import DiskService
+    from infinistore.server.disk import DiskService
 
 __all__ = ["Group", "HasDisks", "Tenancy"]
 

@@ -17,7 +17,7 @@ from infinistore.server.take_over.keeping import Keeping
 
 if TYPE_CHECKING:
     from infinistore.server.budgets import Rates
-    from infinistore.server.disk.service import DiskService, ServerDisks
+    from infinistore.server.disk import DiskService, ServerDisks
 
 __all__ = ["ServerContext"]
 

@@ -22,7 +22,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation
-from infinistore.server.disk.service import DiskService
+from infinistore.server.disk import DiskService
 from infinistore.server.movers.base import Handler
 
 __all__ = ["DiskRequests"]

@@ -33,6 +33,7 @@ from infinistore.statistics import DiskTierStatistics
 
 __all__ = ["DiskService", "ServerDisks"]
 
+
 _REPLY_SHARE = 0.1
 """The part of a caller's time that is left for the reply, so that a miss arrives before
 the caller gives up."""
