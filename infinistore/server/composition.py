@@ -59,11 +59,11 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 if TYPE_CHECKING:
+    from infinistore.server.certificates import Certificates
     from infinistore.server.cluster.service import ClusterService
     from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.management.api import Management
     from infinistore.server.pools.tenancy import Tenancy
-    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["MAX_BODY_BYTES", "compose_server", "join_cluster", "make_core", "open_disks", "run_server", "serve"]
 

@@ -35,9 +35,9 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.transports.sockets.trio_streams import SocketStream
 
 if TYPE_CHECKING:
+    from infinistore.server.certificates import Certificates
     from infinistore.server.disk import ServerDisks
     from infinistore.server.pools.tenancy import Tenancy
-    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["LAST_WRITES_S", "Server"]
 

@@ -14,7 +14,7 @@ from infinistore.cluster.membership import Node
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Statistics
-from infinistore.server.security.certificates import Certificates
+from infinistore.server.certificates import Certificates
 from infinistore.server.security.loading import load_certificates
 from infinistore.server.security.reloading import Reloads, reload_on_signal
 from infinistore.transports.sockets.trio_streams import connect_tcp

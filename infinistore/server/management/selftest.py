@@ -31,7 +31,7 @@ from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
 
 if TYPE_CHECKING:
-    from infinistore.server.security.certificates import Certificates
+    from infinistore.server.certificates import Certificates
 
 __all__ = ["SELFTEST_PREFIX", "DiskCheck", "TransportCheck", "check_disks", "check_transports"]
 

@@ -11,7 +11,7 @@ from infinistore.server.security.reloading import Reloads
 from infinistore.server.security.tenants import HasTenants, TenantsReload, load_tenants
 
 if TYPE_CHECKING:
-    from infinistore.server.security.certificates import Certificates
+    from infinistore.server.certificates import Certificates
 
 __all__ = ["add_tenants", "load_certificates", "load_policy"]
 
@@ -25,7 +25,7 @@ def load_certificates(config: ServerConfig, audit: Audit | None = None) -> "Cert
     """
     if config.tls_cert is None:
         return None
-    from infinistore.server.security.certificates import Certificates  # late: most servers have no TLS
+    from infinistore.server.certificates import Certificates  # late: most servers have no TLS
 
     return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_peer_ca, audit)
 

@@ -56,8 +56,8 @@ from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
 
 if TYPE_CHECKING:
+    from infinistore.server.certificates import Certificates
     from infinistore.server.pools.planning import PlannedGroups
-    from infinistore.server.security.certificates import Certificates
 
 __all__ = ["serve_shards"]
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Certificates"]
 
+
 _log = logging.getLogger("infinistore.server")
 
 
