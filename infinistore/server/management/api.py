@@ -23,10 +23,17 @@ from infinistore.errors import DiskFailed
 from infinistore.server.maintenance import evict_incrementally
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
-from infinistore.server.management.openapi import Schema, schema_of
-from infinistore.server.management.routing import Operation, application_of, exactly
+from infinistore.server.management.operations import (
+    PROBES,
+    Access,
+    Operation,
+    Schema,
+    application_of,
+    exactly,
+    schema_of,
+    token_of,
+)
 from infinistore.server.management.selftest import DiskCheck, TransportCheck, check_disks, check_transports
-from infinistore.server.security.access import PROBES, Access, token_of
 from infinistore.server.server import Server
 from infinistore.statistics import (
     ClientStatistics,

@@ -22,9 +22,7 @@ from infinistore.server.management import api
 from infinistore.server.management.asking import Answer, ask
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
-from infinistore.server.management.openapi import Schema
-from infinistore.server.management.routing import Operation, application_of, exactly
-from infinistore.server.security.access import Access
+from infinistore.server.management.operations import Access, Operation, Schema, application_of, exactly
 from infinistore.server.security.reloading import Reloads
 from infinistore.server.shards.merging import (
     merge_clients,

@@ -196,7 +196,7 @@ class _Supervisor:
     ) -> None:
         """Start the management API."""
         from infinistore.server.management.http import HttpLimits, serve_http
-        from infinistore.server.security.access import PROBES, Access  # late: who has none does not pay for it
+        from infinistore.server.management.operations import PROBES, Access  # late: who has none does not pay for it
         from infinistore.server.shards.management import ShardsManagement
 
         application = ShardsManagement(self.fleet, Access(policy, self._allowed_hosts), reloads).application()
