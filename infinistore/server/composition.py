@@ -40,8 +40,7 @@ from infinistore.server.management.http import HttpLimits, serve_http
 from infinistore.server.movers.base import Mover
 from infinistore.server.pools.stores import make_arena, make_core, open_disks, open_stores
 from infinistore.server.recorder import Recorder
-from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
-from infinistore.server.security.reloading import Reloads, reload_on_signal
+from infinistore.server.security import Reloads, add_tenants, load_certificates, load_policy, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes

@@ -20,8 +20,7 @@ from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.maintenance import purge_incrementally
-from infinistore.server.security.audit_log import AuditLog
-from infinistore.server.security.reloading import Reloads
+from infinistore.server.security import AuditLog, Reloads
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import Session

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDenied
 from infinistore.protocol.messages import Exists, Keys, Purge
 from infinistore.server.composition import run_server
-from infinistore.server.security.audit_log import AUDIT_LOGGER, AuditLog
+from infinistore.server.security import AUDIT_LOGGER, AuditLog
 from tests.cluster_io.etcd import Etcd
 from tests.server.etcd_keys import delete as delete_key
 from tests.server.etcd_keys import needs_etcd

@@ -388,7 +388,7 @@ async def test_who_takes_over_may_do_nothing_else(taken: Place) -> None:
 
 
 async def test_only_the_user_of_the_server_takes_over(taken: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinistore.server.security.loading.os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr("infinistore.server.security.os.geteuid", lambda: os.getuid() + 1)
     async with taken.serving(text_of(SHARED)) as (server, _):
         monkeypatch.undo()
         streams = [

@@ -15,8 +15,7 @@ from infinistore.cluster_io.probing import instance_asker
 from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Statistics
 from infinistore.server.certificates import Certificates
-from infinistore.server.security.loading import load_certificates
-from infinistore.server.security.reloading import Reloads, reload_on_signal
+from infinistore.server.security import Reloads, load_certificates, reload_on_signal
 from infinistore.transports.sockets.trio_streams import connect_tcp
 from infinistore.transports.tls.contexts import client_context
 from infinistore.transports.tls.session import TlsSession

@@ -31,7 +31,7 @@ from infinistore.server import Server
 from infinistore.server.environment import Environment
 from infinistore.server.pools.opening import open_groups
 from infinistore.server.pools.tenancy import Group, Tenancy
-from infinistore.server.security.tenants import TenantsReload
+from infinistore.server.security import TenantsReload
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 from tests.simulation.history import History, Life, TableInForce
 from tests.simulation.world import World

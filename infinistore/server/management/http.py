@@ -33,7 +33,7 @@ import trio
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.codec import MAGIC
 from infinistore.server.budgets import LogBudget
-from infinistore.server.security.peers import ORIGIN, PRIVATE, is_private, origin_of
+from infinistore.server.security import ORIGIN, PRIVATE, is_private, origin_of
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import accept

@@ -28,7 +28,7 @@ from infinistore.access.identity import Credentials, Identity, Role
 from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.server.management.http import Application
-from infinistore.server.security.peers import ORIGIN, PRIVATE
+from infinistore.server.security import ORIGIN, PRIVATE
 from infinistore.version import __version__
 
 __all__ = [

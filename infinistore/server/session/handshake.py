@@ -27,7 +27,7 @@ from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.budgets import LogBudget
 from infinistore.server.connection import INTERNAL_ERROR, SessionLimits, linger, send_fatal_error
-from infinistore.server.security.peers import check_unix_peer, is_private, origin_of, present
+from infinistore.server.security import check_unix_peer, is_private, origin_of, present
 from infinistore.transports.base import Stream, drive
 
 if TYPE_CHECKING:

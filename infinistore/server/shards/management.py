@@ -23,7 +23,7 @@ from infinistore.server.management.asking import Answer, ask
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
 from infinistore.server.management.operations import Access, Operation, Schema, application_of, exactly
-from infinistore.server.security.reloading import Reloads
+from infinistore.server.security import Reloads
 from infinistore.server.shards.merging import (
     merge_clients,
     merge_metrics,

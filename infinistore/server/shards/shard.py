@@ -24,7 +24,7 @@ from infinistore.protocol.messages import Shard
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
-from infinistore.server.security.reloading import Reloads, reload_on_signal
+from infinistore.server.security import Reloads, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.server.shards.link import (
     Alive,

@@ -33,9 +33,7 @@ from infinistore.host import available_memory, free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.secret_files import read_token
 from infinistore.server.listeners import ServerAddresses
-from infinistore.server.security.audit_log import AuditLog
-from infinistore.server.security.loading import add_tenants, load_certificates, load_policy
-from infinistore.server.security.reloading import Reloads, reload_on_signal
+from infinistore.server.security import AuditLog, Reloads, add_tenants, load_certificates, load_policy, reload_on_signal
 from infinistore.server.shards.link import (
     Drain,
     Link,
