@@ -45,11 +45,10 @@ from infinistore.server.server import Server
 from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session_registry import SessionRegistry
-from infinistore.server.take_over.adopting import PoolLost
-from infinistore.server.take_over.exporting import OneStore
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.keeping import Keeping, make_keeping
 from infinistore.server.take_over.kept import Kept, forget_kept, open_kept
+from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager

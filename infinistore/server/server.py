@@ -25,7 +25,7 @@ from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import Session
 from infinistore.server.session_registry import SessionRegistry
-from infinistore.server.take_over.exporting import Ended
+from infinistore.server.take_over.memory import Ended
 from infinistore.server.telemetry import Telemetry
 from infinistore.tenant_limits import TenantLimits, why_no_places
 from infinistore.transports.base import Stream

@@ -25,8 +25,7 @@ from infinistore.blocking import BlockingStore
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.errors import StoreUnavailable
-from infinistore.server.take_over.adopting import PoolLost
-from infinistore.server.take_over.exporting import OneStore
+from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import begin_taking
 from tests import warm
 from tests.ports import own_ports

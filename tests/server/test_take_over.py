@@ -38,9 +38,8 @@ from infinistore.server.connection import Conversation
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
-from infinistore.server.take_over.adopting import PoolLost, decode
-from infinistore.server.take_over.exporting import OneStore, Taken, make_ownership, take_ownership
 from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.memory import OneStore, PoolLost, Taken, decode, make_ownership, take_ownership
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix

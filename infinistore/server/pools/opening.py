@@ -17,7 +17,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.pools.movers import make_group_movers
 from infinistore.server.pools.planning import check_settings, group_sizes, is_for_one
 from infinistore.server.pools.tenancy import Group, Tenancy
-from infinistore.server.take_over.adopting import Adopting
+from infinistore.server.take_over.memory import Adopting
 
 __all__ = ["open_groups"]
 

@@ -21,9 +21,8 @@ from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.composed import make_movers
-from infinistore.server.take_over.adopting import PoolLost
-from infinistore.server.take_over.exporting import OneStore
 from infinistore.server.take_over.kept import Kept
+from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import Taking
 from infinistore.tenant_limits import TenantLimits
 
@@ -66,7 +65,7 @@ async def open_stores(
             tenancy, kept = await _open_tenancy(
                 config, policy, addresses, environment, resources, parts=parts, taking=taking
             )
-            from infinistore.server.take_over.groups import HandedGroups  # late: most servers have no tenants
+            from infinistore.server.take_over.memory import HandedGroups  # late: most servers have no tenants
 
             tenancy.handed = HandedGroups(tenancy, kept, partial(_journal_of, config))
             background = [] if taking is None else await taking.take(tenancy.handed, resources)

@@ -21,7 +21,7 @@ from infinistore.server.movers.base import Mover
 from infinistore.server.pools.planning import OnlyTenants, by_group
 from infinistore.server.pools.whole_store import WholeStore
 from infinistore.server.session.context import ServerContext
-from infinistore.server.take_over.exporting import Whole
+from infinistore.server.take_over.memory import Whole
 from infinistore.statistics import DiskTierStatistics, StoreStatistics
 from infinistore.tenant_limits import TenantLimits, TenantStatistics
 

@@ -30,7 +30,7 @@ from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection import Conversation
 from infinistore.server.listeners import Listeners
-from infinistore.server.take_over.exporting import Ended, Whole, make_ownership, take_ownership, write_state
+from infinistore.server.take_over.memory import Ended, Whole, make_ownership, take_ownership, write_state
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS, peer_user
 from infinistore.transports.sockets.unix_listener import UnixListener

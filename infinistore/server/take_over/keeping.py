@@ -18,9 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from infinistore.config import ServerConfig
-from infinistore.server.take_over.adopting import can_adopt
-from infinistore.server.take_over.exporting import Ended, write_state
 from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.memory import Ended, can_adopt, write_state
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.unix_listener import UnixListener
 

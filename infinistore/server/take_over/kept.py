@@ -20,9 +20,8 @@ from infinistore.core.group_states import GroupStates, encode_groups
 from infinistore.core.pool_state import PoolState
 from infinistore.errors import ConfigError
 from infinistore.server.listeners import Listeners, open_listeners
-from infinistore.server.take_over.adopting import Adopting, PoolLost, decode, read_all
-from infinistore.server.take_over.exporting import Whole
 from infinistore.server.take_over.keeping import SOCKET, name_of_sockets
+from infinistore.server.take_over.memory import Adopting, PoolLost, Whole, decode, read_all
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.unix_listener import UnixListener
 

@@ -29,9 +29,8 @@ from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.versions import Capability
 from infinistore.server.listeners import Listeners, open_listeners
-from infinistore.server.take_over.adopting import Adopting, PoolLost, decode, has_more, read_all
-from infinistore.server.take_over.exporting import Whole, take_ownership
 from infinistore.server.take_over.giving import ARENA_OF_GROUP
+from infinistore.server.take_over.memory import Adopting, PoolLost, Whole, decode, has_more, read_all, take_ownership
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.raw_sockets import peer_user
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_unix

@@ -1,0 +1,576 @@
+"""The memory and the blocks of a server whose service is over, as the process that goes
+on with it gets and adopts them; `OneStore` is about a server without tenants.
+
+Where they come from is for others: from the server itself (`taking`), or from the
+service manager that kept them (`kept`). With tenants, a group goes on with the memory
+of the group of its name, if those who may have mapped it may have it now. Each tenant
+goes on with its blocks, in its group. Nobody else gets them: a tenant that is not in
+the file any more, or is in another group now, loses them, and what its clients still
+use stays in quarantine.
+"""
+
+import logging
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import attrs
+import trio
+
+from infinistore.allocators import Allocator, allocator_class
+from infinistore.config import ServerConfig
+from infinistore.core.arena import Arena, adopt_arena
+from infinistore.core.clients import Client
+from infinistore.core.group_states import (
+    GroupLayout,
+    GroupStates,
+    TenantState,
+    decode_groups,
+    encode_groups,
+    is_of_groups,
+)
+from infinistore.core.hand_over import Adopted
+from infinistore.core.journal import Journal
+from infinistore.core.pool import Pool
+from infinistore.core.pool_state import PoolState, decode_state, encode_state
+from infinistore.core.store import StoreCore
+from infinistore.core.tenant_store import TenantStore
+from infinistore.core.tenants import Tenants
+from infinistore.host import free_huge_pages
+from infinistore.sizes import in_units
+from infinistore.tenant_limits import TenantLimits
+
+__all__ = [
+    "Adopting",
+    "Ended",
+    "HandedGroups",
+    "OneStore",
+    "PoolLost",
+    "StandIn",
+    "Taken",
+    "Whole",
+    "can_adopt",
+    "decode",
+    "has_more",
+    "make_ownership",
+    "read_all",
+    "take_ownership",
+    "watched_of",
+    "write_state",
+]
+
+
+@attrs.frozen
+class Ended:
+    """A connection that the server has ended: a copy of its socket, and its client, if
+    that may still touch the pool. Without a copy (there was no descriptor), nobody will
+    see when it no longer does."""
+
+    descriptor: int | None
+    client: Client | None
+
+
+@attrs.frozen
+class StandIn:
+    """A client that stands in for one of the earlier server, until that has ended."""
+
+    client: Client
+    core: StoreCore
+    on_close: Callable[[], object] | None = None
+    """Called when it has been closed."""
+
+    def close(self) -> None:
+        """Give back what it has."""
+        self.core.close_client(self.client)
+        if self.on_close is not None:
+            self.on_close()
+
+
+@attrs.frozen
+class Taken:
+    """What became of the blocks of an earlier server."""
+
+    kept: int
+    dropped: int
+    """Blocks that had no checksum, or no place in this pool."""
+    stand_ins: list[list[StandIn]]
+    """Who stands in for each connection, in their order; at last for the process."""
+
+
+class Whole(Protocol):
+    """All that a server has in memory."""
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """All arenas, in an order that stays."""
+
+    def describe(self) -> list[bytes]:
+        """Return what is to be known of the arenas before they are used, as bytes;
+        none if all are one pool."""
+
+    def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
+        """Return all connections that have to be watched, in order, and the bytes of
+        the state. The service is over."""
+
+    def adopt(self, state: Any) -> Taken:
+        """Take over the blocks that `export` told of, of which nothing is here yet.
+
+        Raises:
+            ConfigError: something that is still in use has no place in this pool.
+        """
+
+    def verify_some(self, most_bytes: int) -> bool:
+        """Hash about so many bytes that were taken over; whether any is left."""
+
+    @property
+    def checksum_drops(self) -> int:
+        """How many blocks were not what their checksum says."""
+
+
+class OneStore:
+    """The store of a server without tenants."""
+
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """Those of its pool."""
+        return self._core.pool.arenas
+
+    def describe(self) -> list[bytes]:
+        """Nothing: all arenas are one pool."""
+        return []
+
+    def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
+        """See `Whole`: in `PoolState.pins`, there is one group for each connection, and
+        at last that of this process."""
+        watched, pins = watched_of(self._core, ended)
+        return watched, encode_state(self._core.hand_over.export(instance, pins))
+
+    def adopt(self, state: PoolState) -> Taken:
+        """See `Whole`."""
+        adopted = self._core.hand_over.adopt(state)
+        return Taken(adopted.kept, adopted.dropped, [[StandIn(one, self._core)] for one in adopted.stand_ins])
+
+    def verify_some(self, most_bytes: int) -> bool:
+        """See `Whole`."""
+        return self._core.hand_over.verify_some(most_bytes)
+
+    @property
+    def checksum_drops(self) -> int:
+        """See `Whole`."""
+        return self._core.statistics().checksum_drops
+
+
+def watched_of(core: StoreCore, ended: Sequence[Ended]) -> tuple[list[Ended], list[list[Client]]]:
+    """Return those of a store that have to be watched: `ended`, and clients of which
+    nobody can tell when they touch the pool no more. And the clients of each of them,
+    with those of this process at last."""
+    clients = {one.client for one in ended}
+    others = [client for client in core.clients if client not in clients]
+    watched = [*ended, *(Ended(None, client) for client in others if client.state == "quarantined")]
+    own = [client for client in others if client.state != "quarantined"]
+    return watched, [*([one.client] if one.client is not None else [] for one in watched), own]
+
+
+def write_state(pieces: Sequence[bytes]) -> int:
+    """Write the state to a file in memory, and return its descriptor.
+
+    Raises:
+        OSError: there is no descriptor left, or no memory.
+    """
+    descriptor = os.memfd_create("infinistore-state", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.writelines(pieces)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def make_ownership() -> int:
+    """Return the descriptor of what decides who serves a pool that two processes map: a
+    pipe with one byte in it. The kernel gives the byte to one of all that ever read.
+
+    Raises:
+        OSError: there is no descriptor left.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with open(writer, "wb", buffering=0) as file:
+        file.write(b"\0")
+    return reader
+
+
+def take_ownership(descriptor: int) -> bool:
+    """Become the one that serves; False if another process did before."""
+    return bool(os.read(descriptor, 1))
+
+
+_log = logging.getLogger("infinistore.server")
+_SLICE_BYTES = 8 * 1024 * 1024
+"""How much is hashed before others get their turn: about a millisecond."""
+_QUIET_S = 10.0
+"""How long a connection is kept that can touch nothing, so that its client can read why
+it ended."""
+
+
+def can_adopt(config: ServerConfig) -> bool:
+    """Whether the allocator can go on with what another process has placed."""
+    return allocator_class(config.allocator).adopt is not Allocator.adopt
+
+
+class PoolLost(Exception):
+    """The memory of the earlier server cannot be used: start with an empty pool. The
+    earlier server has ended."""
+
+
+class Adopting:
+    """What there is of an earlier server, until it belongs to the store of this one.
+
+    `arenas` are descriptors of its memory, each with its length, by trust group (an
+    empty name without tenants); `lifeline` hangs up when its process has ended, and
+    each of the `streams` when that client has; None stands for one that nobody can
+    watch. Whoever uses some of `arenas` takes them out.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.lifeline = -1
+        self.arenas: dict[str, list[tuple[int, int]]] = {}
+        self.groups: list[GroupLayout] = []
+        """The trust groups of the earlier server."""
+        self.streams: list[int | None] = []
+        self.open: set[int] = set()
+        """Of the streams and the lifeline, those to be closed."""
+        self._stand_ins: list[list[StandIn]] = []
+
+    def accept(self, lengths: Sequence[int], described: bytes | None) -> str:
+        """Hear of what arenas the earlier server has; `described` is what it says of
+        its groups, if it has any. Return why this server cannot go on with them; empty
+        if it can, at least with some."""
+        if not can_adopt(self.config):
+            return f"the allocator {self.config.allocator} cannot take over what another process has placed"
+        if (self.config.tenants is None) != (described is None):
+            return f"it was kept by a server with{'out' if described is None else ''} tenants"
+        if described is None:
+            return self.why_not(lengths, self.config.prealloc_bytes)
+        try:
+            self.groups = decode_groups(described).groups
+        except ValueError as error:
+            return f"what it says of its groups cannot be read: {error}"
+        if [length for group in self.groups for length in group.arenas] != list(lengths):
+            return "what it says of its groups is not what they have"
+        return ""
+
+    def give_arenas(self, arenas: Sequence[tuple[int, int]]) -> None:
+        """Give it the arenas, in their order."""
+        found = iter(arenas)
+        if self.config.tenants is None:
+            self.arenas = {"": list(found)}
+        else:
+            self.arenas = {group.name: list(islice(found, len(group.arenas))) for group in self.groups}
+
+    def why_not(self, lengths: Sequence[int], size_bytes: int) -> str:
+        """Return why a pool of such arenas cannot go on as one of `size_bytes`; empty
+        if it can."""
+        config, most_bytes = self.config, size_bytes
+        if config.auto_increase:
+            most_bytes = max(most_bytes, config.max_pool_bytes or sum(lengths))
+        page_bytes = free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE
+        if sum(lengths) >= most_bytes + len(lengths) * page_bytes:
+            return f"its pool has {in_units(sum(lengths))}, and this one is to have {in_units(most_bytes)}"
+        return ""
+
+    def unusable(self, problem: str) -> Exception:
+        """Return what to raise where an arena cannot be used."""
+        return PoolLost(problem)
+
+    async def add_arenas(
+        self,
+        pool: Pool,
+        make_arena: Callable[[int, int], Arena],
+        run_in_thread: Callable[..., Awaitable[Any]],
+        *,
+        size_bytes: int,
+    ) -> None:
+        """Add the arenas of a server without tenants to a pool, and another one for
+        what is missing of its `size_bytes`. Raises what `unusable` returns.
+        """
+        try:
+            await self._add_arenas(pool, make_arena, run_in_thread, size_bytes, "")
+        except ValueError as error:
+            raise self.unusable(str(error)) from None
+
+    async def _add_arenas(
+        self,
+        pool: Pool,
+        make_arena: Callable[[int, int], Arena],
+        run_in_thread: Callable[..., Awaitable[Any]],
+        size_bytes: int,
+        group: str,
+    ) -> None:
+        arenas = self.arenas.pop(group)
+        adopted: list[Arena] = []
+        threads = os.cpu_count() or 1
+        for index, (descriptor, length) in enumerate(arenas):
+            adopt = partial(adopt_arena, index, descriptor, length, prefault_threads=threads)
+            try:
+                adopted.append(await run_in_thread(adopt))
+            except BaseException:
+                self.arenas[group] = arenas[index + 1 :]
+                for arena in adopted:
+                    arena.close()
+                raise
+        for arena in adopted:
+            pool.add_arena(arena)
+        if self.config.numa_node is not None:
+            _log.info("what is taken over stays on its NUMA nodes", extra={"numa_node": self.config.numa_node})
+        missing = size_bytes - sum(arena.length for arena in pool.arenas)
+        if missing > 0:
+            pool.add_arena(await run_in_thread(make_arena, len(pool.arenas), missing))
+
+    async def add_group(
+        self,
+        pool: Pool,
+        make_arena: Callable[[int, int], Arena],
+        run_in_thread: Callable[..., Awaitable[Any]],
+        group: str,
+        size_bytes: int,
+    ) -> str:
+        """Add the arenas of a group to a pool of `size_bytes`, which has none; return
+        why they cannot be used, and nothing was added, or an empty text."""
+        why = self.why_not([length for _, length in self.arenas[group]], size_bytes)
+        if why:
+            return why
+        try:
+            await self._add_arenas(pool, make_arena, run_in_thread, size_bytes, group)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def leave(self, group: str) -> None:
+        """Do without the memory of a group."""
+        for descriptor, _ in self.arenas.pop(group, ()):
+            os.close(descriptor)
+
+    def adopt(self, whole: Whole, state: PoolState | GroupStates) -> list[Callable[[], Awaitable[None]]]:
+        """Take the blocks over; return what is to run in the background from now on.
+
+        Raises:
+            ConfigError: something that is still in use has no place in this pool.
+        """
+        taken = whole.adopt(state)
+        self._stand_ins = taken.stand_ins
+        _log.info("took over", extra={"keys": taken.kept, "dropped": taken.dropped, "connections": len(self.streams)})
+        return [self._watch, partial(_verify, whole)]
+
+    def still_open(self) -> list[Ended]:
+        """Return the connections and clients of the earlier server that have not ended,
+        for the process that takes this one's place."""
+        streams = [*self.streams, self.lifeline]
+        return [
+            Ended(_copy_of(descriptor), one.client)
+            for descriptor, stand_ins in zip(streams, self._stand_ins, strict=True)
+            for one in stand_ins
+            if one.client.state != "closed"
+        ]
+
+    async def _watch(self) -> None:
+        """Give back what clients of the earlier server held, each when it is gone."""
+        async with trio.open_nursery() as nursery:
+            for descriptor, stand_ins in zip([*self.streams, self.lifeline], self._stand_ins, strict=True):
+                if descriptor is not None:
+                    nursery.start_soon(self._close_after, stand_ins, descriptor)
+
+    async def _close_after(self, stand_ins: Sequence[StandIn], descriptor: int) -> None:
+        """Close the clients once the other end of their connection has ended."""
+        with trio.CancelScope() as scope:
+            if not any(one.client.pinned_bytes for one in stand_ins):
+                scope.deadline = trio.current_time() + _QUIET_S
+            while await has_more(descriptor):
+                pass
+        for one in stand_ins:
+            one.close()
+        self._close(descriptor)
+
+    def close(self) -> None:
+        """Close what nobody uses."""
+        for descriptor in list(self.open):
+            self._close(descriptor)
+        for group in list(self.arenas):
+            self.leave(group)
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self.open:
+            self.open.remove(descriptor)
+            os.close(descriptor)
+
+
+async def has_more(descriptor: int) -> bool:
+    """Throw away what comes; False at the end."""
+    await trio.lowlevel.wait_readable(descriptor)
+    try:
+        return bool(os.read(descriptor, 64 * 1024))
+    except BlockingIOError:  # somebody else has read it
+        return True
+    except OSError:
+        return False
+
+
+def decode(data: bytes) -> PoolState | GroupStates:
+    """Return the state of a server, with tenants or without.
+
+    Raises:
+        ValueError: these bytes describe none.
+    """
+    return decode_groups(data) if is_of_groups(data) else decode_state(data)
+
+
+def read_all(descriptor: int) -> bytes:
+    """Read a file from its beginning, and close it."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _copy_of(descriptor: int | None) -> int | None:
+    """Copy a descriptor; None if there is none left."""
+    try:
+        return None if descriptor is None else os.dup(descriptor)
+    except OSError:
+        return None
+
+
+async def _verify(whole: Whole) -> None:
+    """Hash what was taken over, in slices."""
+    before = whole.checksum_drops
+    while whole.verify_some(_SLICE_BYTES):
+        await trio.lowlevel.checkpoint()
+    dropped = whole.checksum_drops - before
+    _log.info("verified what was taken over", extra={"dropped": dropped})
+
+
+class _Group(Protocol):
+    """A trust group."""
+
+    @property
+    def tenants(self) -> Tenants: ...
+    @property
+    def mapped(self) -> bool: ...
+
+
+class _Groups(Protocol):
+    """The groups of a server."""
+
+    whole: StoreCore
+
+    def groups(self) -> Mapping[str, _Group]:
+        """Return them, by name."""
+
+    def writers(self, group: str) -> list[str] | None:
+        """Return the tenants whose clients may have mapped the pool of a group to
+        write; None: anybody."""
+
+    def look_who_left(self) -> None:
+        """Hear that somebody uses less of what a tenant has."""
+
+
+class HandedGroups:
+    """The groups of `tenancy`; see `Whole`. Those in `kept` have the memory of the
+    earlier server. `make_journal` returns the journal of a tenant that has disks."""
+
+    def __init__(
+        self,
+        tenancy: _Groups,
+        kept: Sequence[str] = (),
+        make_journal: Callable[[TenantLimits], Journal | None] = lambda limits: None,
+    ) -> None:
+        self._tenancy = tenancy
+        self._groups = tenancy.groups()
+        self._kept = kept
+        self._make_journal = make_journal
+        self._to_verify: list[TenantStore] = []
+
+    def __len__(self) -> int:
+        return len(self._tenancy.whole)
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """Those of one group after the other."""
+        return [arena for group in self._groups.values() for arena in group.tenants.pool.arenas]
+
+    def describe(self) -> list[bytes]:
+        """What each group has, and who may have mapped it."""
+        return encode_groups(GroupStates(self._layouts(), []))
+
+    def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
+        """See `Whole`."""
+        left = {one.client: one for one in ended if one.client is not None}
+        watched: list[Ended] = []
+        tenants: list[TenantState] = []
+        for name, group in self._groups.items():
+            for tenant, store in group.tenants.all_stores().items():
+                mine = [left.pop(client) for client in list(left) if client in store.clients]
+                of_tenant, pins = watched_of(store, mine)
+                watched += of_tenant
+                tenants.append(TenantState(name, tenant, store.hand_over.export(instance, pins)))
+        quiet = [one for one in ended if one.client is None or one.client in left]
+        states = GroupStates(self._layouts(), tenants, len(quiet))
+        return [*watched, *quiet], encode_groups(states)
+
+    def adopt(self, state: GroupStates) -> Taken:
+        """See `Whole`."""
+        adopted: dict[tuple[str, str], Adopted] = {}
+        for name in self._kept:
+            states = {one.tenant: one.state for one in state.tenants if one.group == name}
+            found = self._groups[name].tenants.adopt(states, self._make_journal)
+            adopted |= {(name, tenant): one for tenant, one in found.items()}
+        streams: list[list[StandIn]] = []
+        own: list[StandIn] = []
+        for one in state.tenants:
+            of_tenant = adopted.get((one.group, one.tenant))
+            if of_tenant is None:  # nobody uses that memory here
+                streams += [[] for _ in one.state.pins[:-1]]
+                continue
+            store = self._groups[one.group].tenants.all_stores()[one.tenant]
+            self._to_verify.append(store)
+            *clients, of_process = [self._stand_in(client, store) for client in of_tenant.stand_ins]
+            streams += [[client] for client in clients]
+            own.append(of_process)
+        kept = sum(one.kept for one in adopted.values())
+        stand_ins = [*streams, *([] for _ in range(state.quiet)), own]
+        return Taken(kept, sum(len(one.state.keys) for one in state.tenants) - kept, stand_ins)
+
+    def verify_some(self, most_bytes: int) -> bool:
+        """See `Whole`."""
+        while self._to_verify:
+            if self._to_verify[-1].hand_over.verify_some(most_bytes):
+                return True
+            self._to_verify.pop()
+        return False
+
+    @property
+    def checksum_drops(self) -> int:
+        """See `Whole`."""
+        return self._tenancy.whole.statistics().checksum_drops
+
+    def _layouts(self) -> list[GroupLayout]:
+        return [self._layout(name, group) for name, group in self._groups.items()]
+
+    def _layout(self, name: str, group: _Group) -> GroupLayout:
+        arenas = [arena.length for arena in group.tenants.pool.arenas]
+        return GroupLayout(name, arenas, group.mapped, self._tenancy.writers(name))
+
+    def _stand_in(self, client: Client, store: StoreCore) -> StandIn:
+        return StandIn(client, store, self._tenancy.look_who_left)
