@@ -46,8 +46,7 @@ from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session_registry import SessionRegistry
 from infinistore.server.take_over.giving import Giving
-from infinistore.server.take_over.keeping import Keeping, make_keeping
-from infinistore.server.take_over.kept import Kept, forget_kept, open_kept
+from infinistore.server.take_over.kept import Keeping, Kept, forget_kept, make_keeping, open_kept
 from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry

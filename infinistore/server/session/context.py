@@ -13,7 +13,7 @@ from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Mover
 from infinistore.server.recorder import Recorder
 from infinistore.server.take_over.giving import Giving
-from infinistore.server.take_over.keeping import Keeping
+from infinistore.server.take_over.kept import Keeping
 
 if TYPE_CHECKING:
     from infinistore.server.budgets import Rates
