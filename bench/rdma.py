@@ -29,7 +29,7 @@ import trio
 import infinistore
 from infinistore import ServerConfig, serve
 from infinistore.core import create_arena
-from infinistore.server.movers.rdma.pool import RdmaPool
+from infinistore.server.movers.rdma import RdmaPool
 from infinistore.transports.rdma.ibverbs.bindings import load_pyverbs
 from infinistore.transports.rdma.ibverbs.queue import CHAIN, WorkRequests
 from infinistore.transports.rdma.plan import Piece, Placement, plan_transfer

@@ -30,7 +30,7 @@ from infinistore.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from infinistore.server.movers.rdma import pool as server_rdma
+from infinistore.server.movers import rdma as server_rdma
 from infinistore.transports.rdma.devices import Place
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child

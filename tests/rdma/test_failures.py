@@ -22,7 +22,7 @@ from infinistore.client.movers.rdma import pause as rdma_pause
 from infinistore.errors import StoreUnavailable, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut
-from infinistore.server.movers.rdma.mover import RdmaMover
+from infinistore.server.movers.rdma import RdmaMover
 from infinistore.transports.rdma.memory import RegisteredSpan, address_of
 from infinistore.transports.rdma.opening import open_device
 from infinistore.transports.rdma.verbs import Completion, Device, Endpoint, Operation, Queue

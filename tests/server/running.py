@@ -28,7 +28,7 @@ from infinistore.server.composition import compose_server, make_core, open_disks
 from infinistore.server.connection import LINGER_S
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
-from infinistore.server.movers.rdma.mover import RdmaMover
+from infinistore.server.movers.rdma import RdmaMover
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
 from infinistore.statistics import StoreStatistics

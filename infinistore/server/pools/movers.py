@@ -7,8 +7,7 @@ from infinistore.core.tenants import Tenants
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.inline import InlineMover
-from infinistore.server.movers.rdma.mover import RdmaMover
-from infinistore.server.movers.rdma.pool import open_rdma
+from infinistore.server.movers.rdma import RdmaMover, open_rdma
 from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
 from infinistore.server.movers.shm.mover import ShmMover
 from infinistore.server.movers.shm.removals import PublishedRemovals

@@ -1,22 +1,29 @@
-"""The requests of a client that moves blocks by RDMA.
+"""RDMA: the server reads and writes the client's registered memory. Its device, the
+pool as the device knows it, and the requests of a client that moves blocks so.
 
 The server posts every read and write. For a put it reads the client's registered memory
 into the pool, for a get it writes out of the pool into that memory, and the reply
-follows on the control stream.
-
-A transfer that fails has destroyed its queue pair when its error is raised here. So
-room and pins may be given back at once, as everywhere else.
+follows on the control stream. A transfer that fails has destroyed its queue pair when
+its error is raised here: so room and pins may be given back at once, as everywhere
+else. The pool is registered for this side only: no key exists that a peer could use.
 """
 
+import logging
+import mmap
 from collections.abc import Sequence
+from itertools import repeat
 from operator import add
 from typing import ClassVar
 
 import attrs
 import trio
 
+from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena
-from infinistore.errors import DeadlineExceeded, OutOfMemory, ProtocolError, TransferFailed
+from infinistore.core.clients import Lease
+from infinistore.core.entry import length_of
+from infinistore.core.pool import Pool
+from infinistore.errors import ConfigError, DeadlineExceeded, OutOfMemory, ProtocolError, TransferFailed
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
@@ -41,21 +48,169 @@ from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
-from infinistore.server.movers.rdma.placements import (
-    cut,
-    end_to_end,
-    of_present,
-    packed,
-    present_lengths,
-    remote_placement,
-)
-from infinistore.server.movers.rdma.pool import RdmaPool
 from infinistore.sizes import in_units
+from infinistore.transports.rdma import opening
+from infinistore.transports.rdma.choice import near_address
+from infinistore.transports.rdma.devices import Place
+from infinistore.transports.rdma.memory import address_of
 from infinistore.transports.rdma.plan import Placement, plan_transfer
 from infinistore.transports.rdma.requester import Requester
-from infinistore.transports.rdma.verbs import Endpoint, NoRdma, Operation
+from infinistore.transports.rdma.verbs import Device, Endpoint, NoRdma, Operation, Region
 
-__all__ = ["RdmaMover"]
+__all__ = [
+    "RdmaMover",
+    "RdmaPool",
+    "cut",
+    "end_to_end",
+    "of_present",
+    "open_rdma",
+    "packed",
+    "present_lengths",
+    "remote_placement",
+]
+
+
+def remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement:
+    """Return the places that a request names; one remote key stands for all addresses.
+
+    Raises:
+        ProtocolError: the columns do not fit, or a key has more than 32 bits.
+    """
+    if len(keys) == 1:
+        keys = [keys[0]] * len(addresses)
+    if len(keys) != len(addresses) or max(keys, default=0) >= 1 << 32:
+        raise ProtocolError(f"{len(addresses)} addresses with {len(keys)} remote keys")
+    return Placement(addresses, keys)
+
+
+def present_lengths(lease: Lease) -> list[int]:
+    """Return the lengths of the blocks that are there."""
+    return list(map(length_of, lease.pinned))
+
+
+def packed(remote: Placement, lease: Lease) -> Placement:
+    """Return the places of the blocks that are there, back to back in the one span of
+    the request.
+    """
+    return end_to_end(remote.addresses[0], remote.keys[0], present_lengths(lease))
+
+
+def of_present(remote: Placement, lease: Lease) -> Placement:
+    """Return the places, of those of all blocks, of the blocks that are there."""
+    if len(lease.pinned) == len(remote.addresses):
+        return remote
+    present = [i for i, entry in enumerate(lease.entries) if entry is not None]
+    return Placement([remote.addresses[i] for i in present], [remote.keys[i] for i in present])
+
+
+def end_to_end(address: int, key: int, lengths: Sequence[int]) -> Placement:
+    """Return places of these lengths, back to back from `address` on."""
+    addresses = []
+    for length in lengths:
+        addresses.append(address)
+        address += length
+    return Placement(addresses, [key] * len(addresses))
+
+
+def cut(extents: Sequence[tuple[int, int, int]], first_byte: int, count: int) -> list[tuple[int, int, int]]:
+    """Return what `count` bytes of these extents are, end to end, from `first_byte` on.
+
+    Raises:
+        ProtocolError: there are not so many.
+    """
+    part: list[tuple[int, int, int]] = []
+    position = 0
+    for arena, offset, length in extents:
+        start, end = max(first_byte, position), min(first_byte + count, position + length)
+        if start < end:
+            part.append((arena, offset + start - position, end - start))
+        position += length
+    if not count or first_byte + count > position:
+        raise ProtocolError(f"{in_units(count)} from byte {first_byte} on, of a batch of {position}")
+    return part
+
+
+_log = logging.getLogger("infinistore.server")
+
+
+class RdmaPool:
+    """A device, and the arenas of a pool, each registered once for local use."""
+
+    def __init__(self, device: Device, *, dead_after_s: float) -> None:
+        self.device = device
+        self.dead_after_s = dead_after_s
+        self._bases: list[int] = []
+        self.regions: list[Region] = []
+        """The registered memory of each arena, by its number."""
+        # Where bytes are read that nobody looks at.
+        self._scratch = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        self._scratch_region = device.register(address_of(self._scratch), 1, remote=False)
+
+    def add_arena(self, arena: Arena) -> None:
+        """Register the next arena. Blocking, 0.1 s and more per GiB.
+
+        Raises:
+            NoRdma: the system does not allow it.
+        """
+        assert arena.index == len(self.regions)
+        self.regions.append(self.device.register(arena.address, arena.length, remote=False))
+        self._bases.append(arena.address)
+
+    def placement(self, extents: Sequence[tuple[int, ...]]) -> Placement:
+        """Return the placement of these extents, or entries, of the pool."""
+        arenas = [extent[0] for extent in extents]
+        offsets = [extent[1] for extent in extents]
+        if arenas and arenas.count(arenas[0]) == len(arenas):
+            base, key = self._bases[arenas[0]], self.regions[arenas[0]].local_key
+            return Placement(list(map(add, offsets, repeat(base))), [key] * len(arenas))
+        bases, regions = self._bases, self.regions
+        addresses = [bases[arena] + offset for arena, offset in zip(arenas, offsets, strict=True)]
+        return Placement(addresses, [regions[arena].local_key for arena in arenas])
+
+    def scratch(self, count: int) -> Placement:
+        """Return `count` placements of one byte that nothing reads, as the target of a
+        read-back.
+        """
+        return Placement([address_of(self._scratch)] * count, [self._scratch_region.local_key] * count)
+
+    def close(self) -> None:
+        """Close the device; idempotent."""
+        self.device.close()
+
+
+def open_rdma(config: ServerConfig, pool: Pool) -> RdmaPool | None:
+    """Open the device that the settings name, or the first that works, and register the
+    pool. Blocking.
+
+    None where that is not possible, with the reason in the log.
+
+    Raises:
+        ConfigError: it is not possible, and the settings require it.
+    """
+    device: Device | None = None
+    try:
+        device = opening.open_device(
+            config.dev_name,
+            config.ib_port,
+            config.link_type,
+            config.hint_gid_index,
+            near_address(config.host),
+            place=None if config.numa_node is None else Place(numa_node=config.numa_node),
+        )
+        rdma = RdmaPool(device, dead_after_s=config.rdma_timeout_s)
+        for arena in pool.arenas:
+            rdma.add_arena(arena)
+    except NoRdma as error:
+        if device is not None:
+            device.close()
+        if config.require_rdma:
+            raise ConfigError(f"--require-rdma: {error}") from None
+        wanted = config.dev_name is not None
+        _log.log(logging.WARNING if wanted else logging.INFO, "serving without RDMA", extra={"reason": str(error)})
+        return None
+    _log.info("serving RDMA", extra={"device": device.place, "reason": device.reason})
+    return rdma
+
 
 _ADDRESS_SPACE = 1 << 64
 _MTUS = (256, 512, 1024, 2048, 4096)

@@ -1,1 +1,0 @@
-"""RDMA: the server reads and writes the client's registered memory."""
