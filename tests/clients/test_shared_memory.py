@@ -249,7 +249,7 @@ async def test_a_pool_of_more_arenas_than_one_reply_tells_of_is_asked_for_until_
     """As when a pool has grown 254 times: a client that comes then has to ask more than
     once.
     """
-    monkeypatch.setattr("infinistore.server.movers.shm.mover.MAX_DESCRIPTORS", 2)  # an arena, and what tells of the end
+    monkeypatch.setattr("infinistore.server.movers.shm.MAX_DESCRIPTORS", 2)  # an arena, and what tells of the end
     async with serving(tmp_path) as server, infinistore.open_store(best(server)) as store:
         for index in (1, 2):
             server.core.add_arena(create_arena(index, POOL_BYTES))

@@ -97,7 +97,7 @@ from infinistore.protocol.versions import MINOR, OFFER, Offer
 from infinistore.server.connection import ClientTables
 from infinistore.server.management.api import Management
 from infinistore.server.management.http import ConnectionSlots, HttpLimits, serve_connection
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import PublishedRemovals
 from tests.protocol.wire import Wire, frame
 
 __all__ = ["TARGETS"]

@@ -29,8 +29,7 @@ from infinistore.server.connection import LINGER_S
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma import RdmaMover
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.mover import ShmMover
+from infinistore.server.movers.shm import LivenessPipe, ShmMover
 from infinistore.statistics import StoreStatistics
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp, connect_unix

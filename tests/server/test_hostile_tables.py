@@ -34,7 +34,7 @@ from infinistore.protocol.messages import Keys, Message, Release, Touch
 from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, READER_BYTES, TouchLog
 from infinistore.server.connection import ClientTables
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import PublishedRemovals
 
 UNIT_BYTES = 256
 POOL_BYTES = 4096

@@ -36,8 +36,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma import RdmaMover
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.mover import ShmMover
+from infinistore.server.movers.shm import LivenessPipe, ShmMover
 from infinistore.server.session.requests import ANSWERS, open_movers
 from infinistore.server.session.session import Session
 from infinistore.transports import Transport

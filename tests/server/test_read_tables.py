@@ -26,7 +26,7 @@ from infinistore.protocol.messages import Keys, Message, Purge, Release, Touch
 from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.shared_tables import READER_BYTES, HazardTable, RemovalTable, TouchLog
 from infinistore.server.connection import ClientTables
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import PublishedRemovals
 
 POOL_BYTES = 64 * 1024
 BLOCK_BYTES = 4096

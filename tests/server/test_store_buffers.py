@@ -32,7 +32,7 @@ from infinistore.protocol.messages import MISSING
 from infinistore.protocol.packed_offsets import offset_of, pack_offsets
 from infinistore.protocol.shared_tables import CommitWord, HazardTable, RemovalTable
 from infinistore.server.connection import ClientTables
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import PublishedRemovals
 from tests.server.store_buffers import Actor, Numbers, Processors
 
 UNIT_BYTES = 512

@@ -28,9 +28,7 @@ from infinistore.core import StoreCore
 from infinistore.protocol import shared_tables
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.mover import ShmMover
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import LivenessPipe, PublishedRemovals, ShmMover
 from tests.simulation.network import Listener, NetworkSettings
 from tests.simulation.nodes import ServerNode, Sharing
 from tests.simulation.processes import STOP_CHANCES, Killed, Process, Processes

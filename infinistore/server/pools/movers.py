@@ -8,9 +8,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma import RdmaMover, open_rdma
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.mover import ShmMover
-from infinistore.server.movers.shm.removals import PublishedRemovals
+from infinistore.server.movers.shm import LivenessPipe, PublishedRemovals, ShmMover
 
 __all__ = ["make_group_movers"]
 

@@ -1,7 +1,7 @@
 """Learning that a server has ended while nobody asks it anything.
 
 With its arenas the server hands out one end of a pipe that nobody writes to; it keeps
-the other end (`server/movers/shm/liveness_pipe.py`). A thread sleeps until the pipe
+the other end (`server/movers/shm.py`). A thread sleeps until the pipe
 hangs up. That serves every kind of client, in or out of an event loop, takes no
 connection, and looks at no clock.
 """

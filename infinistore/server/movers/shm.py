@@ -1,7 +1,10 @@
-"""The requests of a client that maps the pool, and reads and writes it there.
+"""Shared memory: the client maps the pool, and reads and writes it there.
 
 The client asks for places in the pool and copies; the server copies nothing. What the
-client reserves and leases is kept in its connection's `Holdings`.
+client reserves and leases is kept in its connection's `Holdings`. A removal table shows
+clients which blocks are gone (`infinistore/protocol/shared_tables.py`). A pipe that
+nobody writes to tells idle clients that the server has ended, however it ended: the
+machine gets the pool back only when they unmap it, too.
 """
 
 import os
@@ -15,6 +18,8 @@ import trio
 
 from infinistore.access.identity import Role
 from infinistore.core.arena import Arena, create_arena
+from infinistore.core.store import StoreCore
+from infinistore.core.tenants import Tenants
 from infinistore.errors import InfiniStoreException, OutOfMemory, PermissionDenied, ProtocolError
 from infinistore.host import NO_THREAD
 from infinistore.protocol.codec import pack_u64
@@ -37,16 +42,68 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received
-from infinistore.protocol.shared_tables import HAZARD_SLOTS
+from infinistore.protocol.shared_tables import HAZARD_SLOTS, RemovalTable, granule_bytes_for, removal_table_bytes
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection import ClientTables, Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
-from infinistore.server.movers.shm.liveness_pipe import LivenessPipe
-from infinistore.server.movers.shm.removals import PublishedRemovals
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
 
-__all__ = ["ShmMover"]
+__all__ = ["LivenessPipe", "PublishedRemovals", "ShmMover"]
+
+
+class LivenessPipe:
+    """The pipe, until `close`. OSError: there are no descriptors for it."""
+
+    def __init__(self) -> None:
+        self._clients_end, self._own_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._closed = False
+
+    def share(self) -> int:
+        """Return the descriptor of the clients' end, which the pipe closes."""
+        return self._clients_end
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._clients_end)
+            os.close(self._own_end)
+
+
+class PublishedRemovals:
+    """The removal table for a pool of `pool_bytes`. Blocking to make: some
+    milliseconds.
+
+    OutOfMemory: there is no memory for it.
+    """
+
+    def __init__(self, pool_bytes: int, unit_bytes: int = 1, create_arena: Callable[..., Arena] = create_arena) -> None:
+        self.granule_bytes = granule_bytes_for(pool_bytes, unit_bytes)
+        self.arena = create_arena(0, removal_table_bytes(pool_bytes, unit_bytes), name="removals")
+        self.table = RemovalTable(self.arena.memory, self.granule_bytes)
+        self.table.note(())  # counts begin at 1: replies say 0 where there is no table
+
+    @property
+    def count(self) -> int:
+        """How many removals there have been."""
+        return self.table.count
+
+    def watch(self, core: StoreCore | Tenants) -> None:
+        """Note what is removed from a store, or from those of tenants, from now on."""
+        core.expect_hazards()
+        core.on_removal = lambda entries: self.table.note(pack_offsets(entries))
+
+    def share(self) -> int:
+        """Return the descriptor of the table, for clients to map and read; the table
+        closes it.
+        """
+        return self.arena.share(writable=False)
+
+    def close(self) -> None:
+        """Close it. Clients that have it mapped keep what it says."""
+        self.arena.close()
+
 
 _NOWHERE = (0, 0, 0, 0)
 _LENGTH = itemgetter(2)

@@ -1,1 +1,0 @@
-"""Shared memory: the client maps the pool, and copies."""
