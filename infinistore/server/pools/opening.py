@@ -14,7 +14,7 @@ from infinistore.core.pool import Pool
 from infinistore.core.tenants import Tenants
 from infinistore.errors import ConfigError
 from infinistore.server.environment import Environment
-from infinistore.server.pools.movers import make_group_movers
+from infinistore.server.movers.composed import make_group_movers
 from infinistore.server.pools.planning import check_settings, group_sizes, is_for_one
 from infinistore.server.pools.tenancy import Group, Tenancy
 from infinistore.server.take_over.memory import Adopting
