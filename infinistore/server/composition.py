@@ -42,9 +42,8 @@ from infinistore.server.pools.stores import make_arena, make_core, open_disks, o
 from infinistore.server.recorder import Recorder
 from infinistore.server.security import Reloads, add_tenants, load_certificates, load_policy, reload_on_signal
 from infinistore.server.server import Server
-from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
-from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.session.session import ServerContext, SessionRegistry
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.kept import Keeping, Kept, forget_kept, make_keeping, open_kept
 from infinistore.server.take_over.memory import OneStore, PoolLost

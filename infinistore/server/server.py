@@ -21,10 +21,8 @@ from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.security import AuditLog, Reloads
-from infinistore.server.session.context import ServerContext
 from infinistore.server.session.handshake import Handshakes
-from infinistore.server.session.session import Session
-from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.session.session import ServerContext, Session, SessionRegistry
 from infinistore.server.take_over.memory import Ended
 from infinistore.server.telemetry import Telemetry
 from infinistore.tenant_limits import TenantLimits, why_no_places

@@ -21,7 +21,7 @@ from infinistore.protocol.messages import Tree
 from infinistore.server.connection import Traffic
 from infinistore.server.recorder import Recorder
 from infinistore.server.session.handshake import Handshakes
-from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.session.session import SessionRegistry
 from infinistore.statistics import (
     ArenaStatistics,
     ClientStatistics,

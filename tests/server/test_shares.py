@@ -30,8 +30,7 @@ from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.effects import LongBody
 from infinistore.server.budgets import BodyBudget, DescriptorBudget, LogBudget
 from infinistore.server.connection import Traffic
-from infinistore.server.session.session import Session
-from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.session.session import Session, SessionRegistry
 from infinistore.tenant_limits import TenantLimits
 from tests.server.running import KIB
 

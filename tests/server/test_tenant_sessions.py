@@ -28,7 +28,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.server.connection import Traffic
-from infinistore.server.session_registry import SessionRegistry
+from infinistore.server.session.session import SessionRegistry
 from infinistore.tenant_limits import TenantLimits
 from tests.server.raw_tables import map_tables
 from tests.server.running import KIB, Peer, RunningServer, peer_with, until

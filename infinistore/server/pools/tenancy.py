@@ -20,7 +20,7 @@ from infinistore.server.budgets import Departures, Rates
 from infinistore.server.movers.base import Mover
 from infinistore.server.pools.planning import OnlyTenants, by_group
 from infinistore.server.pools.whole_store import WholeStore
-from infinistore.server.session.context import ServerContext
+from infinistore.server.session.session import ServerContext
 from infinistore.server.take_over.memory import Whole
 from infinistore.statistics import DiskTierStatistics, StoreStatistics
 from infinistore.tenant_limits import TenantLimits, TenantStatistics

@@ -1,16 +1,21 @@
-"""A session: one client's connection, from the reply to its hello until the end.
+"""The sessions of a server: each is one client's connection, from the reply to its
+hello until the end. What all of them share, those that are open, and what the earlier
+moved.
 
 A session gives back what its client holds when the connection is over. It answers
-requests one after the other, so a slow reader delays only its own requests. A pipelined
-request waits in the socket.
+requests one after the other, so a slow reader delays only its own. A pipelined request
+waits in the socket. With tenants, half of the places are divided among them, and each
+tenant's share, at least one place, is kept for it. The rest is for whoever comes first.
+So no tenant can take all places.
 """
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -18,6 +23,7 @@ import trio
 from infinistore.access.audit import Audit
 from infinistore.access.identity import ALL_ROLES, DEFAULT_IDENTITY, Identity
 from infinistore.core.clients import Client
+from infinistore.core.store import StoreCore
 from infinistore.errors import (
     AuthenticationFailed,
     InfiniStoreException,
@@ -33,6 +39,7 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (
     ErrorReply,
     Evict,
+    HelloReply,
     MatchPrefix,
     MatchPrefixReply,
     Message,
@@ -42,21 +49,70 @@ from infinistore.protocol.messages import (
     StatisticsReply,
     TakeOver,
     Touch,
+    Tree,
 )
 from infinistore.protocol.server_connection import Received, ServerConnection, TooManyKeys
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection import INTERNAL_ERROR, LINGER_S, Conversation, Holdings, part, send_fatal_error
-from infinistore.server.movers.base import Handler
-from infinistore.server.recorder import CANCELLED, OK, outcome_of
-from infinistore.server.session.context import ServerContext
+from infinistore.server.budgets import BodyBudget, LogBudget
+from infinistore.server.connection import (
+    INTERNAL_ERROR,
+    LINGER_S,
+    Conversation,
+    Holdings,
+    SessionLimits,
+    Traffic,
+    part,
+    send_fatal_error,
+)
+from infinistore.server.maintenance import PoolGrowth
+from infinistore.server.movers.base import Handler, Mover
+from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
 from infinistore.server.session.requests import ANSWERS, RemovalWaits, open_movers, refusals, refuse_too_many_keys
-from infinistore.server.take_over.giving import refuse_take_over, socket_of
+from infinistore.server.take_over.giving import Giving, refuse_take_over, socket_of
+from infinistore.server.take_over.kept import Keeping
 from infinistore.statistics import ClientStatistics
+from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import Stream, drive
 
-__all__ = ["DISCARDED_BYTES", "Session"]
+if TYPE_CHECKING:
+    from infinistore.server.budgets import Rates
+    from infinistore.server.disk import DiskService, ServerDisks
+
+__all__ = ["DISCARDED_BYTES", "ServerContext", "Session", "SessionRegistry"]
+
+
+@attrs.frozen
+class ServerContext:
+    """The store, and the limits and counters that belong to the server as a whole."""
+
+    core: StoreCore
+    hello: HelloReply
+    """The answer to every Hello."""
+    limits: SessionLimits
+    statistics: Callable[[bool], Awaitable[Tree]]
+    """The answer to a Statistics request, without or with details."""
+    movers: Sequence[Mover]
+    """The movers of the server; the first one with a handler for a request answers
+    it.
+    """
+    growth: PoolGrowth | None
+    """What makes the pool larger, if it may grow."""
+    disk: "DiskService | None"
+    """The disks below the store that a session uses, if it has any."""
+    recorder: Recorder
+    log_budget: LogBudget
+    body_budget: BodyBudget
+    disks: "ServerDisks | None" = None
+    """All disks of the server, if it has any."""
+    giving: Giving | None = None
+    """What lets another process take the server's place, if one may."""
+    keeping: Keeping | None = None
+    """What keeps the pool for the next run of the service, if anything does."""
+    rates: "Rates | None" = None
+    """How fast requests are read, if that is limited."""
+
 
 _log = logging.getLogger("infinistore.server")
 DISCARDED_BYTES = 16 * 1024 * 1024
@@ -439,3 +495,93 @@ class Session:
 
     async def _touch(self, touch: Touch, received: Received) -> None:
         self._holdings.note_use(touch)
+
+
+class SessionRegistry:
+    """Knows every open session. At most `most` are open; `advice` ends the refusal of
+    the next one.
+    """
+
+    def __init__(self, most: int, advice: str) -> None:
+        self.most = most
+        self._advice = advice
+        self._open: dict[Session, None] = {}  # a set, in the order in which they came
+        self._of_tenants: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()  # requests of sessions that are over, and connections, by tenant
+        self._past = Traffic()
+        self.refused = 0
+        """How many connections were refused because the server had its most."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate over the sessions that are open now."""
+        return iter(list(self._open))
+
+    def check_free(self, limits: TenantLimits, tenants: int = 1) -> None:
+        """Count a refusal if there is no place for another session of the tenant with
+        these limits, one of so many.
+
+        Raises:
+            LimitExceeded: the server, or the tenant, has its most.
+        """
+        try:
+            if len(self._open) >= self.most:
+                raise LimitExceeded(f"the server has its {self.most} connections; {self._advice}")
+            self._check_share(limits, tenants)
+        except LimitExceeded:
+            self.refused += 1
+            self._refused[limits.tenant] += 1
+            raise
+
+    def _check_share(self, limits: TenantLimits, tenants: int) -> None:
+        has, most = self._of_tenants[limits.tenant], limits.max_connections
+        if most is not None and has >= most:
+            raise LimitExceeded(
+                f"tenant {limits.tenant!r} has its max_connections={most} connections; close some, or raise "
+                "max_connections in the tenants file"
+            )
+        share = max(1, self.most // 2 // max(1, tenants))
+        if tenants > 1 and has >= share:
+            kept = share * tenants - sum(min(share, one) for one in self._of_tenants.values())
+            if len(self._open) + kept >= self.most:
+                raise LimitExceeded(
+                    f"tenant {limits.tenant!r} has {has} of the server's {self.most} connections, and the {kept} that "
+                    f"are left are kept for other tenants; {self._advice}"
+                )
+
+    def add(self, session: Session) -> None:
+        """Note that a session has begun."""
+        self._open[session] = None
+        self._of_tenants[session.identity.tenant] += 1
+
+    def remove(self, session: Session) -> None:
+        """Note that a session is over."""
+        del self._open[session]
+        tenant = session.identity.tenant
+        self._of_tenants[tenant] -= 1
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
+        self._refused[tenant] += session.traffic.errors
+        self._past.add(session.traffic)
+
+    def of_tenants(self) -> tuple[Counter[str], Counter[str]]:
+        """Return how many connections each tenant has open, and how many connections
+        and requests of it were refused.
+        """
+        refused = self._refused.copy()
+        for session in self._open:
+            refused[session.identity.tenant] += session.traffic.errors
+        return self._of_tenants.copy(), refused
+
+    def traffic(self) -> Traffic:
+        """What all sessions have moved so far."""
+        total = attrs.evolve(self._past)
+        for session in self._open:
+            total.add(session.traffic)
+        return total
+
+    def statistics(self) -> Iterator[ClientStatistics]:
+        """The figures of each open session."""
+        return (session.statistics() for session in self)
