@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from infinistore.server.cluster.service import ClusterService
     from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.management.api import Management
-    from infinistore.server.pools.tenancy import Tenancy
+    from infinistore.server.tenancy import Tenancy
 
 __all__ = ["MAX_BODY_BYTES", "compose_server", "join_cluster", "make_core", "open_disks", "run_server", "serve"]
 

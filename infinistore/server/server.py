@@ -34,7 +34,7 @@ from infinistore.transports.sockets.trio_streams import SocketStream
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
     from infinistore.server.disk import ServerDisks
-    from infinistore.server.pools.tenancy import Tenancy
+    from infinistore.server.tenancy import Tenancy
 
 __all__ = ["LAST_WRITES_S", "Server"]
 

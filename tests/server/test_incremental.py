@@ -11,7 +11,7 @@ from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.tenants import Tenants
 from infinistore.server.maintenance import purge_incrementally
-from infinistore.server.pools.whole_store import WholeStore
+from infinistore.server.tenancy import WholeStore
 from infinistore.tenant_limits import TenantLimits
 
 OLD, NEW = 10_000, 100  # three slices, so that one is left, whoever runs first

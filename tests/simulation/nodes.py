@@ -31,7 +31,7 @@ from infinistore.server.buggified.machine import buggified
 from infinistore.server.composition import compose_server, join_cluster, open_disks, share_descriptors
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
-from infinistore.server.pools.tenancy import Tenancy
+from infinistore.server.tenancy import Tenancy
 from tests.simulation.history import History, Life
 from tests.simulation.network import Listener, Network, as_socket
 from tests.simulation.streams import SimulatedStream

@@ -29,9 +29,8 @@ from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants
 from infinistore.server import Server
 from infinistore.server.environment import Environment
-from infinistore.server.pools.opening import open_groups
-from infinistore.server.pools.tenancy import Group, Tenancy
 from infinistore.server.security import TenantsReload
+from infinistore.server.tenancy import Group, Tenancy, open_groups
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 from tests.simulation.history import History, Life, TableInForce
 from tests.simulation.world import World

@@ -23,8 +23,7 @@ from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreU
 from infinistore.server.disk import DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance import purge_incrementally
-from infinistore.server.pools.planning import check_disks, disk_parts
-from infinistore.server.pools.tenancy import Tenancy
+from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
 from infinistore.statistics import DiskTierStatistics, summed_disks
 from infinistore.tenant_limits import TenantLimits
 

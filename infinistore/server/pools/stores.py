@@ -28,7 +28,7 @@ from infinistore.tenant_limits import TenantLimits
 
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService, ServerDisks
-    from infinistore.server.pools.tenancy import Tenancy
+    from infinistore.server.tenancy import Tenancy
 
 __all__ = ["make_arena", "make_core", "open_disks", "open_stores"]
 
@@ -166,7 +166,7 @@ async def _open_tenancy(
     parts: int,
     taking: Taking | Kept | None,
 ) -> "tuple[Tenancy, list[str]]":
-    from infinistore.server.pools.opening import open_groups  # late: most servers have no tenants
+    from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
 
     return await open_groups(
         config,

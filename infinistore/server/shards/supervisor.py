@@ -55,7 +55,7 @@ from infinistore.transports.sockets.unix_listener import make_private_folder
 
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
-    from infinistore.server.pools.planning import PlannedGroups
+    from infinistore.server.tenancy import PlannedGroups
 
 __all__ = ["serve_shards"]
 
@@ -142,7 +142,7 @@ async def serve_shards(
 def _plan_tenants(config: ServerConfig, policy: Policy) -> "PlannedGroups | None":
     if not isinstance(policy, TenantPolicy):
         return None
-    from infinistore.server.pools.planning import PlannedGroups  # late: most servers have no tenants
+    from infinistore.server.tenancy import PlannedGroups  # late: most servers have no tenants
 
     return PlannedGroups(config, policy.tenants)
 

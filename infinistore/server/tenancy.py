@@ -1,0 +1,585 @@
+"""The pools of a server with tenants: one for each trust group, planned and made when
+the server starts; and which pool and store a connection uses: those of its tenant,
+found once, when the connection has proven whose it is.
+
+So the kernel itself keeps clients of one group from the memory of another: they are
+different files. Memory that clients of one group may have mapped never becomes another
+group's. `WholeStore` is all tenants as one store, for the operator.
+"""
+
+import logging
+import mmap
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import trio
+
+from infinistore.access.identity import Identity, Proof
+from infinistore.access.tenants import Tenants as NamedTenants
+from infinistore.allocators import create_allocator
+from infinistore.config import SMALLEST_POOL_BYTES, ServerConfig
+from infinistore.core.arena import Arena
+from infinistore.core.limits import CoreLimits
+from infinistore.core.pool import Pool
+from infinistore.core.space import EvictionCause
+from infinistore.core.store import StoreCore
+from infinistore.core.tenant_store import TenantStore
+from infinistore.core.tenants import Tenants, why_not_reserved
+from infinistore.disk_settings import SMALLEST_DISK_BYTES
+from infinistore.errors import ConfigError
+from infinistore.host import free_huge_pages
+from infinistore.protocol.messages import Tree
+from infinistore.server.budgets import Departures, Rates
+from infinistore.server.environment import Environment
+from infinistore.server.movers.base import Mover
+from infinistore.server.movers.composed import make_group_movers
+from infinistore.server.session.session import ServerContext
+from infinistore.server.take_over.memory import Adopting, Whole
+from infinistore.sizes import in_units
+from infinistore.statistics import DiskTierStatistics, StoreStatistics, summed_store
+from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, TenantStatistics, why_no_places
+
+if TYPE_CHECKING:
+    from infinistore.server.disk import DiskService
+
+__all__ = [
+    "Group",
+    "HasDisks",
+    "OnlyTenants",
+    "PlannedGroups",
+    "Tenancy",
+    "WholeStore",
+    "by_group",
+    "check_disks",
+    "check_settings",
+    "disk_parts",
+    "group_sizes",
+    "is_for_one",
+    "open_groups",
+]
+
+
+def check_settings(config: ServerConfig) -> None:
+    """Raise ConfigError if the configuration has what does not work with tenants."""
+    if config.auto_increase:
+        raise ConfigError(
+            "--tenants does not go together with --auto-increase: pools of groups have fixed sizes; leave out"
+            " --auto-increase, or --tenants"
+        )
+
+
+def disk_parts(config: ServerConfig, size_bytes: int) -> list[int]:
+    """Return what a tenant may take of each disk, of `size_bytes` on all."""
+    total_bytes = sum(disk.size_bytes for disk in config.disks)
+    return [size_bytes * disk.size_bytes // total_bytes for disk in config.disks]
+
+
+def check_disks(config: ServerConfig, limits: Iterable[TenantLimits]) -> None:
+    """Raise ConfigError if the disks have no room for what these tenants may have
+    there, or one may have too little. Without disks, all have none."""
+    wanted_bytes, total_bytes = 0, sum(disk.size_bytes for disk in config.disks)
+    least_bytes = config.shards * SMALLEST_DISK_BYTES
+    for one in limits if config.disks else ():
+        if one.disk_max_bytes is not None:
+            wanted_bytes += one.disk_max_bytes
+            smallest_bytes = min(disk.size_bytes for disk in config.disks)
+            if min(disk_parts(config, one.disk_max_bytes)) < least_bytes:
+                enough_bytes = -(-least_bytes * total_bytes // smallest_bytes)
+                raise ConfigError(
+                    f"tenant {one.tenant!r} may have {in_units(one.disk_max_bytes)} on disk, which is divided among all"
+                    f" disks and shards; give it a disk_max_bytes of {in_units(enough_bytes)} or more, or none"
+                )
+    if wanted_bytes > total_bytes:
+        raise ConfigError(
+            f"tenants may have {in_units(wanted_bytes)} on disk together, and the disks have {in_units(total_bytes)};"
+            " lower disk_max_bytes, or give larger disks"
+        )
+
+
+def group_sizes(config: ServerConfig, tenants: NamedTenants, parts: int = 1) -> dict[str, int]:
+    """Return the bytes of each group's pool.
+
+    Groups that the file gives a size have it. Tenants that name no group share the
+    rest. In one of `parts` shards, each group has that part, in whole pages.
+
+    Raises:
+        ConfigError: the sizes are more than the pool, or a group has none.
+    """
+    page_bytes = 1 if parts == 1 else free_huge_pages()[1] if config.huge_pages else mmap.PAGESIZE
+    sizes = {name: size // parts // page_bytes * page_bytes or size // parts for name, size in tenants.groups.items()}
+    rest_bytes = config.prealloc_bytes - sum(sizes.values())
+    if rest_bytes < 0:
+        raise ConfigError(
+            f"the groups of {config.tenants} have {in_units(sum(sizes.values()))} together, and --prealloc-size is"
+            f" {in_units(config.prealloc_bytes)}; make groups smaller, or the pool larger"
+        )
+    if DEFAULT_GROUP not in sizes and (not sizes or any(one.group == DEFAULT_GROUP for one in tenants.limits)):
+        if not rest_bytes:
+            raise ConfigError(
+                f"the groups of {config.tenants} take all of --prealloc-size, and some tenants are in no group; make"
+                " groups smaller, or the pool larger, or put each tenant into a group"
+            )
+        sizes[DEFAULT_GROUP] = rest_bytes
+    by_group(tenants.limits, sizes)
+    return sizes
+
+
+def by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str, list[TenantLimits]]:
+    """Return the limits of the tenants of each group.
+
+    Raises:
+        ConfigError: a tenant is in another group.
+    """
+    found: dict[str, list[TenantLimits]] = {name: [] for name in groups}
+    for one in limits:
+        if one.group not in found:
+            raise ConfigError(
+                f"tenant {one.tenant!r} is in group {one.group!r}, which has no pool; name the group under groups: in"
+                " the tenants file, and restart the server, because pools are made when it starts"
+            )
+        found[one.group].append(one)
+    return found
+
+
+def is_for_one(config: ServerConfig, tenants: NamedTenants, group: str) -> bool:
+    """Whether a group's clients may write to its pool because it has one tenant now,
+    and so may have no other later."""
+    members = sum(one.group == group for one in tenants.limits)
+    return group in tenants.groups and config.shm_writes == "auto" and members <= 1
+
+
+class OnlyTenants:
+    """Who the groups for one are for. Processes of a tenant that was removed keep what
+    they have mapped, so nobody comes after it."""
+
+    def __init__(self, groups: Mapping[str, Iterable[str]]) -> None:
+        self._tenants = {name: set(tenants) for name, tenants in groups.items()}
+
+    def tenants(self, group: str) -> list[str]:
+        """Return who has been in a group for one."""
+        return sorted(self._tenants[group])
+
+    def check(self, wanted: Mapping[str, Iterable[TenantLimits]]) -> None:
+        """Raise ConfigError if a group for one would have another tenant."""
+        for name, tenants in self._tenants.items():
+            if len(tenants | {one.tenant for one in wanted[name]}) > 1:
+                raise ConfigError(
+                    f"group {name!r} had one tenant when the server started, whose clients may write to its memory; "
+                    "restart the server for another tenant there, or put it into a group of its own"
+                )
+
+    def note(self, wanted: Mapping[str, Iterable[TenantLimits]]) -> None:
+        """Note who has been in them."""
+        for name, tenants in self._tenants.items():
+            tenants |= {one.tenant for one in wanted[name]}
+
+
+class PlannedGroups:
+    """The groups of a server with shards, as the supervisor sees them, which has no
+    pool: what no shard would take is refused once, in the sizes of the whole server.
+    """
+
+    sessions = ()
+    """It has none."""
+
+    def __init__(self, config: ServerConfig, tenants: NamedTenants) -> None:
+        """Raises ConfigError if the tenants file and the configuration do not fit."""
+        check_settings(config)
+        self._config = config
+        self._sizes = group_sizes(config, tenants)
+        least_bytes = config.shards * max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes)
+        for name, size_bytes in self._sizes.items():
+            if size_bytes < least_bytes:
+                raise ConfigError(
+                    f"{config.tenants}: group {name!r} has {in_units(size_bytes)} for {config.shards} shards; give it"
+                    f" {in_units(least_bytes)} or more, or start fewer shards"
+                )
+        self._only = OnlyTenants({name: () for name in self._sizes if is_for_one(config, tenants, name)})
+        self._apply(tenants.limits)
+
+    async def apply_limits(self, limits: list[TenantLimits]) -> None:
+        """Have these tenants from now on.
+
+        Raises:
+            ConfigError: these cannot be. Nothing has changed.
+        """
+        self._apply(limits)
+
+    def _apply(self, limits: list[TenantLimits]) -> None:
+        if problem := why_no_places(len(limits), self._config.max_connections):
+            raise ConfigError(problem)
+        check_disks(self._config, limits)
+        wanted = by_group(limits, self._sizes)
+        self._only.check(wanted)
+        for name, members in wanted.items():
+            if problem := why_not_reserved(members, self._sizes[name]):
+                raise ConfigError(f"group {name!r}: {problem}")
+        self._only.note(wanted)
+
+
+class WholeStore(StoreCore):
+    """The stores of all tenants of these groups. It has no keys of its own, and nobody
+    writes to it. Arenas are shown if there is one group."""
+
+    def __init__(self, groups: Sequence[Tenants], *, clock: Callable[[], float]) -> None:
+        pools = [group.pool for group in groups]
+        pool = pools[0] if len(pools) == 1 else Pool(pools[0].allocator)
+        pool.capacity_bytes = sum(one.capacity_bytes for one in pools)
+        super().__init__(pool, clock=clock)
+        self._groups = groups
+        self._pools = pools
+
+    def _stores(self) -> list[TenantStore]:
+        return list(chain.from_iterable(group.used_stores().values() for group in self._groups))
+
+    def catch_up(self) -> None:
+        """Commit what clients have written, and pin what they read, without a
+        request."""
+        for store in self._stores():
+            store.catch_up()
+
+    def statistics(self) -> StoreStatistics:
+        """Return the sum of what all tenants have."""
+        allocators = [pool.statistics() for pool in self._pools]
+        allocator = attrs.evolve(
+            allocators[0],
+            arenas=sum(one.arenas for one in allocators),
+            capacity_bytes=sum(one.capacity_bytes for one in allocators),
+            used_bytes=sum(one.used_bytes for one in allocators),
+            extents=sum(one.extents for one in allocators),
+            largest_free_extent_bytes=max(one.largest_free_extent_bytes for one in allocators),
+        )
+        past = chain.from_iterable(group.past.values() for group in self._groups)
+        total = summed_store([*(store.statistics() for store in self._stores()), *past] or [super().statistics()])
+        return attrs.evolve(
+            total, capacity_bytes=allocator.capacity_bytes, used_bytes=allocator.used_bytes,
+            arenas=allocator.arenas, allocator=allocator,
+        )  # fmt: skip
+
+    def purge(self, max_keys: int | None = None) -> int:
+        """Remove keys of all tenants; return how many."""
+        purged = 0
+        for store in self._stores():
+            purged += store.purge(None if max_keys is None else max_keys - purged)
+            if max_keys is not None and purged >= max_keys:
+                break
+        return purged
+
+    def purge_in_slices(self) -> Iterator[int]:
+        """Remove all keys of all tenants, some at a time; yield how many."""
+        for store in self._stores():
+            yield from store.purge_in_slices()
+
+    def evict(self, low: float, high: float, cause: EvictionCause = "manual", *, max_blocks: int | None = None) -> int:
+        """Evict in each group down to `low` of its pool if more than `high` of it is
+        used, from those who are most above what is reserved for them."""
+        return sum(group.evict(low, high, cause, max_blocks=max_blocks) for group in self._groups)
+
+    def __len__(self) -> int:
+        """Return the number of keys of all tenants."""
+        return sum(map(len, self._stores()))
+
+    def sample(self, limit: int) -> list[tuple[str, int]]:
+        """Return none: keys are their tenants' business."""
+        return []
+
+
+_SLICE_KEYS = 4096
+_SLICE_TENANTS = 16
+
+
+class HasDisks(Protocol):
+    """The disks of tenants."""
+
+    on_end: Callable[[], object]
+    """Called when nothing uses the store of a tenant any more that has gone."""
+
+    def service(self, tenant: str) -> "DiskService | None":
+        """Return the disks of a tenant; None if it has none."""
+
+    async def open_for(self, limits: Iterable[TenantLimits]) -> None:
+        """Open the disks of those tenants that this server has not had yet.
+
+        Raises:
+            ConfigError: a disk cannot be used.
+        """
+
+    def keep(self, limits: Iterable[TenantLimits]) -> None:
+        """End the disks of all but these tenants, and remove their blocks."""
+
+
+@attrs.frozen
+class Group:
+    """A trust group: its tenants, which share a pool, and the movers of that pool."""
+
+    tenants: Tenants
+    movers: Sequence[Mover]
+    for_one: bool = False
+    """Whether clients may have mapped the pool to write because it had one tenant when
+    the server started, and so may have no other."""
+    mapped: bool = False
+    """Whether its clients may map the pool."""
+    writable: bool = False
+    """Whether those who map it may write to it."""
+    writers: Sequence[str] = ()
+    """Whose clients may have mapped it to write before this server had it."""
+
+
+class Tenancy:
+    """The groups of a server, by name. `whole` is all of them as one store.
+
+    A server can be one of `parts` shards: each tenant has that part of its limits here.
+    """
+
+    handed: Whole
+    """All of them, as one process hands them to another. Whoever makes this sets it."""
+
+    def __init__(
+        self, groups: Mapping[str, Group], *, clock: Callable[[], float] = trio.current_time, parts: int = 1
+    ) -> None:
+        self._groups = dict(groups)
+        self._parts = parts
+        self.whole: StoreCore = WholeStore([group.tenants for group in groups.values()], clock=clock)
+        self.figures: Callable[[str, StoreCore, bool, DiskTierStatistics | None], Awaitable[Tree]] | None = None
+        """Returns what a tenant is told of itself and its store, without or with
+        details, and of its disks."""
+        self.disks: HasDisks | None = None
+        """The disks of tenants, if the server has disks."""
+        self._contexts: dict[str, ServerContext] = {}
+        self._rates: dict[str, Rates] = {}
+        self._only = OnlyTenants({name: group.writers for name, group in self._groups.items() if group.for_one})
+        self._only.note({name: [group.tenants.limits(one) for one in group.tenants] for name, group in groups.items()})
+        self._departures = Departures()
+        self._left = trio.Event()
+
+    def __len__(self) -> int:
+        """Return the number of tenants."""
+        return sum(len(group.tenants) for group in self._groups.values())
+
+    async def statistics(self, connections: Counter[str], refused: Counter[str]) -> list[TenantStatistics]:
+        """Return the figures of each tenant. `connections` are those that are open, and
+        `refused` counts refused connections and requests. Other tasks run meanwhile."""
+        found: list[TenantStatistics] = []
+        for group in list(self._groups.values()):
+            stores = group.tenants.used_stores()
+            for name in group.tenants:
+                if len(found) % _SLICE_TENANTS == 0:
+                    await trio.lowlevel.checkpoint()
+                if name not in group.tenants:  # removed meanwhile
+                    continue
+                rates, store = self._rates.get(name), stores.get(name)
+                if store is not None:
+                    store.catch_up()
+                found.append(
+                    _figures(
+                        group.tenants.limits(name),
+                        group.tenants.past.get(name) if store is None else store.statistics(),
+                        connections=connections[name],
+                        refused=refused[name],
+                        pauses=0 if rates is None else rates.pauses,
+                    )
+                )
+        return found
+
+    @property
+    def movers(self) -> Sequence[Mover]:
+        """The movers of a group. Those of all groups are alike."""
+        return next(iter(self._groups.values())).movers
+
+    def context(self, shared: ServerContext, identity: Identity) -> ServerContext:
+        """Return what the sessions of a tenant share; `shared` is what all sessions
+        do."""
+        if identity.proof is Proof.SUCCESSOR:
+            return shared
+        limits = identity.limits.divided(self._parts)
+        found = self._contexts.get(limits.tenant)
+        if found is None:
+            group = self._groups[limits.group]
+            store, figures = group.tenants.store(limits.tenant), self.figures
+            assert figures is not None
+
+            disk = None if self.disks is None else self.disks.service(limits.tenant)
+
+            async def statistics(with_details: bool) -> Tree:
+                return await figures(limits.tenant, store, with_details, None if disk is None else disk.statistics())
+
+            rates = self._rates.setdefault(limits.tenant, Rates(limits, self._departures))
+            found = attrs.evolve(
+                shared,
+                core=store,
+                movers=group.movers,
+                statistics=statistics,
+                disk=disk,
+                rates=rates,
+            )
+            self._contexts[limits.tenant] = found
+        return found
+
+    async def apply(self, limits: Iterable[TenantLimits]) -> None:
+        """Have these tenants from now on.
+
+        Raises:
+            ConfigError: these cannot be. Nothing has changed.
+        """
+        mine = [one.divided(self._parts) for one in limits]
+        wanted = by_group(mine, self._groups)
+        self._only.check(wanted)
+        for name, group in self._groups.items():
+            group.tenants.check(wanted[name])
+        if self.disks is not None:
+            await self.disks.open_for(mine)
+        for name, group in self._groups.items():
+            group.tenants.apply(wanted[name])
+        self._only.note(wanted)
+        now = {one.tenant: one for some in wanted.values() for one in some}
+        for tenant, context in list(self._contexts.items()):
+            if tenant not in now or context.movers is not self._groups[now[tenant].group].movers:
+                del self._contexts[tenant]
+        for tenant, rates in list(self._rates.items()):
+            if tenant in now:
+                rates.set_limits(now[tenant])
+            else:
+                del self._rates[tenant]
+        if self.disks is not None:
+            self.disks.keep(mine)
+        self._left.set()
+
+    def have(self, disks: HasDisks) -> None:
+        """Use these disks, from before anybody is served."""
+        self.disks = disks
+        disks.on_end = self.look_who_left
+
+    def look_who_left(self) -> None:
+        """Hear that somebody uses less of what a tenant has."""
+        self._left.set()
+
+    def writers(self, group: str) -> list[str] | None:
+        """Return the tenants whose clients may have mapped the pool of a group to
+        write; None: anybody."""
+        found = self._groups[group]
+        return self._only.tenants(group) if found.for_one else None if found.writable else []
+
+    def left(self, identity: Identity) -> None:
+        """Hear that a session of a tenant is over. It may have been the last: then an
+        empty store goes, and so do the blocks of a tenant that was removed."""
+        if identity.tenant not in self._contexts:
+            self._left.set()
+        elif self._groups[identity.limits.group].tenants.rest(identity.tenant):
+            del self._contexts[identity.tenant]
+            if self._rates[identity.tenant].idle:
+                del self._rates[identity.tenant]
+
+    async def run(self) -> None:
+        """Remove the blocks of tenants that have left, and hear of clients that leave,
+        until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._departures.run)
+            nursery.start_soon(self._remove_those_that_left)
+
+    async def _remove_those_that_left(self) -> None:
+        while True:
+            await self._left.wait()
+            self._left = trio.Event()
+            for group in self._groups.values():
+                while group.tenants.remove_left(_SLICE_KEYS):
+                    await trio.lowlevel.checkpoint()
+
+    def groups(self) -> dict[str, Group]:
+        """Return the groups, by name."""
+        return dict(self._groups)
+
+
+def _figures(
+    limits: TenantLimits, told: StoreStatistics | None, *, connections: int, refused: int, pauses: int
+) -> TenantStatistics:
+    """Return the figures of a tenant; `told` is None if it has used no store."""
+    return TenantStatistics(
+        tenant=limits.tenant,
+        group=limits.group,
+        connections=connections,
+        keys=0 if told is None else told.keys,
+        used_bytes=0 if told is None else told.used_bytes,
+        pinned_bytes=0 if told is None else told.pinned_bytes + told.reserved_bytes,
+        reserved_bytes=limits.reserved_bytes,
+        max_bytes=limits.max_bytes,
+        hits=0 if told is None else told.hits,
+        misses=0 if told is None else told.misses,
+        evicted=0 if told is None else sum(attrs.astuple(told.evicted)),
+        refused=refused,
+        pauses=pauses,
+    )
+
+
+_log = logging.getLogger("infinistore.server")
+
+
+async def open_groups(
+    config: ServerConfig,
+    named: NamedTenants,
+    limits: CoreLimits,
+    environment: Environment,
+    resources: ExitStack,
+    *,
+    make_arena: Callable[[int, int], Arena],
+    tables: bool,
+    parts: int = 1,
+    taking: Adopting | None = None,
+) -> tuple[Tenancy, list[str]]:
+    """Make the groups of a server, which can be one of `parts` shards; `resources`
+    closes them. Return also the names of those that go on with memory of the earlier
+    server.
+
+    `tables` says whether clients that map a pool may read known blocks without asking.
+
+    Raises:
+        ConfigError: the tenants file and the configuration do not fit.
+        OutOfMemory: the machine has no memory for the pools.
+    """
+    check_settings(config)
+    groups: dict[str, Group] = {}
+    kept: list[str] = []
+    earlier = {} if taking is None else {group.name: group for group in taking.groups}
+    for name, size_bytes in group_sizes(config, named, parts).items():
+        members = [one.divided(parts) for one in named.limits if one.group == name]
+        pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
+        resources.callback(pool.close)
+        mapped = name in named.groups
+        for_one = is_for_one(config, named, name)
+        writable = mapped and (config.shm_writes == "on" or for_one)
+        writers: Sequence[str] = ()
+        if taking is not None and name in earlier:
+            before = earlier[name]
+            why = before.why_not(
+                [one.tenant for one in members], mapped=mapped, writable=config.shm_writes == "on"
+            ) or await taking.add_group(pool, make_arena, environment.run_in_thread, name, size_bytes)
+            if why:
+                taking.leave(name)
+                _log.warning("the cache of a group starts empty", extra={"group": name, "reason": why})
+            else:
+                kept.append(name)
+                writers = before.writers or ()
+        if not pool.arenas:
+            pool.add_arena(await environment.run_in_thread(make_arena, 0, size_bytes))
+        tenants = Tenants(
+            pool, clock=environment.clock, limits=limits, random=environment.random, buggify=environment.buggify
+        )
+        try:
+            tenants.apply(members)
+        except ConfigError as error:
+            raise ConfigError(f"{config.tenants}: group {name!r}: {error}") from None
+        make = partial(
+            make_group_movers, config, environment, resources, tenants=tenants, mapped=mapped, writable=writable,
+            tables=tables and mapped,
+        )  # fmt: skip
+        movers = await environment.run_in_thread(make)
+        for_one = for_one or (bool(writers) and not writable)
+        groups[name] = Group(tenants, movers, for_one, mapped, writable, writers)
+    if taking is not None:
+        for name in earlier.keys() - groups.keys():
+            taking.leave(name)
+    return Tenancy(groups, clock=environment.clock, parts=parts), kept
