@@ -71,7 +71,7 @@ async def open_stores(
             background = [] if taking is None else await taking.take(tenancy.handed, resources)
             disks = None
             if config.disks:
-                from infinistore.server.pools.disks import open_tenant_disks  # late: it needs numpy
+                from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
 
                 limits = [one.divided(parts) for one in policy.tenants.limits]
                 disks = await open_tenant_disks(
