@@ -38,12 +38,12 @@ from infinistore.server.listeners import Listeners, ServerAddresses, open_listen
 from infinistore.server.maintenance import PoolGrowth, evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
 from infinistore.server.movers.base import Mover
-from infinistore.server.pools.stores import make_arena, make_core, open_disks, open_stores
 from infinistore.server.recorder import Recorder
 from infinistore.server.security import Reloads, add_tenants, load_certificates, load_policy, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session.session import ServerContext, SessionRegistry
+from infinistore.server.stores import make_arena, make_core, open_disks, open_stores
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.kept import Keeping, Kept, forget_kept, make_keeping, open_kept
 from infinistore.server.take_over.memory import OneStore, PoolLost

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_arena", "make_core", "open_disks", "open_stores"]
 
+
 Background: TypeAlias = Callable[[], Awaitable[None]]
 _DISKS_END_S: Final = 5.0
 """How long jobs of disks that were begun are waited for at the end."""
