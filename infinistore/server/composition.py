@@ -56,7 +56,7 @@ from infinistore.version import __version__
 
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
-    from infinistore.server.cluster.service import ClusterService
+    from infinistore.server.cluster import ClusterService
     from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.management.api import Management
     from infinistore.server.tenancy import Tenancy
@@ -234,7 +234,7 @@ def join_cluster(
     `has_old_blocks`: it goes on with the pool of an earlier process."""
     if config.cluster is None:
         return None
-    from infinistore.server.cluster.service import ClusterService  # late: most servers are in none
+    from infinistore.server.cluster import ClusterService  # late: most servers are in none
 
     service = ClusterService(config, server, environment, token, has_old_blocks=has_old_blocks)
     server.telemetry.cluster = service.statistics

@@ -27,7 +27,7 @@ from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
-from infinistore.server.cluster.others import Others
+from infinistore.server.cluster import Others
 from tests.cluster_client.clusters import Given
 from tests.examples import examples
 

@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from infinistore import blocking
 from infinistore.client.extension import Environment
 from infinistore.cluster.membership import NodeState
-from infinistore.server.cluster.others import Others
-from infinistore.server.cluster.pushing import PushLimits, open_nodes, push
+from infinistore.server.cluster import Others, PushLimits, open_nodes, push
 from tests.asking import until
 from tests.cluster_client.clusters import Cluster, Given
 from tests.examples import examples

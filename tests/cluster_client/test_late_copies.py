@@ -17,8 +17,7 @@ from infinistore.client.requests import Get, Put
 from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import NodeState
 from infinistore.protocol.versions import Capability
-from infinistore.server.cluster.others import Others
-from infinistore.server.cluster.pushing import OtherNodes, PushLimits, open_nodes, push
+from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
 from tests.clients.stores import servers_lack
 from tests.cluster_client.clusters import Cluster, Given, running_cluster
 

@@ -15,8 +15,7 @@ from infinistore.cluster.documents import Drain
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.errors import OutOfMemory, PartialPut, StoreUnavailable
-from infinistore.server.cluster.draining import Drainer
-from infinistore.server.cluster.pushing import PushLimits, push
+from infinistore.server.cluster import Drainer, PushLimits, push
 
 KIB = 1024
 PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40)

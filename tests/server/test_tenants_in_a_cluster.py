@@ -14,7 +14,7 @@ from infinistore.cluster.membership import Node
 from infinistore.cluster_io.probing import instance_asker
 from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError
-from infinistore.server.cluster.asking import Refusals
+from infinistore.server.cluster import Refusals
 from infinistore.server.composition import run_server
 from tests.cluster_io.etcd import Etcd
 from tests.server.etcd_keys import needs_etcd
