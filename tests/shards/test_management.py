@@ -13,8 +13,8 @@ from trio.testing import MockClock
 from infinistore.access.policy import OneTenant
 from infinistore.server.management.http import Application, ConnectionSlots, HttpLimits, serve_connection, serve_http
 from infinistore.server.management.operations import Access
+from infinistore.server.shards.fleet import Fleet, ShardState
 from infinistore.server.shards.management import ShardsManagement
-from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.transports.sockets.unix_listener import listen_unix
 from tests.server.http_client import Answer, ask_over
 from tests.transports.memory_network import stream_pair, whole

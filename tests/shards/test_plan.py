@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infinistore.config import ServerConfig
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
-from infinistore.server.shards.plan import choose_cores, divide, prepare_disks, siblings_here
+from infinistore.server.shards.fleet import choose_cores, divide, prepare_disks, siblings_here
 from infinistore.sizes import GIB, KIB, MIB
 
 PAGE = 4 * KIB

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from infinistore.protocol.messages import Shard
 from infinistore.server.listeners import ServerAddresses
-from infinistore.server.shards.states import Fleet, ShardState
+from infinistore.server.shards.fleet import Fleet, ShardState
 
 
 def at(port: int, unix_socket: str = "") -> ServerAddresses:

@@ -24,6 +24,7 @@ from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
 from infinistore.server.management.operations import Access, Operation, Schema, application_of, exactly
 from infinistore.server.security import Reloads
+from infinistore.server.shards.fleet import Fleet, ShardState
 from infinistore.server.shards.merging import (
     merge_clients,
     merge_metrics,
@@ -32,7 +33,6 @@ from infinistore.server.shards.merging import (
     merge_statistics,
     merge_tenants,
 )
-from infinistore.server.shards.states import Fleet, ShardState
 
 __all__ = ["OPERATIONS", "SHARD_METRICS", "ShardsManagement"]
 

@@ -34,6 +34,15 @@ from infinistore.kept_errors import KeptError
 from infinistore.secret_files import read_token
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.security import AuditLog, Reloads, add_tenants, load_certificates, load_policy, reload_on_signal
+from infinistore.server.shards.fleet import (
+    Fleet,
+    ShardState,
+    choose_cores,
+    divide,
+    has_room,
+    prepare_disks,
+    siblings_here,
+)
 from infinistore.server.shards.link import (
     Drain,
     Link,
@@ -46,8 +55,6 @@ from infinistore.server.shards.link import (
     Start,
     beat_of,
 )
-from infinistore.server.shards.plan import choose_cores, divide, has_room, prepare_disks, siblings_here
-from infinistore.server.shards.states import Fleet, ShardState
 from infinistore.server.take_over.kept import forget_kept
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.trio_streams import listen_tcp
