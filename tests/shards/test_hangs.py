@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from infinistore import blocking
-from infinistore.server.shards.link import beat_of
+from infinistore.server.shards.shard import beat_of
 
 from .conftest import HOST, RunningShards, running_shards
 from .test_supervisor import metrics_of

@@ -10,7 +10,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.server.shards.link import Silence, beat_of
+from infinistore.server.shards.shard import Silence, beat_of
 
 BOUND_S = 30.0
 BEAT_S = beat_of(BOUND_S)

@@ -43,7 +43,7 @@ from infinistore.server.shards.fleet import (
     prepare_disks,
     siblings_here,
 )
-from infinistore.server.shards.link import (
+from infinistore.server.shards.shard import (
     Drain,
     Link,
     Listening,
