@@ -18,7 +18,7 @@ from infinistore.errors import LimitExceeded, PermissionDenied
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, Get, Keys, Purge, Put
 from infinistore.server.management.metrics import METRICS, MOST_TENANTS
-from infinistore.server.shards.merging import merge_tenants
+from infinistore.server.shards.management import merge_tenants
 from tests.server.http_client import ask
 from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.server.management.metrics import METRICS, render
-from infinistore.server.shards.merging import (
+from infinistore.server.shards.management import (
     merge_clients,
     merge_metrics,
     merge_numbers,
