@@ -12,8 +12,8 @@ from typing import Final
 
 import attrs
 
-from infinistore.core import NO_CHECKSUM, Entry, Pool
-from infinistore.core.entry import checksum_of, length_of
+from infinistore.core import Pool
+from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, length_of
 from infinistore.disk.jobs import aligned
 from infinistore.disk.settings import Admission
 

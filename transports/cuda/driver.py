@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from infinistore.transports.cuda.memory import Cuda, DeviceMemory, Dmabuf
-from infinistore.transports.rdma.choice import NoRdma
+from infinistore.transports.rdma.verbs import NoRdma
 
 if TYPE_CHECKING:
     import torch

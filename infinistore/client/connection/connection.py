@@ -19,15 +19,15 @@ from infinistore.protocol.states import State
 
 __all__ = ["Connection"]
 
-_Stream = TypeVar("_Stream")
+_AnyStream = TypeVar("_AnyStream")
 
 
-class Connection(Generic[_Stream]):
+class Connection(Generic[_AnyStream]):
     """A stream, the conversation on it, and what can be asked over it. One call uses it
     at a time.
     """
 
-    def __init__(self, stream: _Stream, options: Options, clock: Callable[[], float]) -> None:
+    def __init__(self, stream: _AnyStream, options: Options, clock: Callable[[], float]) -> None:
         self.stream = stream
         self.turn: Turn | None = None
         """The turn of its current or last call; see `turns.py`. None: that call cannot

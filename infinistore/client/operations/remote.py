@@ -25,7 +25,7 @@ from infinistore.client.operations.parts import (
     removed,
     times_left,
 )
-from infinistore.client.removed import Removed
+from infinistore.client.removed import Removed as RemovedRequest
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
 from infinistore.errors import (
     DeviceMemoryUnreachable,
@@ -452,7 +452,7 @@ class RemoteOperations:
         requests.Pin: lambda self, request: pin(self._channel, request),
         requests.TimesLeft: lambda self, request: times_left(self._channel, request),
         requests.Mark: lambda self, request: mark(self._channel, request),
-        Removed: lambda self, request: removed(self._channel, request),
+        RemovedRequest: lambda self, request: removed(self._channel, request),
         requests.Flush: flush,
         requests.Prefetch: prefetch,
         requests.ListKeys: list_keys,

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from infinistore.transports.rdma.choice import NoRdma
+from infinistore.transports.rdma.verbs import NoRdma
 
 __all__ = ["Pyverbs", "load_pyverbs"]
 
