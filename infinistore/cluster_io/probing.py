@@ -54,7 +54,7 @@ def credentials(options: Mapping[str, str], token: str | None = None) -> "tuple[
     files = {name: Path(options[name]) for name in ("ca", "cert", "key") if name in options}
     if not files:
         return token, None
-    from infinistore.transports.tls.contexts import client_context  # late: few need it
+    from infinistore.transports.tls.session import client_context  # late: few need it
 
     return token, client_context(**files)
 
@@ -73,7 +73,7 @@ def instance_asker(
 
     @functools.cache
     def systems() -> "SSLContext":  # loading all authorities of the system takes a while
-        from infinistore.transports.tls.contexts import client_context
+        from infinistore.transports.tls.session import client_context
 
         return client_context()
 

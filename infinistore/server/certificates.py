@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from infinistore.access.audit import Audit
 from infinistore.errors import ConfigError
 from infinistore.transports.base import Stream
-from infinistore.transports.tls.contexts import client_context, server_context, trust
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context, server_context, trust
 from infinistore.transports.tls.trio_stream import TlsStream
 
 if TYPE_CHECKING:

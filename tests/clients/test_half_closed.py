@@ -16,8 +16,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Get, GetReply, Keys, Put
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import accept, connect_tcp, listen_tcp
-from infinistore.transports.tls.contexts import client_context, server_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context, server_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.clients.dresses import opened, serving
 from tests.clients.stores import Loops

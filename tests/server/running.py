@@ -33,8 +33,7 @@ from infinistore.server.movers.shm import LivenessPipe, ShmMover
 from infinistore.statistics import StoreStatistics
 from infinistore.transports.base import Stream, drive
 from infinistore.transports.sockets.trio_streams import SocketStream, accept, connect_tcp, connect_unix
-from infinistore.transports.tls.contexts import client_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.transports.memory_network import Chunks, MemoryListener, MemoryStream, whole
 

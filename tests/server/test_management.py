@@ -31,8 +31,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.management.selftest import SELFTEST_PREFIX, check_transports
 from infinistore.transports.sockets.trio_streams import connect_tcp
-from infinistore.transports.tls.contexts import client_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.disk_io.faulty_runner import Fail, Rot
 from tests.server.http_client import Answer, ask, ask_over

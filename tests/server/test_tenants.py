@@ -38,8 +38,7 @@ from infinistore.server.composition import run_server
 from infinistore.server.session.requests import OF_OPERATORS, ROLES, refusals
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
-from infinistore.transports.tls.contexts import client_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.server.http_client import Answer, ask
 from tests.server.running import Peer, RunningServer, make_config, running_server, until

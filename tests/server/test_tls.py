@@ -17,8 +17,7 @@ from infinistore.protocol.messages import Statistics
 from infinistore.server.certificates import Certificates
 from infinistore.server.security import Reloads, load_certificates, reload_on_signal
 from infinistore.transports.sockets.trio_streams import connect_tcp
-from infinistore.transports.tls.contexts import client_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.server.http_client import Answer, ask_over
 from tests.server.running import Peer, RunningServer, connect_tls, make_config, running_server, until

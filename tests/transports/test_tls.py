@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.contexts import client_context, server_context
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import TlsSession, client_context, server_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.transports.certificates import Files, issue, issue_loosely
 from tests.transports.memory_network import random_chunks, stream_pair

@@ -8,8 +8,7 @@ from typing import Any
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.raw import Endpoint, is_stale, say_goodbye
-from infinistore.transports.tls.session import TlsSession
+from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
 
 __all__ = ["AsyncioTlsStream", "over_tls"]
 

@@ -1,21 +1,190 @@
 """One end of a TLS connection, without I/O: ciphertext goes in and out, whoever moves
 it.
 
-This is OpenSSL between two buffers in memory. Sockets stay plain, so that each kind of
-stream waits and spins as it does without TLS. Compared with `ssl.SSLSocket`, it makes
-one more copy at each end, and two system calls less for each record received: as much
-work in all, and more even between the ends (bench/tls.py).
+`client_context` and `server_context` make the settings of each end from files in PEM:
+TLS 1.2 or newer, with the ciphers of Python and OpenSSL. There is no resumption: a
+store keeps its connections. Renegotiation is off, so that reading never needs to write.
+What goes wrong is said in one line that says what to do, for each of both ends.
+
+`TlsSession` is OpenSSL between two buffers in memory. Sockets stay plain, so that each
+kind of stream waits and spins as it does without TLS. Compared with `ssl.SSLSocket`, it
+makes one more copy at each end, and two system calls less for each record received: as
+much work in all, and more even between the ends (bench/tls.py).
 """
 
+import socket
 import ssl
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
 
-from infinistore.errors import StoreUnavailable, TlsFailed
+from infinistore.errors import ConfigError, StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.failures import NO_TLS_AT_CLIENT, client_failure, server_failure
 
-__all__ = ["TlsSession"]
+__all__ = [
+    "Endpoint",
+    "NO_TLS_AT_CLIENT",
+    "TlsSession",
+    "client_context",
+    "client_failure",
+    "is_stale",
+    "say_goodbye",
+    "server_context",
+    "server_failure",
+    "trust",
+]
+
+
+def client_context(ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
+    """Return the context of a client that trusts the authorities in `ca`, or those of
+    the system, and shows the certificate `cert`. Without `key`, that has its key, too.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ca: {_cannot_trust(ca, error)}") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    if cert is not None:
+        _load_pair(context, cert, key, ("cert", "key"))
+    return context
+
+
+def server_context(cert: Path, key: Path | None = None, client_ca: Path | None = None) -> ssl.SSLContext:
+    """Return the context of a server. With `client_ca`, a client must show a
+    certificate that one of these authorities has signed.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    _load_pair(context, cert, key, ("--tls-cert", "--tls-key"))
+    if client_ca is not None:
+        trust(context, client_ca, "--tls-client-ca")
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def trust(context: ssl.SSLContext, authorities: Path, name: str) -> None:
+    """Trust these authorities, too. `name` is that of the setting.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    try:
+        context.load_verify_locations(str(authorities))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {_cannot_trust(authorities, error)}") from None
+
+
+def _load_pair(context: ssl.SSLContext, cert: Path, key: Path | None, names: tuple[str, str]) -> None:
+    cert_name, key_name = names
+    for name, file in ((cert_name, cert), (key_name, key)):
+        if file is not None:
+            _check_readable(name, file)
+
+    def refuse() -> str:
+        raise ConfigError(f"{key_name}: the key in {key or cert} has a passphrase; store it without one")
+
+    try:
+        context.load_cert_chain(str(cert), None if key is None else str(key), password=refuse)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            problem = f"{cert_name}: the certificate in {cert} does not fit the key in {key or cert}; give the pair"
+        elif error.reason is None:  # no PEM, or another thing in PEM
+            problem = f"{cert_name}: {cert} must hold a certificate, and {key or cert} its key, both in PEM"
+        else:
+            problem = f"{cert_name}: {cert} cannot be used: {error.reason.replace('_', ' ').lower()}"
+        raise ConfigError(problem) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{cert_name}: {cert} cannot be used: {error}") from None
+
+
+def _check_readable(name: str, file: Path) -> None:
+    try:
+        with file.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {file}: {error.strerror}") from None
+
+
+def _cannot_trust(file: Path | None, error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        return f"cannot read {file}: {error.strerror}"
+    return f"{file} must hold the certificates of authorities in PEM"
+
+
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_... of OpenSSL
+_UNKNOWN_AUTHORITY: Final = (2, 18, 19, 20, 21)
+_OTHER_NAME: Final = (62, 64)  # a host name, an address
+_NOT_BY_RFC_5280: Final = range(80, 95)  # X509_V_FLAG_X509_STRICT, which Python sets since 3.13
+NO_TLS_AT_CLIENT: Final = "this port speaks TLS, and the client does not; connect with infinistores://HOST:PORT?ca=FILE"
+
+_REFUSED_BY_SERVER: Final = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "wants a certificate of the client; give cert=FILE and key=FILE",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "refused; perhaps it wants a certificate of the client: cert=FILE and key=FILE",
+    "TLSV1_ALERT_UNKNOWN_CA": "does not trust this client's certificate: no authority in --tls-client-ca has signed it",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "refused this client's certificate, which has expired; give a new one",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refused this client's certificate as bad; issue another one",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refused this client's certificate; issue one for client authentication",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "speaks other versions of TLS; both ends need 1.2 or 1.3",
+}
+"""What the alert of a server means, after its name."""
+
+_REFUSED_BY_CLIENT: Final = {
+    "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust the authority of --tls-cert; it needs that in ca=FILE",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the client says that --tls-cert has expired; replace it and send SIGHUP",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the client refused --tls-cert; perhaps it is not for the name that it used",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the client refused --tls-cert; perhaps it is not for the name that it used",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client gave no certificate, and --tls-client-ca wants one: cert=FILE",
+    "UNSUPPORTED_PROTOCOL": "the client speaks an older version than TLS 1.2",
+}
+"""What the alert of a client, or a check of it, means to the server."""
+
+
+def client_failure(error: ssl.SSLError, peer: str) -> TlsFailed:
+    """Return what an error means to the client of the server at `peer`."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return TlsFailed(f"the certificate of {peer} {_distrust(error)}")
+    if (meaning := _REFUSED_BY_SERVER.get(error.reason or "")) is not None:
+        return TlsFailed(f"{peer} {meaning}")
+    return TlsFailed(f"TLS with {peer} failed: {_reason(error)}")
+
+
+def server_failure(error: ssl.SSLError) -> TlsFailed:
+    """Return what an error means to the server."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return TlsFailed(f"the client's certificate was refused: {error.verify_message}; see --tls-client-ca")
+    if (meaning := _REFUSED_BY_CLIENT.get(error.reason or "")) is not None:
+        return TlsFailed(meaning)
+    return TlsFailed(f"TLS with the client failed: {_reason(error)}")
+
+
+def _distrust(error: ssl.SSLCertVerificationError) -> str:
+    code = error.verify_code
+    if code == _EXPIRED:
+        return "has expired; the server needs a new one in --tls-cert, and SIGHUP"
+    if code == _NOT_YET_VALID:
+        return "is not valid yet; compare the clocks of both hosts"
+    if code in _UNKNOWN_AUTHORITY:
+        return "is signed by no authority that this client trusts; give the file of its authority: ca=FILE"
+    if code in _OTHER_NAME:
+        return f"is for another name: {error.verify_message}; connect by a name that is in it, or issue one with this"
+    if code in _NOT_BY_RFC_5280:
+        return f"is not as RFC 5280 asks: {error.verify_message}; issue it again, as the page on security shows"
+    return f"was refused: {error.verify_message}"
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).replace("_", " ").lower()
+
 
 _CHUNK_BYTES: Final = 128 * 1024
 _RECORD_BYTES: Final = 16 * 1024
@@ -197,3 +366,46 @@ class TlsSession:
 
     def _failure(self, error: ssl.SSLError) -> TlsFailed:
         return server_failure(error) if self._is_server else client_failure(error, self._other)
+
+
+class Endpoint(Protocol):
+    """Where a client connects: the `path` of a Unix socket, or a `host`."""
+
+    @property
+    def path(self) -> str:
+        """The socket; empty if there is a host."""
+
+    @property
+    def host(self) -> str:
+        """The name that the certificate must have."""
+
+
+class _Inner(Protocol):
+    @property
+    def socket(self) -> socket.socket: ...
+    def is_stale(self) -> bool: ...
+
+
+def is_stale(inner: _Inner, session: TlsSession) -> bool:
+    """Whether the peer of an idle connection has closed it, or said something that
+    nobody asked for. What TLS says for itself, such as a ticket, is taken in.
+    """
+    while session.is_quiet():
+        if not inner.is_stale():
+            return False
+        try:
+            count = inner.socket.recv_into(session.room(0), 0, socket.MSG_DONTWAIT)
+        except OSError:
+            return True
+        if not count:
+            return True
+        session.received(count)
+    return True
+
+
+def say_goodbye(inner: object, session: TlsSession) -> None:
+    """Tell the peer that the connection ends, if there is room for it."""
+    sock = getattr(inner, "socket", None)
+    if isinstance(sock, socket.socket) and sock.fileno() != -1 and (goodbye := session.end()):
+        with suppress(OSError):
+            sock.send(goodbye, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

@@ -46,7 +46,7 @@ def tls_context(url: str, *, by_socket: bool, found: Mapping[str, Any]) -> "ssl.
         return given
     if "key" in files and "cert" not in files:
         raise ConfigError("key is that of cert, which is missing; give both")
-    from infinistore.transports.tls.contexts import client_context
+    from infinistore.transports.tls.session import client_context
 
     return client_context(**files)
 
@@ -56,7 +56,7 @@ def tls_of_node(address: StoreUrl, given: "ssl.SSLContext | None") -> "ssl.SSLCo
     that it speaks TLS.
     """
     if given is None and address.scheme == "infinistores":
-        from infinistore.transports.tls.contexts import client_context
+        from infinistore.transports.tls.session import client_context
 
         return client_context()
     return given
