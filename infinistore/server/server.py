@@ -27,9 +27,8 @@ from infinistore.server.take_over.memory import Ended
 from infinistore.server.telemetry import Telemetry
 from infinistore.tenant_limits import TenantLimits, why_no_places
 from infinistore.transports.base import Stream
-from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.spin import Spinner
-from infinistore.transports.sockets.trio_streams import SocketStream
+from infinistore.transports.sockets.trio_streams import ReadySockets, SocketStream
 
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates

@@ -12,9 +12,8 @@ import trio
 import trio.testing
 
 from infinistore.errors import StoreUnavailable
-from infinistore.transports.ready_sockets import ReadySockets
 from infinistore.transports.sockets.spin import Spinner
-from infinistore.transports.sockets.trio_streams import SocketStream
+from infinistore.transports.sockets.trio_streams import ReadySockets, SocketStream
 
 
 @asynccontextmanager
