@@ -30,8 +30,7 @@ import infinistore
 from infinistore import ServerConfig, serve
 from infinistore.core import create_arena
 from infinistore.server.movers.rdma import RdmaPool
-from infinistore.transports.rdma.ibverbs.bindings import load_pyverbs
-from infinistore.transports.rdma.ibverbs.queue import CHAIN, WorkRequests
+from infinistore.transports.rdma.ibverbs import CHAIN, WorkRequests, load_pyverbs
 from infinistore.transports.rdma.plan import Piece, Placement, plan_transfer
 from infinistore.transports.rdma.requester import Requester
 from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 
 from infinistore.doctor.findings import Finding, bad, good, warning
-from infinistore.transports.rdma.ibverbs.bindings import load_pyverbs
+from infinistore.transports.rdma.ibverbs import load_pyverbs
 
 __all__ = ["Software", "examine_software", "this_software"]
 

@@ -16,8 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import infinistore
 from infinistore.config import ServerConfig
-from infinistore.transports.rdma.ibverbs.device import VerbsDevice
-from infinistore.transports.rdma.ibverbs.queue import CHAIN
+from infinistore.transports.rdma.ibverbs import CHAIN, VerbsDevice
 from tests.clients.event_loops import TrioThread, as_blocking
 from tests.clients.stores import Loops, Opened, looker
 from tests.clients.test_store_machine import ClientMachine

@@ -15,11 +15,17 @@ import attrs
 import pytest
 
 from infinistore.errors import TransferFailed
+from infinistore.transports.rdma import ibverbs
 from infinistore.transports.rdma.choice import ChosenPort
-from infinistore.transports.rdma.ibverbs import device as ibverbs
-from infinistore.transports.rdma.ibverbs.bindings import Pyverbs, load_pyverbs
-from infinistore.transports.rdma.ibverbs.device import VerbsDevice, event_descriptors
-from infinistore.transports.rdma.ibverbs.queue import CHAIN, WorkRequests, timeout_exponent
+from infinistore.transports.rdma.ibverbs import (
+    CHAIN,
+    Pyverbs,
+    VerbsDevice,
+    WorkRequests,
+    event_descriptors,
+    load_pyverbs,
+    timeout_exponent,
+)
 from infinistore.transports.rdma.verbs import Completion, Endpoint, NoRdma, Operation
 from tests.transports import pyverbs_shapes
 from tests.transports.pyverbs_shapes import CQ, MR, QP, DmaBufMR, made, pyverbs_44, pyverbs_59, recorded

@@ -33,6 +33,6 @@ def open_device(
     Raises:
         NoRdma: there is none, or it cannot be used.
     """
-    from infinistore.transports.rdma.ibverbs import device as ibverbs  # late: pyverbs is optional, and slow to import
+    from infinistore.transports.rdma import ibverbs
 
     return ibverbs.open_device(name, port, link, gid_index, near, peer=peer, place=place)

@@ -1,1 +1,0 @@
-"""RDMA devices by pyverbs, the Python binding of rdma-core."""
