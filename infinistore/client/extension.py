@@ -18,8 +18,8 @@ from infinistore.client.options.url import StoreUrl, parse_url
 from infinistore.client.requests import Batch
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = [
     "Batch",

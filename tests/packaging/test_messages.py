@@ -30,7 +30,7 @@ COUNTS_BYTES = {
         "allocators/base.py",
         "allocators/contract.py",
         "allocators/slab.py",
-        "transports/cuda/memory.py",
+        "transports/cuda.py",
     ),
     *("core/arena.py", "sizes.py"),  # a repr; how such a size is written
 }

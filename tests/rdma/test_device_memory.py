@@ -12,8 +12,8 @@ import os
 import pytest
 
 from infinistore.client.memory.device_memory import DeviceBatch
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.memory import DeviceMemory, Dmabuf
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import DeviceMemory, Dmabuf
 from infinistore.transports.rdma.memory import address_of
 from infinistore.transports.rdma.opening import open_device
 from infinistore.transports.rdma.verbs import NoRdma

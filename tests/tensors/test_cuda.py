@@ -11,7 +11,7 @@ from infinistore.blocking import BlockingStore
 from infinistore.client.memory.device_memory import device_memory
 from infinistore.tensors import LayerLoader, LayerWriter, devices, read_blocks, write_blocks
 from infinistore.tensors.cuda_runtime import cuda_bindings
-from infinistore.transports.cuda.driver import load_cuda
+from infinistore.transports.cuda import load_cuda
 from infinistore.transports.rdma.choice import NoRdma
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.driver import CudaDriver
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import CudaDriver
 from infinistore.transports.rdma.memory import address_of
 from tests.transports.fake_rdma import Fabric
 

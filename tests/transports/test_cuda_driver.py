@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.driver import CudaDriver, load_cuda
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import CudaDriver, DeviceMemory, load_cuda
 from infinistore.transports.rdma.verbs import NoRdma
 from tests.transports.fake_gpu import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING, FakeLibrary
 

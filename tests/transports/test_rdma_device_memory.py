@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.transports.cuda.memory import DeviceMemory
-from infinistore.transports.cuda.registration import DeviceSpan, RegisteredDeviceMemory
+from infinistore.transports.cuda import DeviceMemory, DeviceSpan, RegisteredDeviceMemory
 from infinistore.transports.rdma.verbs import NoRdma
 from tests.transports.fake_gpu import FakeGpu
 from tests.transports.fake_rdma import Fabric

@@ -14,8 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from infinistore.transports.cuda.driver import CudaDriver
-from infinistore.transports.cuda.place import current_gpu, gpu_place
+from infinistore.transports.cuda import CudaDriver, current_gpu, gpu_place
 from infinistore.transports.rdma.choice import ChosenPort, choose_port
 from infinistore.transports.rdma.devices import (
     Gid,

@@ -59,7 +59,7 @@ from infinistore.client.requests import (
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
 from infinistore.statistics import Stats
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = ["AsyncStore"]
 

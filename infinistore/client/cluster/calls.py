@@ -29,7 +29,7 @@ from infinistore.client.options.options import Options
 from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "NodeHedge", "error_of", "is_lost", "naming"]
 

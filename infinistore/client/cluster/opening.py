@@ -28,7 +28,7 @@ from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import StoreUnavailable
 from infinistore.host import let_go_in_child
 from infinistore.protocol.messages import Shard
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = [
     "SILENT_AFTER",

@@ -41,7 +41,7 @@ from infinistore.errors import (
 )
 from infinistore.host import FORKED, let_go_in_child
 from infinistore.protocol.states import State
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names
 from infinistore.transports.sockets.names import Dialer
 

@@ -26,7 +26,7 @@ from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.sockets.spin import Spinner
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = ["BufferLike", "OnDevice", "plain_bytes", "readable", "writable"]
 

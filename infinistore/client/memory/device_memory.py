@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from infinistore.client.memory.buffers import BufferLike, OnDevice, readable
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = ["DeviceBatch", "device_batch", "device_memory", "registrable"]
 

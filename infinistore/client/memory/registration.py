@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 
 __all__ = ["Registration"]
 

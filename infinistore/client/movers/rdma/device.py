@@ -15,10 +15,8 @@ from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.client.options.options import Options
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
 from infinistore.protocol.messages import HelloReply
-from infinistore.transports.cuda import driver as cuda_driver
-from infinistore.transports.cuda.memory import DeviceMemory
-from infinistore.transports.cuda.place import current_gpu, gpu_place
-from infinistore.transports.cuda.registration import DeviceSpan, RegisteredDeviceMemory
+from infinistore.transports import cuda as cuda_driver
+from infinistore.transports.cuda import DeviceMemory, DeviceSpan, RegisteredDeviceMemory, current_gpu, gpu_place
 from infinistore.transports.rdma import opening
 from infinistore.transports.rdma.devices import Address, Place, there_is_rdma
 from infinistore.transports.rdma.memory import RegisteredMemory, RegisteredSpan, Staging

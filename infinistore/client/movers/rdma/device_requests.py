@@ -9,7 +9,7 @@ from infinistore.client.memory.device_memory import DeviceBatch
 from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.worker_threads import in_thread
 from infinistore.errors import DeviceMemoryUnreachable
-from infinistore.transports.cuda import driver as cuda_driver
+from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.rdma.verbs import NoRdma
 
 __all__ = ["check_registered", "flush", "wait_for_gpus", "wait_for_gpus_aside"]

@@ -44,7 +44,7 @@ from infinistore.protocol.messages import (
     Reserve,
     ReserveReply,
 )
-from infinistore.transports.cuda.memory import DeviceMemory
+from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.rdma.memory import Staging
 from infinistore.transports.rdma.plan import Placement
 from infinistore.transports.rdma.verbs import NoRdma, Queue

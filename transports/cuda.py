@@ -1,28 +1,148 @@
-"""CUDA's driver, as far as RDMA needs it: memory of a GPU as a dmabuf, and the order of
-what the GPU and a card do.
+"""Memory of a GPU, as far as RDMA needs it: by address and length, and how a card
+reaches it. Never run on a GPU: the tests show it a library that is made of Python.
 
-Called by ctypes, because PyTorch has no such calls, and whoever has a CUDA tensor has
-the library. The numbers are those of `cuda.h`. Sources: the CUDA Driver API
-(cuMemGetHandleForAddressRange, cuFlushGPUDirectRDMAWrites, cuPointerSetAttribute) and
-"GPUDirect RDMA", chapter "Synchronization and Memory Ordering".
+The memory views of the rest of the code are of this process's memory, and hashing or
+copying one of a GPU's would crash. So memory of a GPU has a type of its own,
+`DeviceMemory`. It is cut like a view, and nothing else can be done to it here.
 
-Never run on a GPU: the tests show it a library that is made of Python.
+`Cuda` is what RDMA asks of a GPU's driver; the tests ask memory of this process.
+CUDA's own driver is called by ctypes, because PyTorch has no such calls, and whoever
+has a CUDA tensor has the library. The numbers are those of `cuda.h`. Sources: the CUDA
+Driver API (cuMemGetHandleForAddressRange, cuFlushGPUDirectRDMAWrites,
+cuPointerSetAttribute) and "GPUDirect RDMA", chapter "Synchronization and Memory
+Ordering".
+
+There are two ways to register such memory. As a dmabuf: the GPU's driver hands the
+pages to the card's through the kernel. As peer memory: the card's driver asks a module
+of the GPU's (nvidia-peermem) what the address means, as if it were this process's
+memory. The first is tried first; what each said is in the error if neither works.
 """
 
 import ctypes
 import mmap
+import os
 import sys
-from collections.abc import Generator, Iterator
+from bisect import bisect_right
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from infinistore.transports.cuda.memory import Cuda, DeviceMemory, Dmabuf
-from infinistore.transports.rdma.verbs import NoRdma
+from infinistore.transports.rdma.devices import ROOT, Place, pci_place
+from infinistore.transports.rdma.memory import RemoteSpan, SpanTable
+from infinistore.transports.rdma.plan import Placement
+from infinistore.transports.rdma.verbs import Device, NoRdma, Region
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaDriver", "load_cuda", "record_event", "wait_for_event"]
+__all__ = [
+    "Cuda",
+    "CudaDriver",
+    "DeviceMemory",
+    "DeviceSpan",
+    "Dmabuf",
+    "RegisteredDeviceMemory",
+    "current_gpu",
+    "gpu_place",
+    "load_cuda",
+    "record_event",
+    "wait_for_event",
+]
+
+
+class DeviceMemory:
+    """A span of a GPU's memory, which `owner` keeps alive. `ordinal` is the GPU's
+    number, as in `cuda:0`.
+    """
+
+    __slots__ = ("address", "length", "ordinal", "owner")
+
+    def __init__(self, address: int, length: int, ordinal: int, owner: object) -> None:
+        self.address = address
+        self.length = length
+        self.ordinal = ordinal
+        self.owner = owner
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> "DeviceMemory":
+        start, stop, step = part.indices(self.length)
+        if step != 1:
+            raise ValueError("only what lies end to end in a GPU's memory can be cut out of it")
+        return DeviceMemory(self.address + start, max(0, stop - start), self.ordinal, self.owner)
+
+    def holds(self, other: "DeviceMemory") -> bool:
+        """Whether all of the other lies in it. Addresses differ between GPUs, too
+        (unified virtual addressing).
+        """
+        return self.address <= other.address and other.address + other.length <= self.address + self.length
+
+    @property
+    def place(self) -> str:
+        """The GPU, for people."""
+        return f"cuda:{self.ordinal}"
+
+    def __repr__(self) -> str:
+        return f"<{self.length} bytes of {self.place} at 0x{self.address:x}>"
+
+
+class Dmabuf(NamedTuple):
+    """Memory as the kernel hands it from one driver to another: a descriptor, and where
+    in it the memory begins.
+
+    Who has it closes the descriptor, when the memory is registered or that has failed:
+    the registration keeps what it needs.
+    """
+
+    fd: int
+    offset: int
+
+
+class Cuda(Protocol):
+    """What RDMA asks of the driver of GPUs. Any thread may ask."""
+
+    def ordinal_at(self, address: int) -> int | None:
+        """Return the number of the GPU whose memory is at an address; None if it is no
+        GPU's.
+        """
+
+    def pci_address(self, ordinal: int) -> str | None:
+        """Return where a GPU is on the PCI bus, as `0000:17:00.0`; None if that cannot
+        be told.
+        """
+
+    def export(self, memory: DeviceMemory) -> Dmabuf:
+        """Return the memory as a dmabuf.
+
+        Raises:
+            NoRdma: the driver, the GPU or this kind of memory does not allow it.
+        """
+
+    def order_copies(self, memory: DeviceMemory) -> None:
+        """Ask that copies which CUDA calls synchronous are over when their call
+        returns, if that can be asked for.
+        """
+
+    def record(self, ordinal: int) -> Any:
+        """Return an event that comes when what this thread's current stream of the GPU
+        was told so far is done.
+        """
+
+    def is_done(self, event: Any) -> bool:
+        """Whether waiting for the event would take no time. False if that cannot be
+        told.
+        """
+
+    def wait(self, event: Any) -> None:
+        """Wait for the event. The interpreter's lock is free meanwhile."""
+
+    def flush(self, ordinal: int) -> None:
+        """Make what other devices have written to the GPU's memory visible to all that
+        the GPU runs.
+        """
+
 
 LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
@@ -219,3 +339,90 @@ def load_cuda(library: str = LIBRARY) -> Cuda:
         return CudaDriver(ctypes.CDLL(library))
     except OSError:
         return CudaDriver(None)
+
+
+def current_gpu() -> int | None:
+    """Return the number of PyTorch's current GPU; None if this process does not use one
+    yet. Begins nothing: a process that has begun to use CUDA can no longer fork.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())
+
+
+def gpu_place(cuda: Cuda, ordinal: int, root: Path = ROOT) -> Place | None:
+    """Return where a GPU is; None if the driver or the kernel does not say."""
+    address = cuda.pci_address(ordinal)
+    return None if address is None else pci_place(address, root)
+
+
+_REMEDY = (
+    "as root: modprobe nvidia-peermem; or install NVIDIA's open kernel modules, on Linux 5.12 or newer (infinistore"
+    " doctor tells what is there). Not registered, it is copied by way of the host by infinistore.tensors"
+)
+
+
+class DeviceSpan(RemoteSpan):
+    """A span of a GPU's memory that an RDMA device knows. It keeps the memory alive,
+    and is gone after `close`.
+    """
+
+    def __init__(self, device: Device, memory: DeviceMemory, cuda: Cuda) -> None:
+        self.memory: DeviceMemory | None = memory
+        super().__init__(memory.address, len(memory), _register(device, memory, cuda))
+        # What is written to the device by a synchronous copy should be there when
+        # somebody reads it by RDMA.
+        cuda.order_copies(memory)
+
+    def close(self) -> None:
+        """Unregister: when this returns, no peer reads or writes here any more.
+        Idempotent.
+        """
+        super().close()
+        self.memory = None
+
+
+def _register(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
+    try:
+        return _register_dmabuf(device, memory, cuda)
+    except NoRdma as error:
+        as_dmabuf = str(error)
+    try:
+        return device.register(memory.address, len(memory), remote=True)
+    except NoRdma as error:
+        raise NoRdma(
+            f"memory of {memory.place} cannot be registered as a dmabuf ({as_dmabuf}), nor as peer memory ({error})",
+            _REMEDY,
+        ) from error
+
+
+def _register_dmabuf(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
+    fd, offset = cuda.export(memory)
+    try:
+        return device.register_dmabuf(fd, offset, len(memory))
+    finally:
+        os.close(fd)
+
+
+class RegisteredDeviceMemory(SpanTable[DeviceSpan]):
+    """The spans of GPUs' memory that a caller has registered, to be found by
+    address.
+    """
+
+    def locate(self, blocks: Sequence[DeviceMemory]) -> Placement | None:
+        """Return where the peer finds these blocks; None unless every one of them lies
+        in registered memory.
+
+        Where spans overlap, the one that begins last counts.
+        """
+        spans, starts = self.table
+        addresses: list[int] = []
+        keys: list[int] = []
+        for block in blocks:
+            found = bisect_right(starts, block.address) - 1
+            if found < 0 or block.address + len(block) > spans[found].end:
+                return None
+            addresses.append(block.address + spans[found].shift)
+            keys.append(spans[found].key)
+        return Placement(addresses, keys)
