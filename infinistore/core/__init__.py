@@ -3,8 +3,8 @@ its own."""
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.entry import NO_CHECKSUM, Entry
 from infinistore.core.growth import Growth
+from infinistore.core.index import NO_CHECKSUM, Entry
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pool import Pool

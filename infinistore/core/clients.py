@@ -12,7 +12,7 @@ from operator import add, itemgetter
 from typing import Literal, TypeAlias
 
 from infinistore.allocators.base import Extent
-from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of
+from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of
 from infinistore.core.pool import Pool
 
 __all__ = ["Client", "Hazard", "Lease", "Reservation", "entry_at", "leased_in_quarantine", "read_of"]

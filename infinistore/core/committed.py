@@ -11,8 +11,7 @@ Leaves to others: what a commit does (the store).
 from collections.abc import Callable, Sequence
 
 from infinistore.core.clients import Reservation
-from infinistore.core.entry import Entry
-from infinistore.core.index import Index
+from infinistore.core.index import Entry, Index
 from infinistore.core.prepared import Prepared
 from infinistore.core.retention import Retention
 

@@ -19,8 +19,8 @@ import attrs
 
 from infinistore.core.clients import Client, Lease
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
 from infinistore.core.holds import Holds
+from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.pool_state import HeldBlocks, PoolState

@@ -9,7 +9,7 @@ import heapq
 import random
 from collections.abc import Callable
 
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool

@@ -1,15 +1,20 @@
 """Which keys are there, where their blocks are, and which were used most recently.
 
-One `collections.OrderedDict` is both index and recency order: its first key is the
-coldest, its last the warmest. Its list of nodes keeps "take the coldest" O(1) for ever;
-a plain dict walked from the front slows down after many deletions, because it steps
-over every hole.
-
-The cost: once in several hundred thousand insertions the hash table is rebuilt, and one
-call waits for it, about 0.2 s with a million keys. That is so for any dict; a plain one
-takes half as long.
+An `Entry` is what is kept of a block. One `collections.OrderedDict` is both index and
+recency order: its first key is the coldest, its last the warmest. Its list of nodes
+keeps "take the coldest" O(1) for ever; a plain dict walked from the front slows down
+after many deletions, because it steps over every hole. The cost: once in several
+hundred thousand insertions the hash table is rebuilt, and one call waits for it, about
+0.2 s with a million keys. That is so for any dict; a plain one takes half as long.
 
 There is no method per block here: a batch is one call, whose loop runs in C.
+
+A random sample of the keys is kept up to date as keys are inserted. A million are too
+many to walk while a server waits, and the ends of the recency order are the coldest and
+warmest keys and not representative. So one insertion in every few is noted, chosen at
+random. A note counts as long as its key still has the same entry. So every existing key
+was noted with the same probability, however often it was put. The cost is one
+subtraction per batch, and less than 1 us for each insertion noted.
 
 Promises: a batch is touched from last to first, so that the head of a prefix outlives
 its tail. Leaves to others: pins, space and limits (the store).
@@ -17,15 +22,96 @@ its tail. Leaves to others: pins, space and limits (the store).
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import repeat, takewhile
+from operator import itemgetter
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
-from infinistore.core.entry import Entry, length_of
-from infinistore.core.key_sample import KeySample
+from infinistore.allocators.base import Extent
 
-__all__ = ["Index", "first_keys", "leading_within"]
+__all__ = [
+    "Entry",
+    "Index",
+    "KeySample",
+    "NO_CHECKSUM",
+    "arena_of",
+    "checksum_of",
+    "extent_of",
+    "first_keys",
+    "leading_within",
+    "length_of",
+    "offset_of",
+]
+
+
+# An exact tuple, because both kinds of named fields cost too much. The garbage
+# collector stops tracking exact tuples of integers, and only these: with a million
+# entries, a full collection takes 1 ms, but 180 ms with a NamedTuple and 140 ms with a
+# class that has slots. And `extent + (checksum,)` makes an exact tuple in one step:
+# with a NamedTuple, a put of 64 blocks took 24 % more instructions (bench/guard.py). So
+# the names are functions, which also run in `map` at the speed of C.
+Entry: TypeAlias = tuple[int, int, int, int]
+"""A block that has a key: (arena index, offset in bytes, length in bytes, xxh3-64
+checksum or NO_CHECKSUM). The first three are its extent."""
+
+NO_CHECKSUM = 0
+"""Stands for the checksum of a block whose writer made none. (One in 2**64 blocks has
+this as its checksum; nobody checks those.)"""
+
+arena_of: Callable[[Entry | Extent], int] = itemgetter(0)
+offset_of: Callable[[Entry | Extent], int] = itemgetter(1)
+length_of: Callable[[Entry | Extent], int] = itemgetter(2)
+checksum_of: Callable[[Entry], int] = itemgetter(3)
+extent_of: Callable[[Entry], Extent] = itemgetter(0, 1, 2)
+
+
+_FIRST_STEP = 32
+_FIRST_OFFSET = int(Random(0).random() * _FIRST_STEP)
+MAX_NOTED = 4096
+
+
+class KeySample:
+    """Some of the keys of `entries`. Whoever inserts keys there calls `note`."""
+
+    __slots__ = ("_entries", "_noted", "_offset", "_random", "_step", "left")
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self._noted: list[tuple[str, Any]] = []
+        self._random: Random | None = None  # made when first needed: it takes 2.5 KiB
+        self._step = _FIRST_STEP  # one insertion in so many is noted,
+        self._offset = _FIRST_OFFSET  # this one of them
+        self.left = self._offset
+        """How many insertions are to be passed over. Whoever inserts takes off theirs,
+        and calls `note` below zero."""
+
+    def note(self, keys: Sequence[str], entries: Sequence[Any]) -> None:
+        """Note what is due of a batch that was inserted, and taken off `left`."""
+        count, step, offset = len(keys), self._step, self._offset
+        random = self._random
+        if random is None:
+            random = self._random = Random(1)  # to be fair, not to be unforeseen: the same calls give the same sample
+        position = self.left + count
+        while position < count:
+            self._noted.append((keys[position], entries[position]))
+            position += step - offset
+            offset = int(random.random() * step)
+            position += offset
+        self.left, self._offset = position - count, offset
+        if len(self._noted) > MAX_NOTED:
+            self._noted = self._present()
+            if len(self._noted) > MAX_NOTED // 2:
+                self._noted = [noted for noted in self._noted if random.getrandbits(1)]
+                self._step *= 2
+
+    def keys(self) -> list[str]:
+        """Return the sample: at most `MAX_NOTED` keys, in arbitrary order."""
+        return [key for key, _ in self._present()]
+
+    def _present(self) -> list[tuple[str, Any]]:
+        get = self._entries.get
+        return [noted for noted in self._noted if get(noted[0]) is noted[1]]
 
 
 class Index:

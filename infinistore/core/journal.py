@@ -12,7 +12,7 @@ nothing else forgets them.
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 
 __all__ = ["Change", "Journal", "JournalItem"]
 

@@ -10,7 +10,7 @@ Leaves to others: what happens to a block whose last pin ended (the store).
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
-from infinistore.core.entry import Entry, length_of
+from infinistore.core.index import Entry, length_of
 
 __all__ = ["PinTable"]
 

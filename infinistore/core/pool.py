@@ -15,7 +15,7 @@ from operator import add
 
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.core.arena import Arena
-from infinistore.core.entry import Entry, arena_of, length_of, offset_of
+from infinistore.core.index import Entry, arena_of, length_of, offset_of
 
 __all__ = ["Pool"]
 

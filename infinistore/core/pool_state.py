@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import attrs
 
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 from infinistore.core.state_formats import (
     FORMAT,
     READERS,

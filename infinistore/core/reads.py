@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from infinistore.core.clients import Client, Lease
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.entry import Entry, length_of
 from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.holds import Holds
-from infinistore.core.index import leading_within
+from infinistore.core.index import Entry, leading_within, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable

@@ -15,8 +15,7 @@ from itertools import islice
 import xxhash
 
 from infinistore.core.deletions import Deletions
-from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of
-from infinistore.core.index import Index
+from infinistore.core.index import NO_CHECKSUM, Entry, Index, checksum_of, extent_of
 from infinistore.core.journal import Change, Journal
 from infinistore.core.pool import Pool
 from infinistore.core.removal_log import RemovalLog

@@ -19,8 +19,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import count
 from math import inf
 
-from infinistore.core.entry import Entry
-from infinistore.core.index import Index
+from infinistore.core.index import Entry, Index
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool

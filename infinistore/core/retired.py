@@ -14,7 +14,7 @@ pin ends, and then waits again.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from infinistore.core.entry import Entry, extent_of, length_of
+from infinistore.core.index import Entry, extent_of, length_of
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 

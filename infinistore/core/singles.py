@@ -9,9 +9,9 @@ Leaves to others: batches, and whatever waits (`reads`, `writes`).
 """
 
 from infinistore.core.clients import Client
-from infinistore.core.entry import Entry
 from infinistore.core.hand_over import PoolParts
 from infinistore.core.hazard_pins import HazardPins
+from infinistore.core.index import Entry
 from infinistore.core.retired import HAZARDS_PER_BLOCK
 from infinistore.core.space import Space
 from infinistore.core.writes import Writes

@@ -15,9 +15,8 @@ from math import ceil
 from typing import Literal, get_args
 
 from infinistore.allocators.base import Extent
-from infinistore.core.entry import Entry, length_of
 from infinistore.core.growth import Growth
-from infinistore.core.index import Index
+from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.limits import Watermarks
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool

@@ -34,12 +34,11 @@ from infinistore.core.arena import Arena
 from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.deletions import Deletions
-from infinistore.core.entry import Entry, length_of
 from infinistore.core.growth import Growth
 from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.holds import Holds
-from infinistore.core.index import Index, first_keys
+from infinistore.core.index import Entry, Index, first_keys, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import PinTable

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from infinistore.allocators.base import Extent
-from infinistore.core.entry import length_of
-from infinistore.core.index import Index
+from infinistore.core.index import Index, length_of
 from infinistore.core.sharing import Sharing
 from infinistore.core.space import EvictionCause, Space
 from infinistore.core.tenant_pool import TenantPool

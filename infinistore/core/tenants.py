@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from infinistore.buggify import Buggify
-from infinistore.core.entry import Entry
 from infinistore.core.hand_over import Adopted
+from infinistore.core.index import Entry
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pool import Pool

@@ -11,8 +11,7 @@ Leaves to others: to call `verify` before the bytes of a block are read, and
 
 from collections.abc import Mapping, Sequence
 
-from infinistore.core.entry import Entry, length_of
-from infinistore.core.index import Index
+from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.removals import Removals
 
 __all__ = ["Unverified"]

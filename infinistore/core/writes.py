@@ -15,10 +15,9 @@ from typing import Literal
 from infinistore.allocators.base import Extent
 from infinistore.core.clients import Client, Reservation
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.entry import Entry, length_of
 from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.holds import Holds
-from infinistore.core.index import Index
+from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool

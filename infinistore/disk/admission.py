@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from infinistore.core import Pool
-from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, length_of
+from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, length_of
 from infinistore.disk.jobs import aligned
 from infinistore.disk.settings import Admission
 

@@ -13,7 +13,7 @@ from itertools import compress
 
 from infinistore.core import Client, StoreCore
 from infinistore.core.clients import leased_in_quarantine
-from infinistore.core.entry import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
+from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
 from infinistore.disk.admission import AdmissionQueue, Run, run_of, same_block
 from infinistore.disk.disks import Disk, Disks
 from infinistore.disk.flushes import Flushes

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 
 from infinistore.allocators.base import Extent
 from infinistore.core import Journal, StoreCore
-from infinistore.core.entry import Entry, extent_of
+from infinistore.core.index import Entry, extent_of
 from infinistore.disk.admission import AdmissionQueue, same_block
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import Demotion

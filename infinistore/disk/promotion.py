@@ -15,7 +15,7 @@ import attrs
 
 from infinistore.allocators.base import Extent
 from infinistore.core import NO_CHECKSUM, Client, Reservation, StoreCore
-from infinistore.core.entry import length_of
+from infinistore.core.index import length_of
 from infinistore.disk.disks import Disks, Place
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Result, aligned
 from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP, MOST_READS

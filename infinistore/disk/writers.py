@@ -5,7 +5,7 @@ from collections import deque
 import attrs
 
 from infinistore.core import Lease
-from infinistore.core.entry import Entry, length_of
+from infinistore.core.index import Entry, length_of
 from infinistore.disk.admission import Run, run_of
 from infinistore.disk.disks import Disk
 from infinistore.disk.settings import MOST_BLOCKS_PER_GROUP

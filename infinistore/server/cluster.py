@@ -41,7 +41,7 @@ from infinistore.cluster_io.memberships import RunningMembership, make_membershi
 from infinistore.cluster_io.probing import ClusterEnvironment, Token, instance_asker
 from infinistore.config import ServerConfig
 from infinistore.core.clients import Client, Lease
-from infinistore.core.entry import NO_CHECKSUM, length_of
+from infinistore.core.index import NO_CHECKSUM, length_of
 from infinistore.core.store import StoreCore
 from infinistore.errors import (
     AuthenticationFailed,

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.core.entry import Entry
-from infinistore.core.index import Index
-from infinistore.core.key_sample import MAX_NOTED
+from infinistore.core.index import MAX_NOTED, Entry, Index
 
 LIMIT = 64
 

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from infinistore.core import Client, CoreLimits, Reservation, StoreCore
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 from infinistore.errors import UnknownReservation
 from tests.core.test_store import MakeCore, blocks, get, put, recency
 

@@ -6,7 +6,7 @@ import pytest
 
 from infinistore.core import Client, StoreCore
 from infinistore.core.clients import Hazard
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 from tests.core.test_hazard_pins import REMOVALS, fill
 from tests.core.test_store import MakeCore, blocks, put
 

@@ -5,7 +5,7 @@ state machine (`test_store_machine.py`) compares sequences of calls with the mod
 import pytest
 
 from infinistore.core import Client, CoreLimits, Journal, StoreCore
-from infinistore.core.entry import NO_CHECKSUM
+from infinistore.core.index import NO_CHECKSUM
 from infinistore.errors import OutOfMemory
 from tests.core.conftest import FakeClock
 from tests.core.test_journal import told

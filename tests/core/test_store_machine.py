@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 
 from infinistore.allocators import Extent
 from infinistore.core import Client, CoreLimits, Journal, Lease, Pool, Reservation, StoreCore, Watermarks, create_arena
-from infinistore.core.entry import NO_CHECKSUM, Entry
+from infinistore.core.index import NO_CHECKSUM, Entry
 from infinistore.core.journal import JournalItem
 from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import (

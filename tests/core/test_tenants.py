@@ -11,7 +11,7 @@ import pytest
 from infinistore.buggify import Buggify, Point
 from infinistore.core import Client, CoreLimits, Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Hazard
-from infinistore.core.entry import Entry
+from infinistore.core.index import Entry
 from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory

@@ -25,7 +25,7 @@ from infinistore.client.removed import Followed, Removed
 from infinistore.client.requests import Batch, Found, Matched, Prefetched, check_all_there
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.entry import NO_CHECKSUM
+from infinistore.core.index import NO_CHECKSUM
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from infinistore.core.entry import NO_CHECKSUM, checksum_of, length_of
+from infinistore.core.index import NO_CHECKSUM, checksum_of, length_of
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.keys import check_distinct
 from infinistore.protocol.codec import pack_u64

@@ -21,7 +21,7 @@ import trio
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Lease
-from infinistore.core.entry import length_of
+from infinistore.core.index import length_of
 from infinistore.core.pool import Pool
 from infinistore.errors import ConfigError, DeadlineExceeded, OutOfMemory, ProtocolError, TransferFailed
 from infinistore.keys import check_distinct
