@@ -12,10 +12,10 @@ from infinistore.allocators.base import Extent
 from infinistore.buggify import Buggify, Point
 from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.index import Index
+from infinistore.core.pins import MOST_WAITING_RATIO, Retired
 from infinistore.core.prepared import Written
 from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
-from infinistore.core.retired import MOST_WAITING_RATIO, Retired
 from infinistore.core.space import EvictionCause, Space
 from infinistore.core.tenant_space import TenantSpace
 from infinistore.core.writes import Writes

@@ -19,15 +19,13 @@ import attrs
 
 from infinistore.core.clients import Client, Lease
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.holds import Holds
 from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
-from infinistore.core.pins import PinTable
+from infinistore.core.pins import Holds, PinTable, Retired
 from infinistore.core.pool import Pool
 from infinistore.core.pool_state import HeldBlocks, PoolState
 from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
 from infinistore.core.retention import Retention
-from infinistore.core.retired import Retired
 from infinistore.core.unverified import Unverified
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units

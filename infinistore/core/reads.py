@@ -8,14 +8,11 @@ from collections.abc import Sequence
 
 from infinistore.core.clients import Client, Lease
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.hazard_pins import HazardPins
-from infinistore.core.holds import Holds
 from infinistore.core.index import Entry, leading_within, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
-from infinistore.core.pins import PinTable
+from infinistore.core.pins import HazardPins, Holds, PinTable, Retired
 from infinistore.core.pool import Pool
-from infinistore.core.retired import Retired
 from infinistore.core.unverified import Unverified
 
 __all__ = ["Reads"]

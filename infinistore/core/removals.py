@@ -17,10 +17,10 @@ import xxhash
 from infinistore.core.deletions import Deletions
 from infinistore.core.index import NO_CHECKSUM, Entry, Index, checksum_of, extent_of
 from infinistore.core.journal import Change, Journal
+from infinistore.core.pins import Retired
 from infinistore.core.pool import Pool
 from infinistore.core.removal_log import RemovalLog
 from infinistore.core.retention import Retention
-from infinistore.core.retired import Retired
 
 __all__ = ["Removals"]
 

@@ -10,9 +10,8 @@ Leaves to others: batches, and whatever waits (`reads`, `writes`).
 
 from infinistore.core.clients import Client
 from infinistore.core.hand_over import PoolParts
-from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.index import Entry
-from infinistore.core.retired import HAZARDS_PER_BLOCK
+from infinistore.core.pins import HAZARDS_PER_BLOCK, HazardPins
 from infinistore.core.space import Space
 from infinistore.core.writes import Writes
 

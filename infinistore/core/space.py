@@ -18,11 +18,10 @@ from infinistore.allocators.base import Extent
 from infinistore.core.growth import Growth
 from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.limits import Watermarks
-from infinistore.core.pins import PinTable
+from infinistore.core.pins import PinTable, Retired
 from infinistore.core.pool import Pool
 from infinistore.core.removals import Removals
 from infinistore.core.retention import Retention
-from infinistore.core.retired import Retired
 from infinistore.errors import OutOfMemory, ValueTooLarge
 from infinistore.sizes import in_units
 

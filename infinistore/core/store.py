@@ -36,12 +36,10 @@ from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.deletions import Deletions
 from infinistore.core.growth import Growth
 from infinistore.core.hand_over import HandOver, PoolParts
-from infinistore.core.hazard_pins import HazardPins
-from infinistore.core.holds import Holds
 from infinistore.core.index import Entry, Index, first_keys, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
-from infinistore.core.pins import PinTable
+from infinistore.core.pins import HazardPins, Holds, PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.prepared import Written
 from infinistore.core.removal_log import RemovalLog

@@ -6,7 +6,7 @@ import pytest
 
 from infinistore.core import CoreLimits, StoreCore, Watermarks
 from infinistore.core.clients import Hazard
-from infinistore.core.retired import HAZARDS_PER_BLOCK
+from infinistore.core.pins import HAZARDS_PER_BLOCK
 from infinistore.errors import OutOfMemory
 from tests.core.conftest import UNIT_BYTES
 from tests.core.test_hazard_pins import entry_of

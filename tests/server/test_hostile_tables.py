@@ -26,8 +26,8 @@ from infinistore.allocators.bitmap import BitmapAllocator
 from infinistore.core import Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.arena import Mapping
 from infinistore.core.clients import Client
-from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.index import Entry
+from infinistore.core.pins import HazardPins
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Keys, Message, Release, Touch

@@ -23,8 +23,8 @@ from infinistore.client.movers.shm.known_reads import KnownReads as ClientsReads
 from infinistore.client.movers.shm.known_reads import PinnedBlocks
 from infinistore.core import Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Client as CoreClient
-from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.index import Entry
+from infinistore.core.pins import HazardPins
 from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.protocol import shared_tables
 from infinistore.protocol.codec import pack_u64

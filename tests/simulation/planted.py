@@ -113,7 +113,7 @@ PLANTED = [
     ),
     Planted(
         "a replaced block freed while leased",
-        "infinistore.core.retired",
+        "infinistore.core.pins",
         "            self.condemned.update(entry for entry in entries if entry in pinned)\n"
         "            entries = [entry for entry in entries if entry not in pinned]\n",
         "            pass\n",
@@ -132,7 +132,7 @@ PLANTED = [
     ),
     Planted(
         "a hold that ends early",
-        "infinistore.core.holds",
+        "infinistore.core.pins",
         "self._clock() + hold_s)",
         "self._clock() + 0.2 * hold_s)",
     ),

@@ -18,10 +18,9 @@ from infinistore.client.movers.shm.known_blocks import KnownBlocks, Places
 from infinistore.client.movers.shm.known_reads import KnownReads, PinnedBlocks
 from infinistore.client.movers.shm.mover import ShmMover
 from infinistore.core.committed import CommittedIndex
-from infinistore.core.hazard_pins import HazardPins
 from infinistore.core.index import Index
+from infinistore.core.pins import HazardPins, Retired
 from infinistore.core.removals import Removals
-from infinistore.core.retired import Retired
 from infinistore.core.store import StoreCore
 from infinistore.core.writes import Writes
 from infinistore.protocol import shared_tables
