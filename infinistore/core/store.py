@@ -42,7 +42,7 @@ from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import HazardPins, Holds, PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.prepared import Written
-from infinistore.core.removal_log import RemovalLog
+from infinistore.core.removals import RemovalLog
 from infinistore.core.retention import Retention
 from infinistore.core.singles import Singles
 from infinistore.core.space import EvictionCause

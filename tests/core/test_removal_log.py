@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from infinistore.core import StoreCore
-from infinistore.core.removal_log import KEPT_S, RemovalLog, Told
+from infinistore.core.removals import KEPT_S, RemovalLog, Told
 
 from .conftest import FakeClock
 

@@ -10,7 +10,7 @@ import trio.testing
 
 import infinistore
 from infinistore.access.tenants import digest_of, make_token
-from infinistore.core.removal_log import MOST_KEYS
+from infinistore.core.removals import MOST_KEYS
 from infinistore.errors import InvalidRequest, PermissionDenied, StoreUnavailable
 from infinistore.protocol.messages import MISSING, Removed, RemovedReply
 from infinistore.server.session.requests import MAX_WAIT_S

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
-from infinistore.core.removal_log import RemovalLog, Told
+from infinistore.core.removals import RemovalLog, Told
 
 __all__ = ["AwaitDisk", "await_removal"]
 

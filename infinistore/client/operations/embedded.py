@@ -29,7 +29,7 @@ from infinistore.core.index import NO_CHECKSUM
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
-from infinistore.core.removal_log import MAX_TOLD_KEYS, Told
+from infinistore.core.removals import MAX_TOLD_KEYS, Told
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, ChecksumMismatch
 from infinistore.host import FORKED, let_go_in_child

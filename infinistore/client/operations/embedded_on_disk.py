@@ -15,7 +15,7 @@ from infinistore.client.operations.disk_waits import AwaitDisk
 from infinistore.client.operations.embedded import EmbeddedOperations, hold_token
 from infinistore.client.operations.embedded_disks import EmbeddedDisks
 from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
-from infinistore.core.removal_log import MAX_TOLD_KEYS, Told
+from infinistore.core.removals import MAX_TOLD_KEYS, Told
 from infinistore.disk.fetching import Fetch
 from infinistore.disk.purging import Purging, names_on_disk
 from infinistore.statistics import Stats

@@ -17,7 +17,7 @@ import trio
 
 from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role
 from infinistore.core.clients import Client
-from infinistore.core.removal_log import MAX_TOLD_KEYS
+from infinistore.core.removals import MAX_TOLD_KEYS
 from infinistore.core.store import StoreCore
 from infinistore.errors import InfiniStoreException, LimitExceeded, PermissionDenied
 from infinistore.protocol import messages
