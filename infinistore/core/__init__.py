@@ -3,12 +3,11 @@ its own."""
 
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.growth import Growth
 from infinistore.core.index import NO_CHECKSUM, Entry
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pool import Pool
-from infinistore.core.space import EvictionCause
+from infinistore.core.space import EvictionCause, Growth
 from infinistore.core.store import StoreCore
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 

@@ -1,4 +1,5 @@
-"""Space for new blocks: what is evicted for them, and how much at once.
+"""Space for new blocks: what is evicted for them, and how much at once; and whether a
+larger pool would help.
 
 The least recently used blocks go first. A pinned block at the cold end moves to the
 warm end: it is in use, so it is recent. So each step costs O(1), however many blocks
@@ -7,15 +8,20 @@ are pinned. The bounds below count steps.
 Eviction starts when a batch would fill the pool above the high watermark. It takes at
 once what the batch needs, and goes on to the low watermark a little with each batch, so
 that no put waits for long.
+
+To make an arena is I/O, so the store only says when it would help (`Growth`). While
+`growable_bytes` is positive and a reservation had to evict, or was refused, `wanted` is
+set and `on_wanted` is called once. Somebody then makes an arena and calls
+`StoreCore.add_arena`, which clears it (or `stop`, if there is no memory). Meanwhile,
+what does not fit is OutOfMemory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import ceil
 from typing import Literal, get_args
 
 from infinistore.allocators.base import Extent
-from infinistore.core.growth import Growth
 from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.limits import Watermarks
 from infinistore.core.pins import PinTable, Retired
@@ -25,7 +31,42 @@ from infinistore.core.retention import Retention
 from infinistore.errors import OutOfMemory, ValueTooLarge
 from infinistore.sizes import in_units
 
-__all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "EvictionCause", "Space"]
+__all__ = ["EXTRA_STEPS", "EvictionCause", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "Growth", "Space"]
+
+
+class Growth:
+    """How a pool may grow: by `growable_bytes` in all."""
+
+    __slots__ = ("growable_bytes", "on_wanted", "wanted")
+
+    def __init__(self, growable_bytes: int = 0, on_wanted: Callable[[], object] | None = None) -> None:
+        self.growable_bytes = growable_bytes
+        """How much larger the pool may still become: as set, less what was added
+        since."""
+        self.wanted = False
+        """A reservation had to evict, or was refused, while the pool could still
+        grow."""
+        self.on_wanted = on_wanted
+        """Called, without arguments, each time that `wanted` becomes true."""
+
+    def want(self) -> None:
+        """Say that a larger pool would help, if it may grow at all."""
+        if self.growable_bytes > 0 and not self.wanted:
+            self.wanted = True
+            if self.on_wanted is not None:
+                self.on_wanted()
+
+    def added(self, arena_bytes: int) -> None:
+        """Note that the pool has grown."""
+        self.growable_bytes = max(0, self.growable_bytes - arena_bytes)
+        self.wanted = False
+
+    def stop(self) -> None:
+        """Say that the pool stays as it is, because there is no memory for another
+        arena."""
+        self.growable_bytes = 0
+        self.wanted = False
+
 
 EvictionCause = Literal["on_demand", "fragmentation", "periodic", "manual"]
 

@@ -34,7 +34,6 @@ from infinistore.core.arena import Arena
 from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.deletions import Deletions
-from infinistore.core.growth import Growth
 from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.index import Entry, Index, first_keys, length_of
 from infinistore.core.journal import Journal
@@ -45,7 +44,7 @@ from infinistore.core.prepared import Written
 from infinistore.core.removals import RemovalLog
 from infinistore.core.retention import Retention
 from infinistore.core.singles import Singles
-from infinistore.core.space import EvictionCause
+from infinistore.core.space import EvictionCause, Growth
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
 __all__ = ["StoreCore"]

@@ -9,8 +9,8 @@ import pytest
 
 from infinistore.core import Client, CoreLimits, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Hazard
-from infinistore.core.growth import Growth
 from infinistore.core.index import Entry
+from infinistore.core.space import Growth
 from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.core.conftest import UNIT_BYTES
 from tests.core.test_store import MakeCore, blocks, get, put, recency
