@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from infinistore.allocators.base import Extent
 from infinistore.buggify import Buggify, Point
 from infinistore.core.clients import Client, Lease, Reservation
+from infinistore.core.committed import Written
 from infinistore.core.index import Index
 from infinistore.core.pins import MOST_WAITING_RATIO, Retired
-from infinistore.core.prepared import Written
 from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
 from infinistore.core.space import EvictionCause, Space

@@ -33,6 +33,7 @@ from infinistore.buggify import Buggify
 from infinistore.core.arena import Arena
 from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
+from infinistore.core.committed import Written
 from infinistore.core.deletions import Deletions
 from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.index import Entry, Index, first_keys, length_of
@@ -40,7 +41,6 @@ from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.core.pins import HazardPins, Holds, PinTable
 from infinistore.core.pool import Pool
-from infinistore.core.prepared import Written
 from infinistore.core.removals import RemovalLog
 from infinistore.core.retention import Retention
 from infinistore.core.singles import Singles

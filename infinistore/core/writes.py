@@ -14,13 +14,12 @@ from typing import Literal
 
 from infinistore.allocators.base import Extent
 from infinistore.core.clients import Client, Reservation
-from infinistore.core.committed import CommittedIndex
+from infinistore.core.committed import CommittedIndex, Prepared, Written
 from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import HAZARDS_PER_BLOCK, HazardPins, Holds, Retired
 from infinistore.core.pool import Pool
-from infinistore.core.prepared import Prepared, Written
 from infinistore.core.removals import Removals
 from infinistore.core.retention import Retention
 from infinistore.core.space import Space
