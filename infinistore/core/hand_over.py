@@ -23,10 +23,9 @@ from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, l
 from infinistore.core.pins import Holds, PinTable, Retired
 from infinistore.core.pool import Pool
 from infinistore.core.pool_state import HeldBlocks, PoolState
-from infinistore.core.reads import Reads
+from infinistore.core.reads import Reads, Unverified
 from infinistore.core.removals import Removals
 from infinistore.core.retention import Retention
-from infinistore.core.unverified import Unverified
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
