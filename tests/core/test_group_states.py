@@ -9,15 +9,16 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.core.group_states import (
+from infinistore.core.pool_state import (
     GroupLayout,
     GroupStates,
+    PoolState,
     TenantState,
     decode_groups,
     encode_groups,
+    encode_state,
     is_of_groups,
 )
-from infinistore.core.pool_state import PoolState, encode_state
 
 STATE = PoolState("run", "bitmap", 64, [8192], ["key"], [(0, 0, 5, 7)], [], [[], [(0, 128, 64, 0)]])
 LAYOUT = GroupLayout("a", [8192], mapped=True, writers=["ann"])

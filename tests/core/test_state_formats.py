@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.core.group_states import decode_groups, encode_groups
-from infinistore.core.pool_state import decode_state, encode_state
-from infinistore.core.state_formats import FORMAT, READERS, header_of, write_sections
+from infinistore.core.pool_state import (
+    FORMAT,
+    READERS,
+    decode_groups,
+    decode_state,
+    encode_groups,
+    encode_state,
+    header_of,
+    write_sections,
+)
 from tests.core.golden.states import GOLDEN, GROUPS, POOL, VALUES
 
 pytestmark = pytest.mark.skipif(sys.byteorder != "little", reason="the golden states are of a little-endian machine")

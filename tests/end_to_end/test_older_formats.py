@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infinistore.core.state_formats import FORMAT
+from infinistore.core.pool_state import FORMAT
 from tests.core.golden.record import COMMITS
 from tests.end_to_end.kept_descriptors import Manager
 from tests.end_to_end.test_kept_cache import KEYS, fill, flags, manager, there

@@ -35,8 +35,7 @@ from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
-from infinistore.core.pool_state import PoolState, decode_state, encode_state
-from infinistore.core.state_formats import READERS, header_of
+from infinistore.core.pool_state import READERS, PoolState, decode_state, encode_state, header_of
 from infinistore.disk.format import (
     LEAD,
     SUPERBLOCK_BYTES,

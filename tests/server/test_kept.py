@@ -19,7 +19,7 @@ from infinistore import open_store
 from infinistore.allocators import Allocator
 from infinistore.allocators.bitmap import BitmapAllocator
 from infinistore.config import ServerConfig
-from infinistore.core.state_formats import FORMAT
+from infinistore.core.pool_state import FORMAT
 from infinistore.disk_settings import DiskPlace
 from infinistore.server import Server
 from infinistore.server import server as server_module

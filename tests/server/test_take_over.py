@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from infinistore import open_store
 from infinistore.config import ServerConfig
-from infinistore.core.group_states import GroupStates
-from infinistore.core.pool_state import PoolState
+from infinistore.core.pool_state import GroupStates, PoolState
 from infinistore.errors import ConfigError, InvalidRequest, ServerReplaced, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.codec import pack_u64

@@ -20,8 +20,7 @@ from typing import Any
 import trio
 
 from infinistore.config import ServerConfig
-from infinistore.core.group_states import GroupStates, encode_groups
-from infinistore.core.pool_state import PoolState
+from infinistore.core.pool_state import GroupStates, PoolState, encode_groups
 from infinistore.errors import ConfigError
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.take_over.giving import Giving

@@ -24,18 +24,20 @@ from infinistore.allocators import Allocator, allocator_class
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena, adopt_arena
 from infinistore.core.clients import Client
-from infinistore.core.group_states import (
-    GroupLayout,
-    GroupStates,
-    TenantState,
-    decode_groups,
-    encode_groups,
-    is_of_groups,
-)
 from infinistore.core.hand_over import Adopted
 from infinistore.core.journal import Journal
 from infinistore.core.pool import Pool
-from infinistore.core.pool_state import PoolState, decode_state, encode_state
+from infinistore.core.pool_state import (
+    GroupLayout,
+    GroupStates,
+    PoolState,
+    TenantState,
+    decode_groups,
+    decode_state,
+    encode_groups,
+    encode_state,
+    is_of_groups,
+)
 from infinistore.core.store import StoreCore
 from infinistore.core.tenant_store import TenantStore
 from infinistore.core.tenants import Tenants

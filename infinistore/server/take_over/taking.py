@@ -23,7 +23,7 @@ import trio
 
 from infinistore.access.tenants import SUCCESSOR
 from infinistore.config import ServerConfig
-from infinistore.core.group_states import GroupLayout, GroupStates
+from infinistore.core.pool_state import GroupLayout, GroupStates
 from infinistore.errors import ConfigError, InfiniStoreException, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, TakeOver, TakeOverReply, TakeOverStep

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from infinistore.core.state_formats import FORMAT
+from infinistore.core.pool_state import FORMAT
 from tests.core.golden.states import GOLDEN
 from tests.protocol.golden.record import unpack
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import xxhash
 
-from infinistore.core.group_states import GroupLayout, GroupStates, TenantState, encode_groups
-from infinistore.core.pool_state import HeldBlocks, PoolState, encode_state
+from infinistore.core.pool_state import (
+    GroupLayout,
+    GroupStates,
+    HeldBlocks,
+    PoolState,
+    TenantState,
+    encode_groups,
+    encode_state,
+)
 
 __all__ = ["GOLDEN", "GROUPS", "POOL", "VALUES", "write"]
 
