@@ -16,8 +16,8 @@ from infinistore.core.index import Index
 from infinistore.core.pins import MOST_WAITING_RATIO, Retired
 from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
+from infinistore.core.sharing import TenantSpace
 from infinistore.core.space import EvictionCause, Space
-from infinistore.core.tenant_space import TenantSpace
 from infinistore.core.writes import Writes
 
 __all__ = ["Parts", "parts", "tenant_space"]

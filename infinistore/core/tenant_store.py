@@ -18,10 +18,8 @@ from infinistore.core.buggified import Parts, parts, tenant_space
 from infinistore.core.clients import Client, Hazard
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
-from infinistore.core.sharing import Sharing
+from infinistore.core.sharing import Sharing, TenantPool, TenantSpace
 from infinistore.core.store import StoreCore
-from infinistore.core.tenant_pool import TenantPool
-from infinistore.core.tenant_space import TenantSpace
 from infinistore.errors import LimitExceeded
 from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics

@@ -343,7 +343,7 @@ PLANTED = [
     ),
     Planted(
         "space that a tenant gives back and that stays counted",
-        "infinistore.core.tenant_pool",
+        "infinistore.core.sharing",
         "        self.used_bytes -= before - self._whole.used_bytes\n",
         "        self.used_bytes -= (before - self._whole.used_bytes) if len(extents) < 3 else 0\n",
     ),
