@@ -21,9 +21,12 @@ What it leaves to others: to call from one thread at a time; to check keys where
 enter (`check_keys`); to move bytes; to promise, by calling `close_client`, that nobody
 touches the client's space any more; and to make arenas.
 
-This module puts the parts together: `writes`, `reads`, `singles`, `removals`, eviction
-(`space`), `growth`, `holds`, and pins that clients set without a request
-(`hazard_pins`).
+This module puts the parts together: `writes`, `reads`, `removals`, eviction and growth
+(`space`), holds and pins that clients set without a request (`pins`). `Singles` is for
+one block at a time, in one step: nothing is pinned or reserved, because nobody else
+comes between. A lease, a reservation and what they keep for the time until their end
+are most of what a short block costs. A caller that has all of its bytes, or copies them
+before it calls anything else, needs neither.
 """
 
 import random as random_module
@@ -39,15 +42,89 @@ from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.index import Entry, Index, first_keys, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
-from infinistore.core.pins import HazardPins, Holds, PinTable
+from infinistore.core.pins import HAZARDS_PER_BLOCK, HazardPins, Holds, PinTable
 from infinistore.core.pool import Pool
 from infinistore.core.removals import RemovalLog
 from infinistore.core.retention import Retention
-from infinistore.core.singles import Singles
-from infinistore.core.space import EvictionCause, Growth
+from infinistore.core.space import EvictionCause, Growth, Space
+from infinistore.core.writes import Writes
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
-__all__ = ["StoreCore"]
+__all__ = ["Singles", "StoreCore"]
+
+
+class Singles:
+    """Reads and writes of one block each, which end before they return."""
+
+    def __init__(
+        self,
+        parts: PoolParts,
+        writes: Writes,
+        space: Space,
+        hazard_pins: HazardPins,
+    ) -> None:
+        self._pool = parts.pool
+        self._committed = parts.committed
+        self._retired = parts.retired
+        self._removals = parts.removals
+        self._holds = parts.holds
+        self._reads = parts.reads
+        self._writes = writes
+        self._space = space
+        self._hazard_pins = hazard_pins
+
+    def find(self, client: Client, key: str) -> Entry | None:
+        """Return the entry of a key, or None. This is no use of it: see `use`.
+
+        Its bytes are to be copied at once: after the next call on the store they may be
+        another block's. As nothing is pinned, this counts against no limit.
+        """
+        index = self._committed.up_to_date()
+        client.check_open()
+        unverified = self._reads.unverified
+        if unverified is not None and unverified.verify(index, (key,)):
+            return None  # it was damaged, and has been dropped
+        return index.get(key)
+
+    def use(self, client: Client, key: str, entry: Entry | None) -> None:
+        """Touch a key that `find` has just found, and count a read of its block; None
+        counts as a miss."""
+        if entry is not None:
+            self._committed.touch_one(key)
+        self._reads.count(client, key, entry)
+
+    def write(self, client: Client, key: str, value: memoryview, checksum: int, *, replace: bool = True) -> bool:
+        """Store a block; False if the key exists and is not to be replaced.
+
+        The space of a replaced block is free after `StoreCore.free_replaced`. Errors
+        are those of `StoreCore.reserve`; after one, nothing has changed.
+        """
+        client.check_open()
+        index = self._committed.up_to_date()
+        if self._hazard_pins.clients:
+            self._hazard_pins.scan_in_turns(client, HAZARDS_PER_BLOCK)
+        self._holds.expire()
+        sizes = [len(value)]
+        footprint_bytes = self._writes.check(client, sizes)
+        extents = self._space.reserve(index, sizes, footprint_bytes)
+        self._space.reserved_bytes -= footprint_bytes
+        entry = (*extents[0], checksum)
+        try:
+            self._pool.view(extents[0])[:] = value
+            if replace:
+                self._removals.replace(index, (key,), (entry,))
+            elif index.get(key) is None:
+                index.insert((key,), (entry,))
+            else:
+                index.touch_one(key)
+        finally:
+            stored = index.get(key) == entry
+            if not stored:
+                self._pool.free(extents)
+        if stored:
+            self._retired.note_stored((entry,))
+            self._writes.count(client, (key,), (entry,))
+        return stored
 
 
 class StoreCore:
