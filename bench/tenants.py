@@ -26,8 +26,7 @@ import xxhash
 from infinistore.allocators import create_allocator
 from infinistore.core import Pool, create_arena
 from infinistore.core.limits import Watermarks
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants
+from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.sizes import MIB
 from infinistore.tenant_limits import TenantLimits
 

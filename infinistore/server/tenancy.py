@@ -28,8 +28,7 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants, why_not_reserved
+from infinistore.core.tenants import Tenants, TenantStore, why_not_reserved
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
 from infinistore.errors import ConfigError
 from infinistore.host import free_huge_pages

@@ -12,8 +12,7 @@ from infinistore.buggify import Buggify, Point
 from infinistore.core import Client, CoreLimits, Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Hazard
 from infinistore.core.index import Entry
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants
+from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator

@@ -27,8 +27,7 @@ from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, Water
 from infinistore.core.arena import adopt_arena
 from infinistore.core.clients import Hazard
 from infinistore.core.pool_state import decode_state, encode_state
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants
+from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator

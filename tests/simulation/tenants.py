@@ -25,8 +25,7 @@ from infinistore.access.tenants import Tenants as Table
 from infinistore.config import ServerConfig
 from infinistore.core.limits import CoreLimits
 from infinistore.core.sharing import Sharer
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants
+from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.server import Server
 from infinistore.server.environment import Environment
 from infinistore.server.security import TenantsReload

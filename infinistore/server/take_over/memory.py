@@ -39,8 +39,7 @@ from infinistore.core.pool_state import (
     is_of_groups,
 )
 from infinistore.core.store import StoreCore
-from infinistore.core.tenant_store import TenantStore
-from infinistore.core.tenants import Tenants
+from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.host import free_huge_pages
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import TenantLimits
