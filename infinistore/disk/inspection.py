@@ -13,14 +13,13 @@ import attrs
 import numpy as np
 
 from infinistore.disk.format import END_BYTES, Superblock, decode_end, decode_footer
-from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, aligned
+from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
 from infinistore.disk.listings import Listing, joined
 from infinistore.disk.log import Log
 from infinistore.disk.records import SHARDS, Records
 from infinistore.disk.recovery import recover
 from infinistore.disk.search import find_batches, read
 from infinistore.disk.segments import Segment, Segments, SegmentState
-from infinistore.disk.tasks import Steps
 
 __all__ = ["DamagedBlock", "DiskContents", "Inspector", "SegmentContents", "Verified"]
 

@@ -1,4 +1,5 @@
-"""Jobs: what the tier asks of a disk, as data, and what comes back.
+"""Jobs: what the tier asks of a disk, as data, and what comes back; and longer work,
+which asks for jobs step by step.
 
 A job names a disk by its number in the tier, and a file in the folder of that disk:
 `segments/17`, `snapshot` or `disk` (the superblock). Whoever runs a job answers it with
@@ -17,10 +18,15 @@ What a runner has to know:
   any more. So a job is never answered before the kernel has returned.
 - A runner repeats calls that are interrupted or short. Nothing else is ever repeated:
   above all not a flush that failed, because the kernel forgets what it could not write.
+
+Longer work of a volume is done in generators, whose steps take a few milliseconds each.
+A generator yields a list of jobs and is sent their results, in the same order; an empty
+list is a pause. It yields WAIT to be asked again after something has changed (`poke`).
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -30,14 +36,19 @@ __all__ = [
     "Flush",
     "HashBlocks",
     "Job",
+    "PAUSE",
     "ReadInto",
     "Replace",
     "Result",
+    "Steps",
+    "Tasks",
+    "WAIT",
     "Write",
     "WriteSuperblock",
     "aligned",
     "file_bytes",
 ]
+
 
 ALIGNMENT_BYTES = 4096
 """What offsets in files, and with O_DIRECT addresses and lengths, are multiples of."""
@@ -150,3 +161,79 @@ class Result:
     there."""
     checksums: Sequence[int] = attrs.field(default=(), repr=False)
     """The hashes that the job asked for."""
+
+
+_Returned = TypeVar("_Returned")
+
+WAIT: Final = "wait"
+PAUSE: Final[Sequence[Job]] = ()
+Steps: TypeAlias = Generator[Sequence[Job] | Literal["wait"], list[Result], _Returned]
+
+
+class _Task:
+    def __init__(self, steps: Steps[Any]) -> None:
+        self.steps = steps
+        self.jobs: Sequence[Job] = ()
+        self.results: dict[Job, Result] = {}
+        self.begun = False
+
+    @property
+    def ready(self) -> bool:
+        return len(self.results) == len(self.jobs)
+
+
+class Tasks:
+    """The tasks of one volume. They take turns, one step each."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        """New jobs; whoever starts them takes them from here."""
+        self._ready: deque[_Task] = deque()
+        self._waiting: list[_Task] = []
+        self._by_job: dict[Job, _Task] = {}
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._waiting) + len({id(task) for task in self._by_job.values()})
+
+    def start(self, steps: Steps[Any]) -> None:
+        """Add a task. Its first step is taken in `step`."""
+        self._ready.append(_Task(steps))
+
+    def poke(self) -> None:
+        """Ask the tasks that wait for something again."""
+        self._ready.extend(self._waiting)
+        self._waiting.clear()
+
+    def done(self, result: Result) -> bool:
+        """Take a result; return whether it is of a job of these tasks."""
+        task = self._by_job.pop(result.job, None)
+        if task is None:
+            return False
+        task.results[result.job] = result
+        if task.ready:
+            self._ready.append(task)
+        return True
+
+    def step(self) -> bool:
+        """Advance one task by one step; return whether another can be advanced."""
+        if self._ready:
+            self._advance(self._ready.popleft())
+        return bool(self._ready)
+
+    def _advance(self, task: _Task) -> None:
+        results = [task.results[job] for job in task.jobs]
+        task.jobs, task.results = (), {}
+        try:
+            wanted = task.steps.send(results) if task.begun else next(task.steps)
+        except StopIteration:
+            self.poke()
+            return
+        task.begun = True
+        if wanted == WAIT:
+            self._waiting.append(task)
+        elif wanted:
+            task.jobs = wanted
+            self._by_job.update(dict.fromkeys(wanted, task))
+            self.jobs.extend(wanted)
+        else:
+            self._ready.append(task)

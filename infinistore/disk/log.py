@@ -8,11 +8,10 @@ import attrs
 import numpy as np
 
 from infinistore.disk.format import Superblock, encode_superblock
-from infinistore.disk.jobs import ALIGNMENT_BYTES, WriteSuperblock
+from infinistore.disk.jobs import ALIGNMENT_BYTES, WAIT, Steps, Tasks, WriteSuperblock
 from infinistore.disk.listings import OWN_CHECKSUM, Listing
 from infinistore.disk.records import Records, Rows
 from infinistore.disk.segments import Segments
-from infinistore.disk.tasks import WAIT, Steps, Tasks
 
 __all__ = [
     "SESSION_SHIFT",

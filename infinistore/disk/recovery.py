@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from infinistore.disk.format import END_BYTES, End, decode_end, decode_footer, peek_table
-from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, aligned
+from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, aligned
 from infinistore.disk.log import SESSION_SHIFT, Log, rows_of
 from infinistore.disk.records import Loader
 from infinistore.disk.search import Content, Found, find_batches, read, without_torn_blocks
@@ -36,7 +36,6 @@ from infinistore.disk.snapshots import (
     decode_section,
     decode_snapshot_header,
 )
-from infinistore.disk.tasks import PAUSE, Steps
 
 __all__ = ["recover"]
 

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from infinistore.disk.format import Table, decode_table
-from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, aligned
+from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, aligned
 from infinistore.disk.listings import Listing, joined
 from infinistore.disk.log import Log
-from infinistore.disk.tasks import PAUSE, Steps
 
 __all__ = ["Content", "find_batches", "read", "without_torn_blocks"]
 

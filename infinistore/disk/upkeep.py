@@ -10,7 +10,7 @@ import numpy as np
 
 from infinistore.disk.batches import Batches
 from infinistore.disk.format import END_BYTES, End, Footer, decode_end, decode_footer, encode_end, encode_footer
-from infinistore.disk.jobs import ALIGNMENT_BYTES, Allocate, Flush, Replace, Write, aligned
+from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, WAIT, Allocate, Flush, Replace, Steps, Write, aligned
 from infinistore.disk.listings import OWN_CHECKSUM, Listing, joined
 from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Shrunk
 from infinistore.disk.records import SHARDS
@@ -25,7 +25,6 @@ from infinistore.disk.snapshots import (
     encode_snapshot_header,
     most_footer_bytes,
 )
-from infinistore.disk.tasks import PAUSE, WAIT, Steps
 
 __all__ = ["Upkeep"]
 

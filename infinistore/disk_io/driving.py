@@ -4,8 +4,7 @@ import select
 from collections.abc import Sequence
 from typing import TypeVar
 
-from infinistore.disk.jobs import Job, Result
-from infinistore.disk.tasks import WAIT, Steps
+from infinistore.disk.jobs import WAIT, Job, Result, Steps
 from infinistore.disk_io.runner import DiskRunner
 
 __all__ = ["run_steps"]
