@@ -14,9 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from infinistore.disk import format as disk_format
-from infinistore.disk.format import End, Footer, Superblock
+from infinistore.disk.format import End, Footer, Listing, Superblock
 from infinistore.disk.jobs import Job, ReadInto, Replace, Result, Write, WriteSuperblock, aligned, file_bytes
-from infinistore.disk.listings import Listing
 from infinistore.disk.volume import Volume
 from infinistore.sizes import in_units, parse_size
 

@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from infinistore.disk.batches import Batches
-from infinistore.disk.format import table_bytes
+from infinistore.disk.format import OWN_CHECKSUM, Listing, table_bytes
 from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
-from infinistore.disk.listings import OWN_CHECKSUM, Listing
 from infinistore.disk.log import Durable, Location, Log
 from infinistore.disk.records import fingerprints
 from infinistore.disk.segments import Segment, SegmentState

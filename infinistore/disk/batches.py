@@ -17,9 +17,8 @@ from enum import Enum
 
 import attrs
 
-from infinistore.disk.format import END_BYTES, End, Table, encode_end, encode_table, table_bytes
+from infinistore.disk.format import END_BYTES, End, Listing, Table, encode_end, encode_table, table_bytes
 from infinistore.disk.jobs import Flush, Job, Result, Write, aligned, file_bytes
-from infinistore.disk.listings import Listing
 from infinistore.disk.log import Durable, Log, Lost, rows_of
 from infinistore.disk.segments import Segment, SegmentState
 

@@ -1,55 +1,193 @@
-"""The bytes of a volume: superblock, tables of batches, footers and ends of segments.
+"""The bytes of a volume: superblock, tables of batches, footers and ends of segments,
+and the snapshot of the index.
 
-docs/disk-format.md describes them byte by byte; `snapshots` has the snapshot. Numbers
-are little-endian. Everything has a checksum, and says which disk, segment, life of the
-segment and offset it belongs to: bytes that are damaged, old, foreign or written to the
-wrong place are not taken for anything else. Checksums of what lies beside blocks are
-keyed with the secret seed of the disk, so a block cannot pretend to be a table.
+docs/disk-format.md describes them byte by byte. Numbers are little-endian. Everything
+has a checksum, and says which disk, segment, life of the segment and offset it belongs
+to: bytes that are damaged, old, foreign or written to the wrong place are not taken for
+anything else. Checksums of what lies beside blocks are keyed with the secret seed of
+the disk, so a block cannot pretend to be a table.
 
 `decode_*` returns None for what is not whole and in its place. Only a superblock gets
 an error, because there somebody has to do something.
+
+A `Listing` is records of the log as columns, with their keys: what tables and footers
+have behind their headers, the columns one after the other, then the keys.
+
+A snapshot is the index as it was, so that a start reads little else: a header, with the
+state of every segment, then a section for each shard of the index. It is not of one
+moment: its sections are made one after the other while the log goes on. It says which
+sequence was applied before the first of them; recovery applies what came later again.
 """
 
 import struct
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
-from infinistore.disk.listings import ROW_BYTES, Listing
+from infinistore.disk.records import SHARDS, Rows
 from infinistore.errors import ConfigError
 
 __all__ = [
+    "ABANDONED",
+    "COLUMNS",
     "COPIES",
     "END_BYTES",
-    "FOOTER_BYTES",
-    "LEAD",
-    "SUPERBLOCK_BYTES",
-    "TABLE_BYTES",
-    "VERSION",
     "End",
+    "FOOTER_BYTES",
     "Footer",
     "Header",
+    "LEAD",
+    "Listing",
+    "OPEN",
+    "OWN_CHECKSUM",
+    "ROW_BYTES",
+    "ROW_COLUMNS",
+    "SEALED",
+    "SEGMENT_COLUMNS",
+    "SNAPSHOT_ROW_BYTES",
+    "SUPERBLOCK_BYTES",
+    "SnapshotHeader",
+    "SnapshotSection",
+    "SnapshotSegment",
     "Superblock",
+    "TABLE_BYTES",
     "Table",
+    "VERSION",
     "checked",
     "decode_end",
     "decode_footer",
+    "decode_section",
+    "decode_snapshot_header",
     "decode_superblocks",
     "decode_table",
     "encode_end",
     "encode_footer",
+    "encode_section",
+    "encode_snapshot_header",
     "encode_superblock",
     "encode_table",
     "footer_bytes",
+    "header_bytes",
     "is_unwritten",
     "is_whole",
+    "joined",
+    "most_footer_bytes",
+    "most_snapshot_bytes",
     "peek_table",
     "table_bytes",
 ]
+
+
+OWN_CHECKSUM = 1
+"""The flag of a block whose checksum is the tier's, not its writer's."""
+
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("low", "<u8"),
+    ("high", "<u8"),
+    ("checksum", "<u8"),
+    ("expiry", "<u8"),
+    ("page", "<u4"),
+    ("length", "<u4"),
+    ("tenant", "<u4"),
+    ("flags", "<u2"),
+    ("key_length", "<u2"),
+)
+ROW_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Listing:
+    """Records of the log, as columns, with their keys. Length 0 is a tombstone."""
+
+    low: npt.NDArray[np.uint64]
+    high: npt.NDArray[np.uint64]
+    checksum: npt.NDArray[np.uint64]
+    expiry: npt.NDArray[np.uint64]
+    """When the block ends, in seconds since 1970; 0: never."""
+    page: npt.NDArray[np.uint32]
+    """Where the block is in its segment, in units of 4 KiB."""
+    length: npt.NDArray[np.uint32]
+    """In bytes."""
+    tenant: npt.NDArray[np.uint32]
+    flags: npt.NDArray[np.uint16]
+    key_length: npt.NDArray[np.uint16]
+    key_bytes: bytes | memoryview
+    """The keys in UTF-8, one after the other."""
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[bytes], low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64], **others: Any
+    ) -> "Listing":
+        """Make a listing of keys in UTF-8, their fingerprints and the other columns; a
+        number stands for a column that has it in every row."""
+        columns: dict[str, Any] = {**others, "low": low, "high": high, "key_length": list(map(len, keys))}
+        count = len(keys)
+        return cls(
+            **{name: np.broadcast_to(np.asarray(columns[name], kind), count) for name, kind in COLUMNS},
+            key_bytes=b"".join(keys),
+        )
+
+    def __len__(self) -> int:
+        return self.low.size
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        ends = np.cumsum(self.key_length, dtype=np.int64).tolist()
+        data = bytes(self.key_bytes)
+        return [data[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+
+    def only(self, wanted: npt.NDArray[np.bool_]) -> "Listing":
+        """Return a listing of some of the rows."""
+        if wanted.all():
+            return self
+        of_byte = np.repeat(wanted, self.key_length)
+        kept = np.frombuffer(self.key_bytes, np.uint8)[of_byte].tobytes()
+        return Listing(**{name: getattr(self, name)[wanted] for name, _ in COLUMNS}, key_bytes=kept)
+
+    def between(self, start: int, stop: int) -> "Listing":
+        """Return a listing of the rows from `start` up to `stop`."""
+        first = int(self.key_length[:start].sum(dtype=np.int64))
+        last = first + int(self.key_length[start:stop].sum(dtype=np.int64))
+        return Listing(
+            **{name: getattr(self, name)[start:stop] for name, _ in COLUMNS}, key_bytes=self.key_bytes[first:last]
+        )
+
+    def is_within(self, segment_bytes: int) -> bool:
+        """Return whether all blocks are inside a segment."""
+        ends = self.page.astype(np.int64) * ALIGNMENT_BYTES + self.length
+        return not ends.size or int(ends.max()) <= segment_bytes
+
+    def encoded(self) -> list[bytes]:
+        """Return the columns, then the keys."""
+        return [*(getattr(self, name).astype(kind).tobytes() for name, kind in COLUMNS), bytes(self.key_bytes)]
+
+    @classmethod
+    def decoded(cls, data: memoryview, rows: int, key_bytes: int) -> "Listing | None":
+        """Read it back; None if the lengths are wrong."""
+        if len(data) != rows * ROW_BYTES + key_bytes:
+            return None
+        columns: dict[str, Any] = {}
+        offset = 0
+        for name, kind in COLUMNS:
+            columns[name] = np.frombuffer(data, kind, rows, offset)
+            offset += columns[name].nbytes
+        if int(columns["key_length"].sum(dtype=np.int64)) != key_bytes:
+            return None
+        return cls(**columns, key_bytes=data[offset:])
+
+
+def joined(listings: Sequence[Listing]) -> Listing:
+    """Return several listings as one."""
+    columns = {
+        name: np.concatenate([np.zeros(0, kind), *(getattr(one, name) for one in listings)]) for name, kind in COLUMNS
+    }
+    return Listing(**columns, key_bytes=b"".join(one.key_bytes for one in listings))
+
 
 VERSION = 1
 COPIES = 2
@@ -339,3 +477,173 @@ def decode_end(data: memoryview, *, uuid: bytes, seed: int, segment: int, segmen
     end = End.unpack(data)
     right = (end.uuid, end.segment) == (uuid, segment) and end.footer_bytes <= segment_bytes - END_BYTES
     return end if right else None
+
+
+OPEN, SEALED, ABANDONED = 0, 1, 2
+SEGMENT_COLUMNS = (
+    ("number", "<u4"),
+    ("state", "<u4"),
+    ("incarnation", "<u8"),
+    ("end_bytes", "<u8"),
+    ("sequence", "<u8"),
+)
+_SEGMENT = np.dtype(list(SEGMENT_COLUMNS))
+ROW_COLUMNS = (("low", "<u8"), ("seal", "<u8"), ("segment", "<u4"), ("page", "<u4"), ("length", "<u4"))
+_OWN, _LIVE = 1, 2
+SNAPSHOT_ROW_BYTES = sum(np.dtype(kind).itemsize for _, kind in ROW_COLUMNS) + 1
+
+
+@attrs.frozen
+class SnapshotSegment:
+    """What a snapshot says of one segment."""
+
+    number: int
+    state: int
+    """OPEN, SEALED or ABANDONED, when the snapshot was begun."""
+    incarnation: int
+    end_bytes: int
+    """Where the next batch would be."""
+    sequence: int
+    """Of its last batch."""
+
+
+@attrs.frozen
+class SnapshotHeader(Header):
+    """The beginning of a snapshot. Behind it are the lengths of the sections, 8 bytes
+    each, the segments, and the footer of the open segment, if there is one."""
+
+    MAGIC: ClassVar = b"INFSSNAP"
+    LAYOUT: ClassVar = struct.Struct("<I16sQQIII")
+
+    header_bytes: int
+    """With all that is behind it, without padding. The first section begins at the next
+    multiple of 4096."""
+    uuid: bytes
+    sequence: int
+    """All batches up to this one are in the sections."""
+    floor: int
+    """Records with a lower sequence were void."""
+    segments: int
+    sections: int
+    footer_bytes: int
+
+
+_FIXED_BYTES = LEAD.size + SnapshotHeader.LAYOUT.size
+
+
+@attrs.frozen
+class SnapshotSection(Header):
+    """The beginning of a section. Behind it are the columns of its records."""
+
+    MAGIC: ClassVar = b"INFSSHRD"
+    LAYOUT: ClassVar = struct.Struct("<I16sQII")
+
+    shard: int
+    uuid: bytes
+    sequence: int
+    rows: int
+    reserved: int = 0
+
+
+_SECTION_BYTES = LEAD.size + SnapshotSection.LAYOUT.size
+
+
+def header_bytes(segments: int, footer_bytes: int = 0) -> int:
+    """Return the length of a header without padding."""
+    return _FIXED_BYTES + SHARDS * 8 + segments * _SEGMENT.itemsize + footer_bytes
+
+
+def most_footer_bytes(segment_bytes: int) -> int:
+    """Return the longest footer that a snapshot takes along. A segment that has more
+    records is sealed instead, because the disk keeps room for snapshots."""
+    return min(1 << 20, segment_bytes // 16)
+
+
+def most_snapshot_bytes(segments: int, segment_bytes: int) -> int:
+    """Return the most that a snapshot takes on a disk, with padding, while the disk
+    still has the one before."""
+    records = segments * (segment_bytes // ALIGNMENT_BYTES)
+    header = aligned(header_bytes(segments, most_footer_bytes(segment_bytes)))
+    sections = SHARDS * (_SECTION_BYTES + ALIGNMENT_BYTES) + records * SNAPSHOT_ROW_BYTES
+    return 2 * (header + sections)
+
+
+def encode_section(shard: int, rows: Rows, *, uuid: bytes, sequence: int, seed: int) -> bytes:
+    """Return the section of a shard, with its padding."""
+    columns = [getattr(rows, name).astype(kind).tobytes() for name, kind in ROW_COLUMNS]
+    flags = (rows.own * np.uint8(_OWN) | rows.live * np.uint8(_LIVE)).tobytes()
+    header = SnapshotSection(shard, uuid, sequence, rows.low.size)
+    section = checked(SnapshotSection.MAGIC, b"".join([header.pack(), *columns, flags]), seed)
+    return section + bytes(aligned(len(section)) - len(section))
+
+
+def decode_section(data: memoryview, *, shard: int, uuid: bytes, sequence: int, seed: int) -> Rows | None:
+    """Read the section of a shard; None if it is damaged or another one."""
+    if len(data) < _SECTION_BYTES:
+        return None
+    header = SnapshotSection.unpack(data)
+    length = _SECTION_BYTES + header.rows * SNAPSHOT_ROW_BYTES
+    if len(data) < length:
+        return None
+    data = data[:length]
+    if not is_whole(data, SnapshotSection.MAGIC, seed) or (header.shard, header.uuid, header.sequence) != (
+        shard,
+        uuid,
+        sequence,
+    ):
+        return None
+    columns: dict[str, Any] = {}
+    offset = _SECTION_BYTES
+    for name, kind in ROW_COLUMNS:
+        columns[name] = np.frombuffer(data, kind, header.rows, offset)
+        offset += columns[name].nbytes
+    flags = np.frombuffer(data, np.uint8, header.rows, offset)
+    return Rows(**columns, own=(flags & _OWN) != 0, live=(flags & _LIVE) != 0)
+
+
+def encode_snapshot_header(
+    *,
+    uuid: bytes,
+    sequence: int,
+    floor: int,
+    sections: Sequence[int],
+    segments: Sequence[SnapshotSegment],
+    footer: bytes,
+    seed: int,
+) -> bytes:
+    """Return the header of a snapshot, with its padding. `sections` are lengths."""
+    table = np.array([attrs.astuple(segment) for segment in segments], _SEGMENT).tobytes()
+    length = header_bytes(len(segments), len(footer))
+    header = SnapshotHeader(length, uuid, sequence, floor, len(segments), len(sections), len(footer))
+    data = checked(
+        SnapshotHeader.MAGIC, b"".join([header.pack(), np.array(sections, "<u8").tobytes(), table, footer]), seed
+    )
+    return data + bytes(aligned(length) - length)
+
+
+def decode_snapshot_header(
+    data: memoryview, *, uuid: bytes, seed: int
+) -> tuple[SnapshotHeader, list[int], list[SnapshotSegment], memoryview] | int | None:
+    """Read the header: its fields, the lengths of the sections, the segments and the
+    footer.
+
+    Returns how many bytes to read if `data` may be the beginning of a longer header.
+    """
+    if len(data) < _FIXED_BYTES or data[:8] != SnapshotHeader.MAGIC:
+        return None
+    header = SnapshotHeader.unpack(data)
+    if header.uuid != uuid or header.sections != SHARDS:
+        return None
+    length = header_bytes(header.segments, header.footer_bytes)
+    if length != header.header_bytes:
+        return None
+    if len(data) < length:
+        return length
+    if not is_whole(data[:length], SnapshotHeader.MAGIC, seed):
+        return None
+    offset = _FIXED_BYTES
+    sections = np.frombuffer(data, "<u8", SHARDS, offset).tolist()
+    offset += SHARDS * 8
+    table = np.frombuffer(data, _SEGMENT, header.segments, offset)
+    segments = [SnapshotSegment(*row) for row in table.tolist()]
+    return header, sections, segments, data[length - header.footer_bytes : length]

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 import attrs
 import numpy as np
 
-from infinistore.disk.format import END_BYTES, Superblock, decode_end, decode_footer
+from infinistore.disk.format import END_BYTES, Listing, Superblock, decode_end, decode_footer, joined
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
-from infinistore.disk.listings import Listing, joined
 from infinistore.disk.log import Log
 from infinistore.disk.records import SHARDS, Records
 from infinistore.disk.recovery import recover

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import attrs
 import numpy as np
 
-from infinistore.disk.format import Superblock, encode_superblock
+from infinistore.disk.format import OWN_CHECKSUM, Listing, Superblock, encode_superblock
 from infinistore.disk.jobs import ALIGNMENT_BYTES, WAIT, Steps, Tasks, WriteSuperblock
-from infinistore.disk.listings import OWN_CHECKSUM, Listing
 from infinistore.disk.records import Records, Rows
 from infinistore.disk.segments import Segments
 

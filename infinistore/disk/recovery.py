@@ -21,21 +21,25 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
-from infinistore.disk.format import END_BYTES, End, decode_end, decode_footer, peek_table
+from infinistore.disk.format import (
+    ABANDONED,
+    END_BYTES,
+    OPEN,
+    SEALED,
+    End,
+    SnapshotHeader,
+    SnapshotSegment,
+    decode_end,
+    decode_footer,
+    decode_section,
+    decode_snapshot_header,
+    peek_table,
+)
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, aligned
 from infinistore.disk.log import SESSION_SHIFT, Log, rows_of
 from infinistore.disk.records import Loader
 from infinistore.disk.search import Content, Found, find_batches, read, without_torn_blocks
 from infinistore.disk.segments import Segment, SegmentState
-from infinistore.disk.snapshots import (
-    ABANDONED,
-    OPEN,
-    SEALED,
-    SnapshotHeader,
-    SnapshotSegment,
-    decode_section,
-    decode_snapshot_header,
-)
 
 __all__ = ["recover"]
 

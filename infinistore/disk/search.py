@@ -16,9 +16,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from infinistore.disk.format import Table, decode_table
+from infinistore.disk.format import Listing, Table, decode_table, joined
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, aligned
-from infinistore.disk.listings import Listing, joined
 from infinistore.disk.log import Log
 
 __all__ = ["Content", "find_batches", "read", "without_torn_blocks"]

@@ -20,10 +20,8 @@ from enum import Enum
 
 import attrs
 
-from infinistore.disk.format import COPIES, END_BYTES, SUPERBLOCK_BYTES, footer_bytes
+from infinistore.disk.format import COPIES, END_BYTES, SUPERBLOCK_BYTES, Listing, footer_bytes, most_snapshot_bytes
 from infinistore.disk.jobs import aligned
-from infinistore.disk.listings import Listing
-from infinistore.disk.snapshots import most_snapshot_bytes
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 

@@ -9,22 +9,30 @@ from typing import Any
 import numpy as np
 
 from infinistore.disk.batches import Batches
-from infinistore.disk.format import END_BYTES, End, Footer, decode_end, decode_footer, encode_end, encode_footer
+from infinistore.disk.format import (
+    ABANDONED,
+    END_BYTES,
+    OPEN,
+    OWN_CHECKSUM,
+    SEALED,
+    End,
+    Footer,
+    Listing,
+    SnapshotSegment,
+    decode_end,
+    decode_footer,
+    encode_end,
+    encode_footer,
+    encode_section,
+    encode_snapshot_header,
+    joined,
+    most_footer_bytes,
+)
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, WAIT, Allocate, Flush, Replace, Steps, Write, aligned
-from infinistore.disk.listings import OWN_CHECKSUM, Listing, joined
 from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Shrunk
 from infinistore.disk.records import SHARDS
 from infinistore.disk.search import read
 from infinistore.disk.segments import Segment, SegmentState
-from infinistore.disk.snapshots import (
-    ABANDONED,
-    OPEN,
-    SEALED,
-    SnapshotSegment,
-    encode_section,
-    encode_snapshot_header,
-    most_footer_bytes,
-)
 
 __all__ = ["Upkeep"]
 

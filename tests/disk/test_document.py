@@ -8,10 +8,20 @@ import attrs
 import numpy as np
 import pytest
 
-from infinistore.disk import snapshots
-from infinistore.disk.format import LEAD, VERSION, End, Footer, Header, Superblock, Table
+from infinistore.disk import format as snapshots
+from infinistore.disk.format import (
+    COLUMNS,
+    LEAD,
+    OWN_CHECKSUM,
+    ROW_BYTES,
+    VERSION,
+    End,
+    Footer,
+    Header,
+    Superblock,
+    Table,
+)
 from infinistore.disk.jobs import ALIGNMENT_BYTES
-from infinistore.disk.listings import COLUMNS, OWN_CHECKSUM, ROW_BYTES
 from infinistore.disk.records import SHARDS
 from tests.disk.test_format import WRITTEN
 

@@ -10,18 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.disk import format as disk_format
-from infinistore.disk.format import End, Footer, Superblock, Table
-from infinistore.disk.jobs import aligned
-from infinistore.disk.listings import Listing, joined
-from infinistore.disk.records import SHARDS, Rows, fingerprints
-from infinistore.disk.snapshots import (
+from infinistore.disk.format import (
     SEALED,
+    End,
+    Footer,
+    Listing,
     SnapshotSegment,
+    Superblock,
+    Table,
     decode_section,
     decode_snapshot_header,
     encode_section,
     encode_snapshot_header,
+    joined,
 )
+from infinistore.disk.jobs import aligned
+from infinistore.disk.records import SHARDS, Rows, fingerprints
 from infinistore.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"

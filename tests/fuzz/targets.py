@@ -41,17 +41,20 @@ from infinistore.disk.format import (
     SUPERBLOCK_BYTES,
     End,
     Footer,
+    SnapshotHeader,
+    SnapshotSection,
     Superblock,
     Table,
     checked,
     decode_end,
     decode_footer,
+    decode_section,
+    decode_snapshot_header,
     decode_superblocks,
     decode_table,
     peek_table,
 )
 from infinistore.disk.jobs import ALIGNMENT_BYTES
-from infinistore.disk.snapshots import SnapshotHeader, SnapshotSection, decode_section, decode_snapshot_header
 from infinistore.disk.volume import Volume
 from infinistore.errors import ConfigError, InfiniStoreException, ProtocolError, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection

@@ -16,9 +16,8 @@ from typing import TypeAlias, cast
 import attrs
 
 from infinistore.config import ServerConfig
-from infinistore.disk.format import is_unwritten
+from infinistore.disk.format import is_unwritten, most_snapshot_bytes
 from infinistore.disk.jobs import Job, Result
-from infinistore.disk.snapshots import most_snapshot_bytes
 from infinistore.disk.volume import Volume
 from infinistore.disk_io.folder import DiskFolder
 from infinistore.disk_io.runner import DiskRunner, RunnerStatistics
