@@ -8,9 +8,8 @@ import numpy.typing as npt
 from infinistore.disk.batches import Batches
 from infinistore.disk.format import OWN_CHECKSUM, Listing, table_bytes
 from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
-from infinistore.disk.log import Durable, Location, Log
+from infinistore.disk.log import Durable, Location, Log, Segment, SegmentState
 from infinistore.disk.records import fingerprints
-from infinistore.disk.segments import Segment, SegmentState
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.sizes import in_units
 

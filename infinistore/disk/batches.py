@@ -19,8 +19,7 @@ import attrs
 
 from infinistore.disk.format import END_BYTES, End, Listing, Table, encode_end, encode_table, table_bytes
 from infinistore.disk.jobs import Flush, Job, Result, Write, aligned, file_bytes
-from infinistore.disk.log import Durable, Log, Lost, rows_of
-from infinistore.disk.segments import Segment, SegmentState
+from infinistore.disk.log import Durable, Log, Lost, Segment, SegmentState, rows_of
 
 __all__ = ["Batch", "Batches"]
 

@@ -14,11 +14,10 @@ import numpy as np
 
 from infinistore.disk.format import END_BYTES, Listing, Superblock, decode_end, decode_footer, joined
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
-from infinistore.disk.log import Log
+from infinistore.disk.log import Log, Segment, Segments, SegmentState
 from infinistore.disk.records import SHARDS, Records
 from infinistore.disk.recovery import recover
 from infinistore.disk.search import find_batches, read
-from infinistore.disk.segments import Segment, Segments, SegmentState
 
 __all__ = ["DamagedBlock", "DiskContents", "Inspector", "SegmentContents", "Verified"]
 

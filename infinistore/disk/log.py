@@ -1,19 +1,45 @@
-"""What the parts of a volume share: its identity, its log, its index, its counters."""
+"""The log of a volume: its segments, and what all parts of the volume share.
+
+The log is written to one open segment. When that is full it is sealed with a footer,
+and the next one is opened: one that was never used, while the capacity lasts, else the
+oldest. So the log always is a range of sequences, from a *floor* on, and only ever
+loses its oldest part. That is why a tombstone needs no copies: it is lost with its
+segment, and by then everything that it hides is lost already.
+
+The one thing to watch is that what was lost stays lost, also if a write that would have
+overwritten it failed. Each table has the floor of its time. `needs_floor` says when no
+durable table has a floor that is high enough; the superblock then gets it first.
+
+A segment has an *incarnation*: the sequence of the first batch of its present life. It
+is in everything that is written there, so what is left of an earlier life is not taken
+for part of this one.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 import numpy as np
 
-from infinistore.disk.format import OWN_CHECKSUM, Listing, Superblock, encode_superblock
-from infinistore.disk.jobs import ALIGNMENT_BYTES, WAIT, Steps, Tasks, WriteSuperblock
+from infinistore.disk.format import (
+    COPIES,
+    END_BYTES,
+    OWN_CHECKSUM,
+    SUPERBLOCK_BYTES,
+    Listing,
+    Superblock,
+    encode_superblock,
+    footer_bytes,
+    most_snapshot_bytes,
+)
+from infinistore.disk.jobs import ALIGNMENT_BYTES, WAIT, Steps, Tasks, WriteSuperblock, aligned
 from infinistore.disk.records import Records, Rows
-from infinistore.disk.segments import Segments
+from infinistore.errors import ConfigError
+from infinistore.sizes import in_units
 
 __all__ = [
-    "SESSION_SHIFT",
     "Counters",
     "Durable",
     "Event",
@@ -21,10 +47,208 @@ __all__ = [
     "Log",
     "Lost",
     "Reclaim",
+    "SESSION_SHIFT",
+    "Segment",
+    "SegmentState",
+    "Segments",
     "Shrunk",
+    "default_segment_bytes",
     "locations_of",
     "rows_of",
+    "segments_within",
 ]
+
+
+_LARGEST, _SMALLEST, _FEWEST = 256 << 20, 1 << 20, 2
+_DISK_BYTES = COPIES * SUPERBLOCK_BYTES
+
+
+class SegmentState(Enum):
+    """What a segment is used for."""
+
+    MISSING = "missing"
+    """It has no file."""
+    FREE = "free"
+    """It has a file, and nothing in it counts."""
+    OPEN = "open"
+    """Batches are appended."""
+    FULL = "full"
+    """No more batches are appended; the footer is not there yet."""
+    SEALED = "sealed"
+    ABANDONED = "abandoned"
+    """A write or flush failed. What was durable before is read; nothing is written."""
+
+
+_IN_LOG = {SegmentState.OPEN, SegmentState.FULL, SegmentState.SEALED, SegmentState.ABANDONED}
+
+
+@attrs.define(eq=False)
+class Segment:
+    """One segment and its file."""
+
+    number: int
+    state: SegmentState = SegmentState.MISSING
+    incarnation: int = 0
+    oldest_content: int = 0
+    """The lowest incarnation that its file may have records of; 0: none."""
+    end_bytes: int = 0
+    """Where the next batch goes."""
+    sequence: int = 0
+    """Of its last batch."""
+    batches: list[tuple[int, Listing]] = attrs.field(factory=list, repr=False)
+    """While it is open or full: the sequence and the records of each batch."""
+    rows: int = 0
+    key_bytes: int = 0
+    """Of all its batches."""
+    unsettled: int = 0
+    """Batches that are neither durable nor lost yet."""
+    pins: int = 0
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"segments/{self.number}"
+
+    def add(self, sequence: int, listing: Listing, batch_bytes: int) -> None:
+        """Note a batch."""
+        self.batches.append((sequence, listing))
+        self.sequence = sequence
+        self.rows += len(listing)
+        self.key_bytes += len(listing.key_bytes)
+        self.end_bytes += batch_bytes
+
+    def take(self, batches: list[tuple[int, Listing]]) -> None:
+        """Note batches that were found."""
+        for sequence, listing in batches:
+            self.add(sequence, listing, 0)
+
+    def room_bytes(self, segment_bytes: int, rows: int, key_bytes: int) -> int:
+        """Return how long a batch of so many rows may be, table and padding
+        included."""
+        footer = footer_bytes(len(self.batches) + 1, self.rows + rows, self.key_bytes + key_bytes)
+        return segment_bytes - self.end_bytes - aligned(footer) - END_BYTES
+
+    def clear(self, state: SegmentState) -> None:
+        """Forget what it had."""
+        self.state = state
+        self.incarnation = self.end_bytes = self.sequence = self.rows = self.key_bytes = 0
+        self.batches = []
+
+
+class Segments:
+    """All segments of one volume."""
+
+    def __init__(self, segment_bytes: int, most: int) -> None:
+        self.segment_bytes = segment_bytes
+        self.most = most
+        """How many may have a file."""
+        self._all: dict[int, Segment] = {}
+        self.open: Segment | None = None
+        self.spare: Segment | None = None
+        """The segment that is opened next; nothing in it counts."""
+        self.overwrites = True
+        """Whether the oldest segment is overwritten when there is no other."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._all.values())
+
+    def __getitem__(self, number: int) -> Segment:
+        return self._all[number]
+
+    def get(self, number: int) -> Segment | None:
+        """Return a segment by its number; None if there is no such."""
+        return self._all.get(number)
+
+    def add(self, segment: Segment) -> Segment:
+        """Add a segment."""
+        self._all[segment.number] = segment
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Forget a segment whose file is gone."""
+        del self._all[segment.number]
+
+    @property
+    def allocated(self) -> int:
+        """How many segments have a file, or are about to."""
+        return len(self._all)
+
+    def in_log(self) -> list[Segment]:
+        """Return the segments with batches that count, the oldest first."""
+        return sorted((one for one in self if one.state in _IN_LOG), key=lambda one: one.incarnation)
+
+    def free(self) -> Segment | None:
+        """Return a segment whose file can be overwritten."""
+        for segment in self:
+            if segment.state is SegmentState.FREE and not segment.pins and segment is not self.spare:
+                return segment
+        return None
+
+    def unused_number(self) -> int | None:
+        """Return the number of a segment to allocate; None at full capacity."""
+        if self.allocated >= self.most:
+            return None
+        return next(number for number in range(self.most) if number not in self._all)
+
+    @property
+    def are_used_up(self) -> bool:
+        """Whether there is none beside the spare that nothing counts in."""
+        return self.free() is None and self.unused_number() is None
+
+    @property
+    def can_open(self) -> bool:
+        """Whether the spare segment may be opened. If nothing is overwritten now, the
+        last one stays: without it, the next start would have to overwrite."""
+        return self.spare is not None and (self.overwrites or not self.are_used_up)
+
+    def needs_floor(self, segment: Segment, incarnation: int, durable_floor: int) -> bool:
+        """Return whether the superblock needs a floor of this incarnation, the one that
+        the segment had, before the segment is overwritten.
+
+        It does if another file has older records that would count again after a crash.
+        """
+        return any(
+            one.oldest_content and durable_floor <= one.oldest_content < incarnation
+            for one in self
+            if one is not segment
+        )
+
+    def open_spare(self, incarnation: int) -> Segment:
+        """Make the spare segment the open one."""
+        segment, self.spare = self.spare, None
+        assert segment is not None
+        segment.clear(SegmentState.OPEN)
+        segment.incarnation = incarnation
+        segment.oldest_content = segment.oldest_content or incarnation
+        self.open = segment
+        return segment
+
+
+def default_segment_bytes(capacity_bytes: int) -> int:
+    """Return the length of segments for a disk: 256 MiB, less for a small disk."""
+    length = _LARGEST
+    while length > _SMALLEST and length * 32 > capacity_bytes:
+        length //= 2
+    return length
+
+
+def segments_within(capacity_bytes: int, segment_bytes: int) -> int:
+    """Return how many segments a disk may have, with room for superblock and snapshots.
+
+    ConfigError: too few to write anything.
+    """
+    count = capacity_bytes // segment_bytes
+    while (
+        count > 0 and count * segment_bytes + most_snapshot_bytes(count, segment_bytes) + _DISK_BYTES > capacity_bytes
+    ):
+        count -= 1
+    if count < _FEWEST:
+        raise ConfigError(
+            f"a disk of {in_units(capacity_bytes)} has no room for {_FEWEST} segments of {in_units(segment_bytes)}:"
+            " give it more"
+        )
+    return count
+
 
 SESSION_SHIFT = 32
 

@@ -36,10 +36,9 @@ from infinistore.disk.format import (
     peek_table,
 )
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, aligned
-from infinistore.disk.log import SESSION_SHIFT, Log, rows_of
+from infinistore.disk.log import SESSION_SHIFT, Log, Segment, SegmentState, rows_of
 from infinistore.disk.records import Loader
 from infinistore.disk.search import Content, Found, find_batches, read, without_torn_blocks
-from infinistore.disk.segments import Segment, SegmentState
 
 __all__ = ["recover"]
 

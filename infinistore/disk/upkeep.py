@@ -29,10 +29,9 @@ from infinistore.disk.format import (
     most_footer_bytes,
 )
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, WAIT, Allocate, Flush, Replace, Steps, Write, aligned
-from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Shrunk
+from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Segment, SegmentState, Shrunk
 from infinistore.disk.records import SHARDS
 from infinistore.disk.search import read
-from infinistore.disk.segments import Segment, SegmentState
 
 __all__ = ["Upkeep"]
 

@@ -35,10 +35,24 @@ from infinistore.disk.appending import Appending
 from infinistore.disk.batches import Batches
 from infinistore.disk.format import Superblock, decode_superblocks
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Flush, Job, Result, Steps
-from infinistore.disk.log import SESSION_SHIFT, Durable, Event, Location, Log, Lost, Reclaim, Shrunk, locations_of
+from infinistore.disk.log import (
+    SESSION_SHIFT,
+    Durable,
+    Event,
+    Location,
+    Log,
+    Lost,
+    Reclaim,
+    Segment,
+    Segments,
+    SegmentState,
+    Shrunk,
+    default_segment_bytes,
+    locations_of,
+    segments_within,
+)
 from infinistore.disk.records import MOST_SEGMENT_BYTES, Records, fingerprints
 from infinistore.disk.recovery import recover
-from infinistore.disk.segments import Segment, Segments, SegmentState, default_segment_bytes, segments_within
 from infinistore.disk.upkeep import Upkeep
 from infinistore.disk.volume_statistics import VolumeState, VolumeStatistics
 from infinistore.errors import ConfigError
