@@ -31,8 +31,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from infinistore.disk.appending import Appending
-from infinistore.disk.batches import Batches
+from infinistore.disk.batches import Appending, Batches
 from infinistore.disk.format import Superblock, decode_superblocks
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Flush, Job, Result, Steps
 from infinistore.disk.log import (
