@@ -16,8 +16,7 @@ from infinistore.disk.format import END_BYTES, Listing, Superblock, decode_end, 
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
 from infinistore.disk.log import Log, Segment, Segments, SegmentState
 from infinistore.disk.records import SHARDS, Records
-from infinistore.disk.recovery import recover
-from infinistore.disk.search import find_batches, read
+from infinistore.disk.recovery import find_batches, read, recover
 
 __all__ = ["DamagedBlock", "DiskContents", "Inspector", "SegmentContents", "Verified"]
 

@@ -31,7 +31,7 @@ from infinistore.disk.format import (
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, WAIT, Allocate, Flush, Replace, Steps, Write, aligned
 from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Segment, SegmentState, Shrunk
 from infinistore.disk.records import SHARDS
-from infinistore.disk.search import read
+from infinistore.disk.recovery import read
 
 __all__ = ["Upkeep"]
 
