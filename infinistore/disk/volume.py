@@ -1,9 +1,9 @@
 """Volume: one disk as a log-structured map from keys to blocks, without I/O.
 
-A volume is a log in segments (`segments`), an index of what the log has (`records`),
-and the bytes of both (`format`, `snapshots`). It says which jobs a disk should run and
-takes their results, so a simulated disk drives it as a real one does.
-docs/disk-format.md describes what is on the disk.
+A volume is a log in segments (`log`), an index of what the log has (`records`), and the
+bytes of both (`format`). It says which jobs a disk should run and takes their results,
+so a simulated disk drives it as a real one does. docs/disk-format.md describes what is
+on the disk.
 
 What it promises:
 
@@ -26,6 +26,7 @@ is given up.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
@@ -53,11 +54,47 @@ from infinistore.disk.log import (
 from infinistore.disk.records import MOST_SEGMENT_BYTES, Records, fingerprints
 from infinistore.disk.recovery import recover
 from infinistore.disk.upkeep import Upkeep
-from infinistore.disk.volume_statistics import VolumeState, VolumeStatistics
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
 __all__ = ["Durable", "Event", "Location", "Lost", "Reclaim", "Shrunk", "Volume", "VolumeState", "VolumeStatistics"]
+
+
+VolumeState: TypeAlias = Literal["recovering", "open", "read-only", "closing", "closed"]
+
+
+@attrs.frozen(kw_only=True)
+class VolumeStatistics:
+    """What a volume is and has done; sizes in bytes."""
+
+    state: VolumeState
+    capacity_bytes: int
+    """The room of all segments that it may have. It shrinks when the disk is full."""
+    allocated_bytes: int
+    """The room of the segments that exist."""
+    used_bytes: int
+    """The part of these that holds batches, dead ones included."""
+    segments: int
+    quarantined_segments: int
+    """Abandoned segments that a write which hangs may still reach: they are not used
+    again before it returns."""
+    records: int
+    """Keys that `find` finds."""
+    index_bytes: int
+    appended_blocks: int
+    appended_bytes: int
+    """The bytes of these blocks, without padding."""
+    reinserted_bytes: int
+    """The part of these that was appended again (`sources`)."""
+    written_bytes: int
+    """All that was written: blocks, padding, tables, footers, snapshots."""
+    tombstones: int
+    lost_batches: int
+    abandoned_segments: int
+    recycled_segments: int
+    damaged_batches: int
+    """Found by recovery: batches lost to bit rot, or torn by a crash."""
+    snapshots: int
 
 
 class Volume:
