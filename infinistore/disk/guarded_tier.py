@@ -16,11 +16,10 @@ from itertools import compress
 from typing import Final, TypeVar
 
 from infinistore.core import Client, StoreCore
-from infinistore.disk.answers import Deletion, Prefetch, PrefixMatch
 from infinistore.disk.jobs import Job, Result
 from infinistore.disk.statistics import TierStatistics
 from infinistore.disk.tier import DiskTier
-from infinistore.disk.waits import Wait
+from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait
 from infinistore.errors import InfiniStoreException
 
 __all__ = ["GuardedTier"]

@@ -35,7 +35,6 @@ import attrs
 
 from infinistore.core import Client, Reservation, StoreCore
 from infinistore.disk.admission import AdmissionQueue
-from infinistore.disk.answers import Deletion, Prefetch, PrefixMatch
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import Demotion
 from infinistore.disk.disks import Disk, Disks, Place
@@ -50,7 +49,7 @@ from infinistore.disk.reinsertion import Reinsertion
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.statistics import TierStatistics
 from infinistore.disk.volume import Volume
-from infinistore.disk.waits import Wait, Waits
+from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait, Waits
 
 __all__ = ["DiskTier"]
 

@@ -1,4 +1,5 @@
-"""Waits: what a request waits for while the disks work, without waiting itself.
+"""Waits: what a request waits for while the disks work, without waiting itself; and
+what the tier answers to requests.
 
 Whoever asked looks at `settled`, or gives a function that is called when it becomes
 true. A wait has a deadline and is settled by then, whatever the disks do. To forget a
@@ -9,9 +10,11 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+import attrs
+
 from infinistore.errors import DeadlineExceeded, DiskFailed
 
-__all__ = ["Wait", "Waits"]
+__all__ = ["Deletion", "Prefetch", "PrefixMatch", "Wait", "Waits"]
 
 
 class Wait:
@@ -121,3 +124,39 @@ class Waits:
         while self._heap and self._heap[0][2].settled:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+
+@attrs.frozen
+class PrefixMatch:
+    """How much of a prefix the two tiers have."""
+
+    matched: int
+    """Leading keys that are in memory or on disk."""
+    in_memory: int
+    """How many of these are in memory."""
+    hold_id: int = 0
+    """The hold on all of them; 0 if none was asked for, or nothing matched."""
+
+
+@attrs.frozen
+class Prefetch:
+    """What a prefetch does from now on, in the background."""
+
+    reading: int
+    """Keys that are being read, heads first."""
+    skipped: int
+    """Keys on disk that are not, because prefetches have a bounded part of the pool."""
+    hold_id: int = 0
+    """The hold on all of them that exist; 0 if none was asked for, or nothing
+    exists."""
+
+
+@attrs.frozen
+class Deletion:
+    """What a deletion removed, and when that is durable."""
+
+    deleted: int
+    """Keys that were there, in either tier."""
+    wait: Wait
+    """Settled when none of them can come back after a crash. `unmet` counts keys whose
+    disk failed before."""

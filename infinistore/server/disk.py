@@ -21,13 +21,12 @@ import trio
 
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
-from infinistore.disk.answers import Prefetch, PrefixMatch
 from infinistore.disk.fetching import Fetch
 from infinistore.disk.guarded_tier import GuardedTier
 from infinistore.disk.purging import Purging, names_on_disk
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
-from infinistore.disk.waits import Wait
+from infinistore.disk.waits import Prefetch, PrefixMatch, Wait
 from infinistore.disk_io.store_disks import StoreDisks
 from infinistore.statistics import DiskTierStatistics
 
