@@ -9,8 +9,7 @@ before any block that was put after them. So while some wait there, no block is 
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from infinistore.disk.disks import Disk, Disks
-from infinistore.disk.membership import Membership
+from infinistore.disk.disks import Disk, Disks, Membership
 from infinistore.disk.settings import MOST_BLOCKS_PER_GROUP
 from infinistore.disk.waits import Wait
 

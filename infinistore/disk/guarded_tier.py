@@ -16,8 +16,8 @@ from itertools import compress
 from typing import Final, TypeVar
 
 from infinistore.core import Client, StoreCore
+from infinistore.disk.disks import TierStatistics
 from infinistore.disk.jobs import Job, Result
-from infinistore.disk.statistics import TierStatistics
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait
 from infinistore.errors import InfiniStoreException

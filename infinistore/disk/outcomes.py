@@ -6,8 +6,7 @@ one that is to go is taken out when nothing of it is under way any more.
 
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import Demotion
-from infinistore.disk.disks import Disk, Disks
-from infinistore.disk.membership import Membership
+from infinistore.disk.disks import Disk, Disks, Membership
 from infinistore.disk.reinsertion import Reinsertion
 from infinistore.disk.volume import Durable, Lost, Reclaim, Shrunk
 from infinistore.disk.waits import Wait

@@ -37,17 +37,15 @@ from infinistore.core import Client, Reservation, StoreCore
 from infinistore.disk.admission import AdmissionQueue
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import Demotion
-from infinistore.disk.disks import Disk, Disks, Place
+from infinistore.disk.disks import Disk, Disks, Membership, Place, TierStatistics
 from infinistore.disk.flushes import Flushes
 from infinistore.disk.following import JournalFollower
 from infinistore.disk.holds import TierHolds
 from infinistore.disk.jobs import Job, Result
-from infinistore.disk.membership import Membership
 from infinistore.disk.outcomes import Outcomes
 from infinistore.disk.promotion import Promotion, leading_at_once
 from infinistore.disk.reinsertion import Reinsertion
 from infinistore.disk.settings import TierSettings
-from infinistore.disk.statistics import TierStatistics
 from infinistore.disk.volume import Volume
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait, Waits
 

@@ -10,8 +10,8 @@ from random import Random
 
 import attrs
 
+from infinistore.disk.disks import DiskStatistics as OneDisk
 from infinistore.disk.guarded_tier import GuardedTier
-from infinistore.disk.statistics import DiskStatistics as OneDisk
 from infinistore.disk.volume import Volume
 from infinistore.disk_io.folder import DiskFolder, open_folders
 from infinistore.disk_io.runner import DiskRunner

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from infinistore.disk.health import Health
+from infinistore.disk.disks import Health
 
 
 @pytest.mark.parametrize(
