@@ -1,35 +1,337 @@
 """Demotion: blocks of the pool are written to disks, in commit order, batch by batch.
 
+The queue before the disks is the journal's order: heads of prefixes come before their
+tails. It is bounded: a batch that is due while too much waits already is skipped as a
+whole. So the newest batch goes without a copy, which is the tail of what was put last,
+and the heads before it keep theirs.
+
 A batch is leased as by a client, so that its bytes stay where they are, but neither
 touched nor counted; then it is appended to the log of a disk. When it is durable, the
 disk finds its keys. What was put again or deleted meanwhile was forgotten by then
 (`Removals`), so a record that is found is always that of its key's newest block.
 
-Leaves to others: which blocks are due (`AdmissionQueue`), and deletion (`Deletions`).
+A flush waits until keys are durable. It means the block that a key has when its turn
+comes. If it was put again meanwhile, the flush waits for the newer block; if it was
+deleted, or evicted before it was written, the key is unmet.
+
+Leaves to others: deletion (`Deletions`).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import Final
 
-from infinistore.core import Client, StoreCore
+import attrs
+
+from infinistore.core import Client, Lease, Pool, StoreCore
 from infinistore.core.clients import leased_in_quarantine
 from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
-from infinistore.disk.admission import AdmissionQueue, Run, run_of, same_block
 from infinistore.disk.disks import Disk, Disks
-from infinistore.disk.flushes import Flushes
-from infinistore.disk.jobs import HashBlocks, Result
+from infinistore.disk.jobs import HashBlocks, Result, aligned
 from infinistore.disk.settings import (
     LARGEST_READ_BYTES,
     MOST_BLOCKS_PER_GROUP,
     MOST_GROUPS,
     MOST_PINNED_BYTES,
+    Admission,
     TierSettings,
 )
 from infinistore.disk.volume import Volume
-from infinistore.disk.writers import Group, Writer
+from infinistore.disk.waits import Wait
 from infinistore.errors import LimitExceeded
 
-__all__ = ["Demotion"]
+__all__ = ["AdmissionQueue", "Demotion", "Flushes", "Group", "Run", "Writer", "run_of", "same_block"]
+
+
+_AGE_RATIO: Final = 1 / 4
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """Blocks to be written, in commit order."""
+
+    keys: Sequence[str]
+    entries: Sequence[Entry]
+    bytes: int
+    """What they take on a disk, with padding."""
+    attempts: int = 0
+    """How often it was tried in vain."""
+    urgent: bool = False
+    """Somebody waits for it."""
+
+    def split(self, most_bytes: int, most_blocks: int) -> "tuple[Run, Run | None]":
+        """Return the leading blocks within these bounds, at least one, and the rest."""
+        count = total = 0
+        for entry in self.entries[:most_blocks]:
+            if count and total + aligned(length_of(entry)) > most_bytes:
+                break
+            count += 1
+            total += aligned(length_of(entry))
+        if count == len(self.entries):
+            return self, None
+        first = attrs.evolve(self, keys=self.keys[:count], entries=self.entries[:count], bytes=total)
+        rest = attrs.evolve(self, keys=self.keys[count:], entries=self.entries[count:], bytes=self.bytes - total)
+        return first, rest
+
+
+def run_of(keys: Sequence[str], entries: Sequence[Entry], *, attempts: int = 0, urgent: bool = False) -> Run:
+    """Make a run of blocks."""
+    return Run(keys, entries, sum(aligned(length_of(entry)) for entry in entries), attempts, urgent)
+
+
+def same_block(entry: Entry, length: int, checksum: int) -> bool:
+    """Whether a block in memory is known to equal one elsewhere."""
+    return length_of(entry) == length and checksum_of(entry) == checksum != NO_CHECKSUM
+
+
+class AdmissionQueue:
+    """The runs of one tier that wait: to age in this pool, or for a disk.
+
+    `most_bytes` returns how much may be due and wait at a time.
+    """
+
+    def __init__(self, admission: Admission, pool: Pool, most_bytes: Callable[[], float]) -> None:
+        self.due: deque[Run] = deque()
+        """What is to be written, oldest first; what is urgent before all others."""
+        self.due_bytes = 0
+        self.ageing_bytes = 0
+        """What was put and is not due yet."""
+        self.skipped_blocks = 0
+        """Blocks that were due and not queued, because too much waited already."""
+        self.skipped_bytes = 0
+        self._admission = admission
+        self._pool = pool
+        self._most_bytes = most_bytes
+        self._ageing: deque[tuple[int, Run]] = deque()
+        self._put_bytes = 0
+
+    def pass_by(self, entries: Sequence[Entry]) -> None:
+        """Note blocks that came into the pool and are not to be written: what was put
+        before them is older now."""
+        self._put_bytes += self._pool.footprints(list(map(length_of, entries)))
+        while self._ageing and self._put_bytes - self._ageing[0][0] >= _AGE_RATIO * self._pool.capacity_bytes:
+            run = self._ageing.popleft()[1]
+            self.ageing_bytes -= run.bytes
+            self._make_due(run)
+
+    def put(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Take blocks that were put."""
+        run = run_of(keys, entries)
+        if self._admission == "eager":
+            self._make_due(run)
+        elif self._admission == "lazy":
+            self.pass_by(entries)
+            self._ageing.append((self._put_bytes, run))
+            self.ageing_bytes += run.bytes
+
+    def read(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Take blocks that were read, and that no disk has."""
+        if self._admission == "second-use":
+            self._make_due(run_of(keys, entries))
+
+    def put_back(self, run: Run) -> None:
+        """Queue a run again, before all others: it could not be written."""
+        self.due.appendleft(run)
+        self.due_bytes += run.bytes
+
+    def take(self, most_bytes: int, most_blocks: int) -> Run | None:
+        """Take the leading blocks that are due, of one run; None if there are none."""
+        if not self.due:
+            return None
+        run, rest = self.due.popleft().split(most_bytes, most_blocks)
+        if rest is not None:
+            self.due.appendleft(rest)
+        self.due_bytes -= run.bytes
+        return run
+
+    def stop_ageing(self) -> None:
+        """Make everything due, however much that is."""
+        for _, run in self._ageing:
+            self.due.append(run)
+            self.due_bytes += run.bytes
+        self._ageing.clear()
+        self.ageing_bytes = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.due.clear()
+        self._ageing.clear()
+        self.due_bytes = self.ageing_bytes = 0
+
+    def _make_due(self, run: Run) -> None:
+        if self.due and self.due_bytes + run.bytes > self._most_bytes():
+            self.skipped_blocks += len(run.keys)
+            self.skipped_bytes += run.bytes
+        else:
+            self.due.append(run)
+            self.due_bytes += run.bytes
+
+
+@attrs.define(eq=False)
+class Group:
+    """Blocks that are written as one batch."""
+
+    disk: Disk
+    keys: list[str]
+    entries: list[Entry]
+    lease: Lease
+    attempts: int
+    checksums: list[int]
+    own_checksums: list[bool]
+    doubtful: list[str] = attrs.field(factory=list)
+    """Keys of which another disk may have an older block, for all that is known."""
+    token: int | None = None
+    appended_at: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """The length of all blocks."""
+        return sum(map(length_of, self.entries))
+
+
+@attrs.define(eq=False)
+class Writer:
+    """What one disk has to write."""
+
+    disk: Disk
+    pending: deque[Run] = attrs.field(factory=deque)
+    pending_bytes: int = 0
+    pending_since: float = 0.0
+    pending_entries: dict[str, Entry] = attrs.field(factory=dict)
+    """Of what is pending, the newest entry of each key."""
+    is_urgent: bool = False
+    """Whether somebody waits for something that is pending."""
+    ready: deque[Group] = attrs.field(factory=deque)
+    """Leased and hashed, and not appended yet."""
+    groups: dict[int, Group] = attrs.field(factory=dict)
+    """Appended, by token."""
+    hashing: int = 0
+    durable_at: float = 0.0
+
+    @property
+    def under_way(self) -> int:
+        """Batches that are leased."""
+        return self.hashing + len(self.ready) + len(self.groups)
+
+    def add(self, run: Run, now: float) -> None:
+        """Queue what is due."""
+        if not self.pending:
+            self.pending_since = now
+        self.pending.append(run)
+        self._count(run)
+
+    def _count(self, run: Run) -> None:
+        self.pending_bytes += run.bytes
+        self.pending_entries.update(zip(run.keys, run.entries, strict=True))
+        self.is_urgent |= run.urgent
+
+    def clear(self) -> list[Run]:
+        """Return what is pending, and forget it."""
+        runs = list(self.pending)
+        self.pending.clear()
+        self.pending_entries.clear()
+        self.pending_bytes, self.is_urgent = 0, False
+        return runs
+
+    def take(self, most_bytes: int) -> tuple[list[str], list[Entry], int]:
+        """Take leading blocks: keys, entries, and how often they were tried."""
+        keys: list[str] = []
+        entries: list[Entry] = []
+        attempts = taken = 0
+        while self.pending and len(keys) < MOST_BLOCKS_PER_GROUP and taken < most_bytes:
+            run, rest = self.pending[0].split(most_bytes - taken, MOST_BLOCKS_PER_GROUP - len(keys))
+            if keys and taken + run.bytes > most_bytes:
+                break
+            if rest is None:
+                self.pending.popleft()
+            else:
+                self.pending[0] = rest
+            keys += run.keys
+            entries += run.entries
+            attempts = max(attempts, run.attempts)
+            taken += run.bytes
+            self.pending_bytes -= run.bytes
+        for key in keys:
+            self.pending_entries.pop(key, None)
+        self.is_urgent &= bool(self.pending)
+        return keys, entries, attempts
+
+    def put_back(self, keys: list[str], entries: list[Entry], attempts: int) -> None:
+        """Queue blocks again, before all others, that were taken and did not fit."""
+        if keys:
+            run = run_of(keys, entries, attempts=attempts, urgent=True)
+            self.pending.appendleft(run)
+            self._count(run)
+
+
+class Flushes:
+    """The flushes of one tier."""
+
+    def __init__(self, core: StoreCore, disks: Disks, queue: AdmissionQueue) -> None:
+        self._core = core
+        self._disks = disks
+        self._queue = queue
+        self._waiting: dict[str, list[Wait]] = {}
+
+    def flush(self, keys: Sequence[str], deadline: float, is_in_flight: Callable[[str], bool]) -> Wait:
+        """Wait for these distinct keys, and queue what is not on its way before all
+        others."""
+        durable = self._disks.contains(keys)
+        wanted = [key for key, there in zip(keys, durable, strict=True) if not there]
+        there = [key for key, entry in zip(wanted, self._core.index.get_many(wanted), strict=True) if entry is not None]
+        wait = Wait(deadline, len(there), len(wanted) - len(there))
+        for key in there:
+            self._waiting.setdefault(key, []).append(wait)
+        self._queue_now([key for key in there if not is_in_flight(key)])
+        return wait
+
+    def written(self, disk: Disk, keys: Sequence[str]) -> None:
+        """Note keys of a durable batch."""
+        waiting = self._waiting_of(keys)
+        if waiting:
+            there = disk.volume.contains(waiting)
+            self._end([key for key, found in zip(waiting, there, strict=True) if found], met=True)
+            self.gone([key for key, found in zip(waiting, there, strict=True) if not found])
+
+    def found(self, keys: Sequence[str]) -> None:
+        """Note keys whose newest block is on a disk."""
+        self._end(self._waiting_of(keys), met=True)
+
+    def gone(self, keys: Sequence[str]) -> None:
+        """Note keys whose queued block is not their block any more."""
+        waiting = self._waiting_of(keys)
+        if waiting:
+            entries = self._core.index.get_many(waiting)
+            self._queue_now([key for key, entry in zip(waiting, entries, strict=True) if entry is not None])
+            self._end([key for key, entry in zip(waiting, entries, strict=True) if entry is None], met=False)
+
+    def failed(self, keys: Sequence[str]) -> None:
+        """Note keys that will not be written."""
+        self._end(self._waiting_of(keys), met=False)
+
+    def _waiting_of(self, keys: Sequence[str]) -> list[str]:
+        # A key may have been queued more than once.
+        return [key for key in dict.fromkeys(keys) if key in self._waiting] if self._waiting else []
+
+    def _end(self, keys: Sequence[str], *, met: bool) -> None:
+        for key in keys:
+            for wait in self._waiting.pop(key):
+                wait.end(met=met)
+
+    def _queue_now(self, keys: Sequence[str]) -> None:
+        # Those that nobody waits for any more are forgotten here.
+        wanted = []
+        for key in keys:
+            if all(wait.settled for wait in self._waiting[key]):
+                del self._waiting[key]
+            else:
+                wanted.append(key)
+        entries = self._core.index.get_many(wanted)
+        there = [(key, entry) for key, entry in zip(wanted, entries, strict=True) if entry is not None]
+        if there:
+            self._queue.put_back(run_of(*map(list, zip(*there, strict=True)), urgent=True))
+
 
 _MOST_ATTEMPTS = 3
 _PINNED_RATIO = 1 / 8

@@ -10,9 +10,8 @@ from collections.abc import Set as AbstractSet
 from infinistore.allocators.base import Extent
 from infinistore.core import Journal, StoreCore
 from infinistore.core.index import Entry, extent_of
-from infinistore.disk.admission import AdmissionQueue, same_block
 from infinistore.disk.deletions import Deletions
-from infinistore.disk.demotion import Demotion
+from infinistore.disk.demotion import AdmissionQueue, Demotion, same_block
 from infinistore.disk.disks import Disks
 
 __all__ = ["JournalFollower"]

@@ -34,11 +34,9 @@ from itertools import compress
 import attrs
 
 from infinistore.core import Client, Reservation, StoreCore
-from infinistore.disk.admission import AdmissionQueue
 from infinistore.disk.deletions import Deletions
-from infinistore.disk.demotion import Demotion
+from infinistore.disk.demotion import AdmissionQueue, Demotion, Flushes
 from infinistore.disk.disks import Disk, Disks, Membership, Place, TierStatistics
-from infinistore.disk.flushes import Flushes
 from infinistore.disk.following import JournalFollower
 from infinistore.disk.holds import TierHolds
 from infinistore.disk.jobs import Job, Result
