@@ -1,9 +1,10 @@
 """DiskTier: disks below a store's memory. It decides; others do the I/O.
 
-The tier learns from the core's journal what was put and removed. It writes blocks that
-have aged to the disks, reads blocks that are asked for back into the pool, and keeps
-both tiers telling one story. It is as the core is: synchronous calls, a clock that is
-given, one thread at a time.
+The tier follows the core's journal of what was put and removed: after `follow`, no disk
+finds a block that is not its key's newest one, and what is on no disk is queued. It
+writes blocks that have aged to the disks, reads blocks that are asked for back into the
+pool, and keeps both tiers telling one story. It is as the core is: synchronous calls, a
+clock that is given, one thread at a time.
 
 Whoever drives it does this, in a loop:
 
@@ -21,33 +22,253 @@ What it promises:
 - Everything is bounded: what is pinned, queued, read ahead and held; every wait has a
   deadline.
 
-This module puts the parts together: what is due (`admission`), writing (`demotion`,
-`flushes`), reading (`promotion`), removal (`deletions`), room on disk (`reinsertion`),
-`holds`, and each disk's jobs and health (`disks`, `traffic`, `health`).
+This module puts the parts together: writing (`demotion`), reading (`promotion`),
+removal (`deletions`), room on disk (`reinsertion`), `holds`, each disk's jobs and
+health (`disks`), and what becomes of disks, and of what they were asked to write:
+whose batch ended is told so; a disk that recovered begins, one that fails is given up,
+one that is to go is taken out when nothing of it is under way any more.
 """
 
 import errno
 import random as random_module
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import compress
 
 import attrs
 
-from infinistore.core import Client, Reservation, StoreCore
+from infinistore.allocators.base import Extent
+from infinistore.core import Client, Journal, Reservation, StoreCore
+from infinistore.core.index import Entry, extent_of
 from infinistore.disk.deletions import Deletions
-from infinistore.disk.demotion import AdmissionQueue, Demotion, Flushes
+from infinistore.disk.demotion import AdmissionQueue, Demotion, Flushes, same_block
 from infinistore.disk.disks import Disk, Disks, Membership, Place, TierStatistics
-from infinistore.disk.following import JournalFollower
 from infinistore.disk.holds import TierHolds
 from infinistore.disk.jobs import Job, Result
-from infinistore.disk.outcomes import Outcomes
 from infinistore.disk.promotion import Promotion, leading_at_once
 from infinistore.disk.reinsertion import Reinsertion
 from infinistore.disk.settings import TierSettings
-from infinistore.disk.volume import Volume
+from infinistore.disk.volume import Durable, Lost, Reclaim, Shrunk, Volume
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait, Waits
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "JournalFollower", "Outcomes"]
+
+
+class JournalFollower:
+    """Follows the journal of one core. `purge` is called when all keys were removed."""
+
+    def __init__(
+        self,
+        core: StoreCore,
+        journal: Journal,
+        *,
+        disks: Disks,
+        queue: AdmissionQueue,
+        demotion: Demotion,
+        deletions: Deletions,
+        purge: Callable[[], object],
+    ) -> None:
+        self._core = core
+        self._journal = journal
+        self._disks = disks
+        self._queue = queue
+        self._demotion = demotion
+        self._deletions = deletions
+        self._purge = purge
+
+    @property
+    def has_items(self) -> bool:
+        """Whether there is something to follow."""
+        return len(self._journal) > 0
+
+    def stop(self) -> None:
+        """Forget what the core tells, now and later."""
+        self._journal.take()
+        self._journal.on_first = self._journal.take
+
+    def follow(self, promoted: AbstractSet[Extent] = frozenset()) -> None:
+        """Learn what the core committed and removed; `promoted` came from a disk."""
+        self._core.commit_written()
+        for change, keys, entries in self._journal.take() if self.has_items else ():
+            if change == "put":
+                if promoted and extent_of(entries[0]) in promoted:
+                    self._queue.pass_by(entries)
+                else:
+                    self._put(keys, entries)
+            elif change == "delete":
+                self._demotion.changed(keys, None)
+                self._deletions.delete(keys)
+            elif change == "purge":
+                self._purge()
+            elif change == "read":
+                self._read(keys)
+            # A block that was dropped from memory stays on disk: that copy may be good.
+
+    def _put(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Forget older blocks of these keys, and queue those that are on no disk."""
+        equal, outdated = self._demotion.changed(keys, entries)
+        for disk in self._disks:
+            if disk.is_recovering:
+                disk.note_changes(keys)
+                continue
+            for key, entry, location in zip(keys, entries, disk.volume.find(keys), strict=True):
+                if location is not None:
+                    same = not location.own_checksum and same_block(entry, location.length, location.checksum)
+                    (equal if same else outdated).add(key)
+        if outdated:
+            self._disks.forget(outdated)
+        if not equal:
+            self._queue.put(keys, entries)
+        else:
+            self._queue.pass_by([entry for key, entry in zip(keys, entries, strict=True) if key in equal])
+            fresh = [(key, entry) for key, entry in zip(keys, entries, strict=True) if key not in equal]
+            if fresh:
+                self._queue.put([key for key, _ in fresh], [entry for _, entry in fresh])
+
+    def _read(self, keys: Sequence[str]) -> None:
+        """Queue blocks that were read and are on no disk."""
+        current = self._core.index.get_many(keys)
+        fresh = {
+            key: entry
+            for key, entry, on_disk in zip(keys, current, self._disks.contains(keys), strict=True)
+            if entry is not None and not on_disk and not self._demotion.is_in_flight(key)
+        }
+        if fresh:
+            self._queue.read(list(fresh), list(fresh.values()))
+
+
+class Outcomes:
+    """What becomes of the disks of one tier."""
+
+    def __init__(
+        self,
+        disks: Disks,
+        *,
+        demotion: Demotion,
+        deletions: Deletions,
+        reinsertion: Reinsertion,
+        membership: Membership,
+    ) -> None:
+        self._disks = disks
+        self._demotion = demotion
+        self._deletions = deletions
+        self._reinsertion = reinsertion
+        self._membership = membership
+        self._purges: dict[tuple[Disk, int], list[Wait]] = {}
+        self._given_up: set[Disk] = set()
+        self._leaving: dict[Disk, list[Wait]] = {}
+        self._failed: list[Disk] = []
+
+    @property
+    def is_purging(self) -> bool:
+        """Whether a purge is not durable yet."""
+        return bool(self._purges)
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether a disk has failed that is not given up yet."""
+        return any(disk.has_failed and disk not in self._given_up for disk in self._disks)
+
+    def step(self, disk: Disk, now: float) -> bool:
+        """Let a volume work, and act on what became of it; return whether there is
+        more to do now."""
+        has_more = disk.step()
+        for event in disk.events():
+            has_more = True
+            if isinstance(event, Reclaim):
+                self._reinsertion.begin(disk, event)
+            elif isinstance(event, Shrunk):
+                disk.health.shrank(event.errno)
+            else:
+                self._ended(disk, event, now)
+        has_recovered = disk.has_recovered()
+        for waits in disk.begin_purges():
+            self._begin_purge(disk, waits)
+        if has_recovered:  # one that is purged first belongs to the others not before that is durable
+            self._membership.recovered()
+        if disk.volume.state == "read-only" and disk.health.state == "healthy":
+            disk.health.refused(disk.volume.errno)
+        if disk.health.state != "healthy" and disk not in self._given_up:
+            disk.volume.stop_writing()
+            self._give_up(disk)
+            if disk.has_failed:
+                self._take_out_failed(disk)
+            has_more = True
+        return has_more
+
+    def shown(self) -> list[Disk]:
+        """Return the disks to be shown, with those that failed."""
+        return sorted([*self._disks, *self._failed], key=lambda disk: disk.number)
+
+    def _take_out_failed(self, disk: Disk) -> None:
+        """Have a disk taken out whose volume will tell no more how anything ended."""
+        disk.is_leaving = True
+        for key in [key for key in self._purges if key[0] is disk]:
+            self._end(disk, self._purges.pop(key), met=False)
+        self._leaving.setdefault(disk, [])
+
+    def remove(self, disk: Disk, wait: Wait) -> None:
+        """Take a disk out, as soon as nothing of it is under way."""
+        disk.is_leaving = True
+        self._give_up(disk)
+        disk.volume.close()
+        self._leaving.setdefault(disk, []).append(wait)
+
+    def purge(self, waits: list[Wait]) -> None:
+        """Purge every disk, or have it purged when it has recovered. What a failed one
+        has may be back when it is opened again."""
+        for disk in self._failed:
+            self._end(disk, waits, met=False)
+        for disk in self._disks:
+            disk.purges.append(waits)
+            for ready in disk.begin_purges():
+                self._begin_purge(disk, ready)
+
+    def _give_up(self, disk: Disk) -> None:
+        if disk not in self._given_up:
+            self._given_up.add(disk)
+            self._demotion.give_up(disk)
+            self._deletions.give_up(disk)
+            self._membership.exclude(disk)
+
+    def take_out(self) -> bool:
+        """Forget the disks that were to go, and have ended; return whether there were
+        any: what waited for them goes elsewhere."""
+        ended = [one for one in self._leaving if one.has_ended]
+        for disk in ended:
+            self._disks.remove(disk)
+            if disk.has_failed:
+                self._failed.append(disk)
+            self._demotion.remove(disk)
+            self._deletions.remove(disk)
+            self._reinsertion.remove(disk)
+            for wait in self._leaving.pop(disk):
+                wait.end(met=True)
+        return bool(ended)
+
+    def _ended(self, disk: Disk, event: Durable | Lost, now: float) -> None:
+        waits = self._purges.pop((disk, event.token), None)
+        met = isinstance(event, Durable)
+        if isinstance(event, Lost):
+            disk.health.write_failed(event.errno, now)
+        if waits is not None:
+            self._end(disk, waits, met=met)
+        elif not self._reinsertion.ended(disk, event.token):
+            for part in (self._demotion, self._deletions):
+                if part.durable(disk, event.token, now) if met else part.lost(disk, event.token):
+                    break
+
+    def _begin_purge(self, disk: Disk, waits: list[Wait]) -> None:
+        if disk.health.state == "off" or disk.volume.state in ("closing", "closed"):
+            self._end(disk, waits, met=False)
+        else:
+            self._purges[disk, disk.volume.purge()] = waits
+
+    def _end(self, disk: Disk, waits: list[Wait], *, met: bool) -> None:
+        """End a purge on a disk. It does not matter where that will be emptied."""
+        for wait in waits:
+            wait.end(met=met or not self._membership.counts(disk))
+
 
 _WRITING_RATIO = 0.8  # of the time to close: the rest is for snapshots
 

@@ -217,7 +217,7 @@ PLANTED = [
     ),
     Planted(
         "a replaced block found on disk",
-        "infinistore.disk.following",
+        "infinistore.disk.tier",
         "            self._disks.forget(outdated)\n",
         "            pass\n",
     ),
