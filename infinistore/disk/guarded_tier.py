@@ -1,13 +1,22 @@
-"""GuardedTier: a tier whose own errors end nothing but the tier.
+"""GuardedTier: a tier whose own errors end nothing but the tier; and what takes its
+users several calls.
 
 Servers and embedded stores use a tier through this. If the tier raises what it should
 not, nobody knows what it knows any more. So all of its disks are off from then on, with
 an alarm and a traceback in the log, and the store serves from memory as one without
 disks. Whoever waits for the disks is told: reads find a miss; flushes, deletions and
-purges raise `DiskFailed`.
+purges raise `DiskFailed`. Memory that the disks may still read or write stays pinned
+until their jobs have returned.
 
-Memory that the disks may still read or write stays pinned until their jobs have
-returned.
+A fetch brings keys into memory for a read, until all of them are there. While some are
+read from disk, others may be evicted, and even those that have just come up, before
+whoever waits for them is awake. So it looks again before the lease.
+
+A purge empties both tiers, whatever is written, read or evicted meanwhile. A disk is
+purged by one record, and needs one for each key otherwise. So the disks are purged
+first, and that is waited for. Meanwhile, what is in memory may be written to them
+again, and then be evicted. So what was in memory when the purge began is deleted by
+name, from both tiers, and that is waited for, too.
 """
 
 import logging
@@ -22,7 +31,8 @@ from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait
 from infinistore.errors import InfiniStoreException
 
-__all__ = ["GuardedTier"]
+__all__ = ["Fetch", "GuardedTier", "Purging", "names_on_disk"]
+
 
 _log: Final = logging.getLogger("infinistore.disk")
 _T = TypeVar("_T")
@@ -196,3 +206,77 @@ class GuardedTier:
             except Exception as error:  # noqa: BLE001 - whatever it is, the store goes on
                 self.fail(error)
         return otherwise()
+
+
+_MOST_WAITS = 8
+"""So that clients that evict each other's blocks do not read them for ever."""
+
+
+class Fetch:
+    """One read of `keys`: call `next` and wait for what it returns, until it returns
+    None; then lease at once, before anybody else can evict.
+
+    It ends by the deadline, or when `wait_s` of the tier's settings is over.
+    """
+
+    def __init__(self, tier: GuardedTier | DiskTier, keys: Sequence[str], deadline: float) -> None:
+        self._tier = tier
+        self._keys = keys
+        self._deadline = tier.last_moment(deadline)
+        self._waits = 0
+
+    def next(self) -> Wait | None:
+        """Return what to wait for now; None if there is nothing, or no time left."""
+        if self._waits == _MOST_WAITS:
+            return None
+        self._waits += 1
+        return self._tier.want(self._keys, self._deadline)
+
+
+_SLICE_KEYS = 4096
+
+
+class Purging:
+    """One purge: wait for `disks`; call `delete_some` until it returns False; wait for
+    all `waits`; then `check`.
+
+    New keys stay.
+    """
+
+    def __init__(self, tier: GuardedTier | DiskTier, deadline: float) -> None:
+        self._tier = tier
+        self._deadline = deadline
+        self._keys = tier.core.all_keys()
+        tier.core.deletions.note_all()
+        self._slice_keys = min(_SLICE_KEYS, tier.core.limits.max_batch_keys)
+        self.disks = tier.purge(deadline)
+        """Settled when the disks are purged."""
+        self.waits: list[Wait] = [self.disks]
+        """What to wait for in the end: until then, a crash may bring keys back."""
+        self.deleted = 0
+        """Keys that were in memory, and are deleted."""
+
+    def delete_some(self) -> bool:
+        """Delete some of the keys, which takes a few milliseconds; return whether there
+        are more."""
+        some = self._keys[-self._slice_keys :]
+        del self._keys[-self._slice_keys :]
+        if some:
+            deletion = self._tier.delete(some, self._deadline)
+            self.deleted += deletion.deleted
+            self.waits.append(deletion.wait)
+        return bool(self._keys)
+
+    def check(self) -> None:
+        """Raise `DiskFailed` if a disk failed, or cannot be written, and
+        `DeadlineExceeded` if one did not answer by the deadline."""
+        for wait in self.waits:
+            wait.check(in_time=True)
+
+
+def names_on_disk(tier: GuardedTier | DiskTier, keys: Sequence[str]) -> list[str]:
+    """Return those of these keys that are on disk only, if somebody follows removals:
+    that a disk forgets them is not a removal from memory."""
+    if not tier.core.removal_log.is_kept:
+        return []
+    return [key for key, place in zip(keys, tier.exists(keys), strict=True) if place == 2]  # on disk

@@ -21,9 +21,7 @@ import trio
 
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
-from infinistore.disk.fetching import Fetch
-from infinistore.disk.guarded_tier import GuardedTier
-from infinistore.disk.purging import Purging, names_on_disk
+from infinistore.disk.guarded_tier import Fetch, GuardedTier, Purging, names_on_disk
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Prefetch, PrefixMatch, Wait

@@ -10,8 +10,8 @@ import xxhash
 from infinistore.allocators import create_allocator
 from infinistore.core import CoreLimits, Journal, Pool, StoreCore, Watermarks, create_arena
 from infinistore.disk.format import most_snapshot_bytes
+from infinistore.disk.guarded_tier import Purging
 from infinistore.disk.jobs import Job, Result, Write
-from infinistore.disk.purging import Purging
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.volume import Volume

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from infinistore.disk.fetching import Fetch
+from infinistore.disk.guarded_tier import Fetch
 from infinistore.disk.jobs import ReadInto
 from infinistore.disk.settings import TierSettings
 from tests.disk.conftest import FOREVER, UNIT_BYTES, Machine, content

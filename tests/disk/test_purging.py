@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infinistore.disk.purging import Purging
+from infinistore.disk.guarded_tier import Purging
 from infinistore.disk.settings import TierSettings
 from infinistore.errors import DeadlineExceeded, DiskFailed
 from tests.disk.conftest import FOREVER, Machine, content

@@ -16,8 +16,7 @@ from infinistore.client.operations.embedded import EmbeddedOperations, hold_toke
 from infinistore.client.operations.embedded_disks import EmbeddedDisks
 from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
 from infinistore.core.removals import MAX_TOLD_KEYS, Told
-from infinistore.disk.fetching import Fetch
-from infinistore.disk.purging import Purging, names_on_disk
+from infinistore.disk.guarded_tier import Fetch, Purging, names_on_disk
 from infinistore.statistics import Stats
 
 __all__ = ["OperationsOnDisk"]
