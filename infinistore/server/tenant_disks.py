@@ -17,7 +17,7 @@ import trio
 from infinistore.config import ServerConfig
 from infinistore.core.journal import Journal
 from infinistore.disk.settings import Admission, TierSettings
-from infinistore.disk_io.tenant_folders import TenantFolders
+from infinistore.disk_io.folder import TenantFolders
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
 from infinistore.server.disk import DiskService

@@ -19,7 +19,7 @@ import pytest
 from infinistore.disk.format import Superblock, encode_superblock
 from infinistore.disk_io import open_existing_folder, open_folder
 from infinistore.disk_io.files import DiskFiles
-from infinistore.disk_io.tenant_folders import TenantFolders
+from infinistore.disk_io.folder import TenantFolders
 from infinistore.sizes import MIB
 
 SUPERBLOCK = encode_superblock(Superblock(0, bytes(16), bytes(16), 1, 0, 0, MIB, 0, 0, 0))

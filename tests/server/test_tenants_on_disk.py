@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.disk_io.tenant_folders import TenantFolders
+from infinistore.disk_io.folder import TenantFolders
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.composition import run_server
