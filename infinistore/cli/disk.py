@@ -161,14 +161,14 @@ def _inspector(folder: "DiskFolder") -> "Inspector":
 
 
 def _inspect(inspector: "Inspector", runner: "DiskRunner") -> "DiskContents":
-    from infinistore.disk_io.driving import run_steps
+    from infinistore.disk_io.runner import run_steps
 
     with progress_bar(len(inspector.numbers)) as report:
         return run_steps(inspector.inspect(lambda: report("reading tables")), runner)
 
 
 def _verify(inspector: "Inspector", runner: "DiskRunner") -> "list[Verified]":
-    from infinistore.disk_io.driving import run_steps
+    from infinistore.disk_io.runner import run_steps
 
     verified = []
     with progress_bar(len(inspector.numbers)) as report:

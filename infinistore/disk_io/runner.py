@@ -1,18 +1,21 @@
 """The interface of what runs the jobs of the tier: given jobs, it answers with results.
 
 Whoever drives a tier submits its jobs, waits until `fd` is readable, and takes the
-results. That works in an event loop and with poll(2) alike.
+results. That works in an event loop and with poll(2) alike. `run_steps` does it for a
+caller that waits until the end.
 """
 
+import select
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import attrs
 
-from infinistore.disk.jobs import Job, Result
+from infinistore.disk.jobs import WAIT, Job, Result, Steps
 from infinistore.disk_io.folder import DiskFolder
 
-__all__ = ["DiskRunner", "RunnerStatistics"]
+__all__ = ["DiskRunner", "RunnerStatistics", "run_steps"]
 
 
 @attrs.frozen(kw_only=True)
@@ -76,3 +79,31 @@ class DiskRunner(ABC):
     @abstractmethod
     def close(self, *, timeout_s: float) -> bool:
         """Remove all disks, and close `fd`; idempotent. Returns False as `remove`."""
+
+
+_Returned = TypeVar("_Returned")
+
+
+def run_steps(steps: Steps[_Returned], runner: DiskRunner) -> _Returned:
+    """Run steps that need nothing but the results of their jobs, and return what they
+    return. Nobody else may use the runner meanwhile.
+    """
+    try:
+        wanted = next(steps)
+        while True:
+            if wanted == WAIT:
+                raise RuntimeError("these steps wait for something that nobody else does")
+            assert not isinstance(wanted, str)
+            wanted = steps.send(_run(wanted, runner))
+    except StopIteration as end:
+        returned: _Returned = end.value
+        return returned
+
+
+def _run(jobs: Sequence[Job], runner: DiskRunner) -> list[Result]:
+    runner.submit(jobs)
+    results: dict[Job, Result] = {}
+    while len(results) < len(jobs):
+        select.select([runner.fd], [], [])
+        results.update((result.job, result) for result in runner.take())
+    return [results[job] for job in jobs]
