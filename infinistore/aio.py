@@ -7,8 +7,7 @@ from infinistore.client.api.prefix_match import PrefixMatch
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.asyncio_driver import open_store
 from infinistore.client.memory.registration import Registration
-from infinistore.client.removed import RemovedKeys
-from infinistore.client.requests import Found, Prefetched
+from infinistore.client.requests import Found, Prefetched, RemovedKeys
 
 __all__ = [
     "AsyncLease",

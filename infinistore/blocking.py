@@ -10,8 +10,7 @@ from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.api.prefix_match import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
-from infinistore.client.removed import RemovedKeys
-from infinistore.client.requests import Found, Prefetched
+from infinistore.client.requests import Found, Prefetched, RemovedKeys
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 

@@ -9,8 +9,7 @@ from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.trio_driver import open_store
 from infinistore.client.memory.registration import Registration
 from infinistore.client.options.keywords import StoreOptions
-from infinistore.client.removed import RemovedKeys
-from infinistore.client.requests import Found, Prefetched
+from infinistore.client.requests import Found, Prefetched, RemovedKeys
 
 __all__ = [
     "AsyncLease",

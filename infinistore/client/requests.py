@@ -2,19 +2,24 @@
 
 The methods of a store make requests; connections, the embedded engine, or a store made
 of stores carry them out. Whoever does can read the keys of a request, cut it into parts
-that go to different places, and merge the results.
+that go to different places, and merge the results. `AsyncStore.removals` and its
+blocking twin iterate over what `Removed` finds (`infinistore.client.api.results`).
+`closed` makes the error of a store that carries out nothing any more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
 from infinistore.client.memory.device_memory import DeviceBatch
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
-from infinistore.errors import KeyNotFound
+from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.statistics import Stats
+
+if TYPE_CHECKING:
+    from infinistore.cluster.membership import View
 
 __all__ = [
     "Batch",
@@ -24,6 +29,7 @@ __all__ = [
     "Evict",
     "Exists",
     "Flush",
+    "Followed",
     "Found",
     "Get",
     "GetInto",
@@ -37,17 +43,29 @@ __all__ = [
     "MatchPrefix",
     "Matched",
     "Pin",
+    "Place",
     "Prefetch",
     "Prefetched",
     "Purge",
     "Put",
     "PutFromDevice",
     "ReleaseHold",
+    "Removed",
+    "RemovedKeys",
     "Request",
     "Reserve",
     "TimesLeft",
     "check_all_there",
+    "closed",
 ]
+
+
+def closed(why: str) -> StoreUnavailable:
+    """Return the error for a store that was closed, or opened before a fork."""
+    error = StoreUnavailable(why)
+    error.store_is_closed = True
+    return error
+
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -480,3 +498,59 @@ class GetStatistics(Request[Stats]):
     """Read the statistics of the store; with `details`, also those that take longer."""
 
     details: bool
+
+
+Place: TypeAlias = tuple[int, int]
+"""The id of a log of removals, and the number to go on from."""
+
+
+@attrs.frozen
+class RemovedKeys:
+    """Keys that a store has removed, and whether others may have been missed.
+
+    A key is in it if a read did not find it when the store answered. The first batch
+    has no keys: what is removed from then on is told.
+    """
+
+    keys: list[str] = attrs.field(factory=list)
+    missed: int | None = 0
+    """How many removals are not told, because more happened than the store keeps; None
+    if nobody knows how many: the server is another one, or was restarted or purged, or
+    reads of a cluster do not look any more wherever they did."""
+    problem: str = ""
+    """Why the store could not be asked; empty if it was."""
+
+    @property
+    def gap(self) -> bool:
+        """Whether removals were missed. Ask the store which keys are there still."""
+        return self.missed != 0
+
+
+@attrs.frozen
+class Followed:
+    """What was found, and from where to go on, by the ids of nodes. A cluster has the
+    view in which that is so.
+    """
+
+    places: Mapping[str, Place]
+    removed: RemovedKeys
+    view: "View | None" = None
+
+
+@attrs.define
+class Removed(Request[Followed]):
+    """Ask which keys were removed since `places`, which are those of a `view`, and wait
+    for one at most `wait_s`.
+
+    Without places it begins. The place of a server by itself is that of the node "".
+    """
+
+    places: Mapping[str, Place]
+    wait_s: float
+    view: "View | None" = None
+    waits: ClassVar[bool] = True
+
+    def at(self, node: str) -> "Removed":
+        """Return the request for one node, as if it were all there is."""
+        place: Any = self.places.get(node)
+        return Removed({} if place is None else {"": place}, self.wait_s)

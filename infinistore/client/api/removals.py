@@ -7,7 +7,7 @@ meanwhile batches say why it is not asked. Only closing the store ends the itera
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
+from infinistore.client.requests import Followed, Place, Removed, RemovedKeys
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 
 if TYPE_CHECKING:

@@ -11,8 +11,18 @@ from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_
 from infinistore.client.cluster.reads import exists, lease, read
 from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
-from infinistore.client.removed import Followed, Removed, RemovedKeys
-from infinistore.client.requests import Evict, Exists, GetStatistics, ListKeys, Mark, Purge, Request
+from infinistore.client.requests import (
+    Evict,
+    Exists,
+    Followed,
+    GetStatistics,
+    ListKeys,
+    Mark,
+    Purge,
+    Removed,
+    RemovedKeys,
+    Request,
+)
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable

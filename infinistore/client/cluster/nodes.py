@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from infinistore.client.closed import closed
 from infinistore.client.cluster.hedging.answer_times import AnswerTimes
 from infinistore.client.options.url import StoreUrl, parse_url
-from infinistore.client.requests import Exists
+from infinistore.client.requests import Exists, closed
 from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement
 from infinistore.errors import ConfigError

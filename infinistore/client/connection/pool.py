@@ -7,11 +7,11 @@ from contextlib import suppress
 from socket import SHUT_RDWR
 from typing import Generic, TypeVar
 
-from infinistore.client.closed import closed
 from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream
 from infinistore.client.connection.turns import Turn
 from infinistore.client.memory.views import Kept
+from infinistore.client.requests import closed
 from infinistore.host import FORKED
 
 __all__ = ["ConnectionPool"]

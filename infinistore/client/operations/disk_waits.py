@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
-from infinistore.client.removed import Followed, Place, Removed, RemovedKeys
+from infinistore.client.requests import Followed, Place, Removed, RemovedKeys
 from infinistore.core.removals import RemovalLog, Told
 
 __all__ = ["AwaitDisk", "await_removal"]

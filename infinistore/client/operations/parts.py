@@ -6,8 +6,8 @@ from typing import Any
 
 from infinistore.client import requests
 from infinistore.client.movers.channel import Channel, expect
-from infinistore.client.removed import Followed, RemovedKeys
-from infinistore.client.removed import Removed as RemovedRequest
+from infinistore.client.requests import Followed, RemovedKeys
+from infinistore.client.requests import Removed as RemovedRequest
 from infinistore.errors import DiskFailed, ProtocolError, ServerReplaced, StoreUnavailable, VersionMismatch
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (

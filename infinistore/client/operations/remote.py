@@ -25,8 +25,8 @@ from infinistore.client.operations.parts import (
     removed,
     times_left,
 )
-from infinistore.client.removed import Removed as RemovedRequest
 from infinistore.client.requests import Batch, Found, Matched, Prefetched
+from infinistore.client.requests import Removed as RemovedRequest
 from infinistore.errors import (
     DeviceMemoryUnreachable,
     LimitExceeded,
