@@ -3,7 +3,7 @@ store`.
 """
 
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
-from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.asyncio_driver import open_store
 from infinistore.client.memory.registration import Registration

@@ -7,7 +7,7 @@ from typing import Final
 
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.blocking_store import BlockingStore
-from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.results import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.registration import Registration
 from infinistore.client.requests import Found, Prefetched, RemovedKeys

@@ -4,7 +4,7 @@
 """
 
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
-from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.trio_driver import open_store
 from infinistore.client.memory.registration import Registration

@@ -23,7 +23,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.api.prefix_match import PrefixMatch
+from infinistore.client.api.results import PrefixMatch
 from infinistore.errors import StoreUnavailable
 from tests.bad_days.clients import Awaitable
 from tests.bad_days.servers import ServerProcess, running_server_process

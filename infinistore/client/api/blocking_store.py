@@ -23,8 +23,7 @@ from infinistore.client.api.arguments import (
     ttl_in_us,
 )
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
-from infinistore.client.api.prefix_match import PrefixMatch
-from infinistore.client.api.removals import BlockingRemovals
+from infinistore.client.api.results import BlockingRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike
 from infinistore.client.memory.device_memory import DeviceBatch, registrable
 from infinistore.client.memory.registration import Registration

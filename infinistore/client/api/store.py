@@ -22,8 +22,7 @@ from infinistore.client.api.arguments import (
     ttl_in_us,
 )
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
-from infinistore.client.api.prefix_match import PrefixMatch
-from infinistore.client.api.removals import AsyncRemovals
+from infinistore.client.api.results import AsyncRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike
 from infinistore.client.memory.device_memory import DeviceBatch, registrable
 from infinistore.client.memory.registration import Registration

@@ -1,7 +1,8 @@
-"""Iterators that `removals` of a store returns. They never end by themselves.
+"""What `match_prefix` and `removals` of a store return.
 
-A server that is gone is asked again and again, with the pauses of its circuit breaker;
-meanwhile batches say why it is not asked. Only closing the store ends the iteration.
+The iterators that `removals` returns never end by themselves. A server that is gone is
+asked again and again, with the pauses of its circuit breaker; meanwhile batches say why
+it is not asked. Only closing the store ends the iteration.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,31 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 if TYPE_CHECKING:
     from infinistore.cluster.membership import View
 
-__all__ = ["AsyncRemovals", "BlockingRemovals"]
+__all__ = ["AsyncRemovals", "BlockingRemovals", "PrefixMatch"]
+
+
+class PrefixMatch(int):
+    """The number of leading keys that exist: an int, with an optional hold.
+
+    `hold` is a token for `release_hold`, of this store or of any other store that is
+    connected to the same server, in any process. It is empty without a hold.
+    `in_memory` says how many of the keys are in memory. The others are on disk, and a
+    read waits for them.
+    """
+
+    hold: str
+    in_memory: int
+
+    def __new__(cls, matched: int, hold: str = "", on_disk: int = 0) -> Self:
+        """Create one from a count, a token, and how many are on disk only."""
+        self = super().__new__(cls, matched)
+        self.hold = hold
+        self.in_memory = matched - on_disk
+        return self
+
+    def __reduce__(self) -> tuple[type["PrefixMatch"], tuple[int, str, int]]:
+        """Pickle counts and token."""
+        return PrefixMatch, (int(self), self.hold, self - self.in_memory)
 
 
 class _Following:
