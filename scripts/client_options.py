@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["client_options"]
 
 OPTIONS = "infinistore/client/options/options.py"
-KEYWORDS = "infinistore/client/options/keywords.py"
+KEYWORDS = "infinistore/client/store_options.py"
 PAGE = "docs/opening-a-store.md"
 OPEN_STORES = (
     "infinistore/client/drivers/trio_driver.py",

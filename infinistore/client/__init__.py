@@ -8,8 +8,8 @@ from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.trio_driver import open_store
 from infinistore.client.memory.registration import Registration
-from infinistore.client.options.keywords import StoreOptions
 from infinistore.client.requests import Found, Prefetched, RemovedKeys
+from infinistore.client.store_options import StoreOptions
 
 __all__ = [
     "AsyncLease",

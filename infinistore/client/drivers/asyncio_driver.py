@@ -17,10 +17,10 @@ from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.operations.disk_waits import AwaitDisk
 from infinistore.client.operations.embedded import EmbeddedStore
 from infinistore.client.operations.open_embedded import open_embedded
-from infinistore.client.options.keywords import StoreOptions
 from infinistore.client.options.options import Options, make_options
 from infinistore.client.options.url import StoreUrl
 from infinistore.client.requests import Request
+from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable

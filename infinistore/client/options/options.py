@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from infinistore.client.options.keywords import StoreOptions
 from infinistore.client.options.tls import tls_context, tls_kind
 from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.errors import ConfigError
