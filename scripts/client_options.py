@@ -1,7 +1,7 @@
 """Generate what derives from the options of `open_store`.
 
 That is: the keyword arguments for type checkers, the docstrings, and tables on a page.
-The options are described in `infinistore/client/options/options.py` and `url.py`.
+The options are described in `infinistore/client/options.py` and `url.py`.
 """
 
 import ast
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["client_options"]
 
-OPTIONS = "infinistore/client/options/options.py"
+OPTIONS = "infinistore/client/options.py"
 KEYWORDS = "infinistore/client/store_options.py"
 PAGE = "docs/opening-a-store.md"
 OPEN_STORES = (
@@ -33,7 +33,7 @@ INDENT = " " * 8
 
 def client_options(project: Path) -> dict[str, str]:
     """Return the files with their generated parts, by path from the top folder."""
-    from infinistore.client.options.options import option_settings
+    from infinistore.client.options import option_settings
 
     arguments = docstring_arguments(option_settings())
     files = {KEYWORDS: keywords((project / OPTIONS).read_text())}
@@ -77,7 +77,7 @@ def keywords(source: str) -> str:
 
 def docstring_arguments(settings: Sequence["Setting"]) -> str:
     """Return the section `Args` of the docstring of `open_store`."""
-    from infinistore.client.options.url import SCHEMES
+    from infinistore.client.options import SCHEMES
 
     lines = [" " * 4 + "Args:"]
     url = (
@@ -138,7 +138,7 @@ def with_tables(page: str) -> str:
 
 def table_of_urls() -> str:
     """Return the table of URLs in Markdown."""
-    from infinistore.client.options.url import SCHEMES
+    from infinistore.client.options import SCHEMES
 
     rows = [f"| `{scheme.form}` | {scheme.meaning} |" for scheme in SCHEMES.values()]
     return "\n".join(["| URL | transport |", "|---|---|", *rows])
@@ -146,7 +146,7 @@ def table_of_urls() -> str:
 
 def tables_of_options() -> str:
     """Return the tables of options in Markdown, one for each scope."""
-    from infinistore.client.options.options import option_settings, url_settings
+    from infinistore.client.options import option_settings, url_settings
 
     in_urls = {setting.key for setting in url_settings()}
     arguments = {setting.key for setting in option_settings()}

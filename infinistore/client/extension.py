@@ -13,8 +13,7 @@ from infinistore.client.drivers.asyncio_driver import RemoteAsyncioStore
 from infinistore.client.drivers.blocking_driver import RemoteBlockingStore
 from infinistore.client.environment import Environment
 from infinistore.client.memory.device_memory import DeviceBatch
-from infinistore.client.options.options import Options, make_options
-from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.client.options import Options, StoreUrl, make_options, parse_url
 from infinistore.client.requests import Batch
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url

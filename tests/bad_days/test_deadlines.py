@@ -29,7 +29,7 @@ from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
 from infinistore.client.connection.connection import Connection
 from infinistore.client.movers.channel import Channel
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.errors import (
     AuthenticationFailed,
     ConfigError,

@@ -8,7 +8,7 @@ import pytest
 
 from infinistore.client.connection.connection import Connection
 from infinistore.client.operations.remote import RemoteOperations
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.client.requests import Exists, Get
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import pack_u64

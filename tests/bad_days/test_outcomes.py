@@ -22,7 +22,7 @@ from trio.testing import MockClock
 from infinistore import errors, open_store
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.extension import Environment as ClientEnvironment
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import StoreUrl
 from infinistore.disk.jobs import Job, ReadInto
 from infinistore.disk_io.store_disks import StoreDisks, open_disks
 from infinistore.disk_settings import DiskPlace

@@ -13,7 +13,7 @@ import pytest
 from infinistore import blocking
 from infinistore.aio import AsyncStore
 from infinistore.client.extension import Environment
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import StoreUrl
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp
 from tests.bad_days.clients import KINDS, run_with_store

@@ -22,8 +22,7 @@ from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.connection.circuit_breaker import CircuitBreaker
 from infinistore.client.connection.effects import Background, Part, Sleep, Together
 from infinistore.client.operations.embedded import EmbeddedOperations, EmbeddedStore
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.client.requests import Request
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
 from infinistore.cluster.etcd.follower import Follower

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.addresses import default_socket_path, is_loopback
-from infinistore.client.options.options import make_options
+from infinistore.client.options import make_options
 from infinistore.config import (
     ServerConfig,
     load_server_config,

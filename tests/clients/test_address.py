@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import infinistore
 from infinistore import aio, blocking
-from infinistore.client.options.options import Options, make_options, option_settings, url_settings
-from infinistore.client.options.url import SCHEMES, parse_url
+from infinistore.client.options import SCHEMES, Options, make_options, option_settings, parse_url, url_settings
 from infinistore.client.store_options import StoreOptions
 from infinistore.errors import ConfigError
 from infinistore.settings import Setting

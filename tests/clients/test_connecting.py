@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.errors import InfiniStoreException
 from infinistore.transports.sockets import asyncio_streams, blocking_streams, trio_streams
 from infinistore.transports.sockets.names import NEXT_ADDRESS_AFTER_S, Dial, Dialer, SocketAddress

@@ -7,8 +7,7 @@ from unittest import mock
 
 from infinistore.client.connection.calls import Calls
 from infinistore.client.connection.turns import Turns, new_turn
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.errors import StoreUnavailable
 
 NOWHERE = StoreUrl("tcp", "127.0.0.1", 1, "", {})

@@ -22,7 +22,7 @@ from infinistore.client.connection.calls import Calls
 from infinistore.client.movers.rdma import device as client_rdma
 from infinistore.client.movers.rdma import pause as rdma_pause
 from infinistore.client.movers.rdma import source as rdma_source
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.errors import (
     ChecksumMismatch,
     ConfigError,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client.options.options import make_options
+from infinistore.client.options import make_options
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import ConfigError
 from infinistore.secret_files import read_token

@@ -22,7 +22,7 @@ from infinistore.client.cluster.calls import ClusterCalls
 from infinistore.client.cluster.everywhere import HANDLERS
 from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.connection.effects import Background, Outcome, Part, Together
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
 from infinistore.core import Pool, StoreCore, create_arena

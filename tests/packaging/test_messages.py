@@ -12,7 +12,7 @@ COUNTS_BYTES = {
         "keys.py",
         "addresses.py",
         "token_file.py",
-        "client/options/options.py",
+        "client/options.py",
         "client/memory/registration.py",
         "client/movers/shm/known_reads.py",
         "cli/files.py",

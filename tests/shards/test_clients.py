@@ -12,8 +12,7 @@ import trio
 
 from infinistore import aio, blocking, open_store
 from infinistore.client.cluster.opening import cluster_of, options_of_shard
-from infinistore.client.options.options import make_options
-from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.client.options import StoreUrl, make_options, parse_url
 from infinistore.config import ServerConfig
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.messages import Shard

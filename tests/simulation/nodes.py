@@ -20,7 +20,7 @@ from infinistore.allocators import create_allocator
 from infinistore.buggify import Buggify
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.extension import Environment as ClientEnvironment
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import StoreUrl
 from infinistore.cluster.membership import Membership
 from infinistore.config import ServerConfig
 from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena

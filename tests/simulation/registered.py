@@ -22,7 +22,7 @@ import attrs
 import trio
 
 from infinistore.client.extension import Environment as ClientEnvironment
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import StoreUrl
 from infinistore.cluster.etcd.follower import LEASE_S, READ_AGAIN_S
 from infinistore.cluster.etcd.gateway import Item
 from infinistore.cluster.etcd.layout import Layout, Listing

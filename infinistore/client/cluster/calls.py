@@ -25,7 +25,7 @@ from infinistore.client.connection.effects import (
 )
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.rdma.device import StoreRdma, register
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from infinistore.client.cluster.hedging.answer_times import AnswerTimes
-from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.client.options import StoreUrl, parse_url
 from infinistore.client.requests import Exists, closed
 from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement

@@ -20,8 +20,7 @@ from infinistore.client.connection.calls import Calls, Terms
 from infinistore.client.environment import Environment
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.rdma.device import StoreRdma
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.cluster.locate import ClusterUrl, StaticPlace
 from infinistore.cluster.membership import Node
 from infinistore.cluster_io.thread import open_membership

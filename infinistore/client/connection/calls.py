@@ -27,9 +27,7 @@ from infinistore.client.movers.rdma.source import RdmaSource
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.client.movers.shm.source import ShmSource
 from infinistore.client.operations.remote import RemoteOperations
-from infinistore.client.options.options import Options
-from infinistore.client.options.tls import tls_of_node
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl, tls_of_node
 from infinistore.client.requests import Request
 from infinistore.errors import (
     ConfigError,

@@ -11,7 +11,7 @@ from infinistore.client.movers.base import Closable, Mover, MoverSource
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.operations.remote import RemoteOperations
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.errors import ProtocolError
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from socket import socket
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 

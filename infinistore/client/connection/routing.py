@@ -11,8 +11,7 @@ from infinistore.client.connection.effects import ClientStream, Connect
 from infinistore.client.connection.pool import ConnectionPool
 from infinistore.client.connection.turns import Turn
 from infinistore.client.movers.base import CannotMove, MoverSource
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.protocol.messages import Shard, shards_from_texts
 from infinistore.transports.sockets.raw_sockets import peer_user

@@ -17,8 +17,7 @@ from infinistore.client.connection.effects import Background, ClusterCall, Clust
 from infinistore.client.drivers.at_once import PartThreads
 from infinistore.client.environment import Environment
 from infinistore.client.movers.rdma.device import StoreRdma
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.client.requests import Request
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable

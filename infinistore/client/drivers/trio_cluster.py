@@ -12,8 +12,7 @@ from infinistore.client.connection.effects import Background, ClusterCall, Clust
 from infinistore.client.drivers.at_once import trio_at_once
 from infinistore.client.environment import Environment
 from infinistore.client.movers.rdma.device import StoreRdma
-from infinistore.client.options.options import Options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl
 from infinistore.client.requests import Request
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl

@@ -17,8 +17,7 @@ from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.operations.disk_waits import AwaitDisk
 from infinistore.client.operations.embedded import EmbeddedStore
 from infinistore.client.operations.open_embedded import open_embedded
-from infinistore.client.options.options import Options, make_options
-from infinistore.client.options.url import StoreUrl
+from infinistore.client.options import Options, StoreUrl, make_options
 from infinistore.client.requests import Request
 from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from infinistore.client.movers.channel import Channel
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.protocol.messages import Keys, Numbers
 from infinistore.protocol.versions import Capability
 

@@ -19,7 +19,7 @@ from infinistore.client import requests
 from infinistore.client.memory.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.memory.views import Leased, ReservedRoom, Returns, Watch, views_at
 from infinistore.client.operations.disk_waits import AwaitDisk, await_removal
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.client.requests import Batch, Followed, Found, Matched, Prefetched, Removed, check_all_there, closed
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation

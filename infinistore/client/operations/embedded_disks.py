@@ -14,7 +14,7 @@ from random import Random, SystemRandom
 from typing import Any
 
 from infinistore.client.memory.views import Returns
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.core.store import StoreCore
 from infinistore.disk.guarded_tier import GuardedTier
 from infinistore.disk.settings import TierSettings

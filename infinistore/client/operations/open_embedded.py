@@ -1,7 +1,7 @@
 """Opens an embedded store, with its disks if it has any."""
 
 from infinistore.client.operations.embedded import EmbeddedStore
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 
 __all__ = ["open_embedded"]
 

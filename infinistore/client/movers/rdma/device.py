@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from infinistore.client.memory.registration import Registration
 from infinistore.client.movers.rdma.pause import RdmaPause
-from infinistore.client.options.options import Options
+from infinistore.client.options import Options
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
 from infinistore.protocol.messages import HelloReply
 from infinistore.transports import cuda as cuda_driver

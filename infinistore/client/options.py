@@ -1,21 +1,23 @@
-"""The options of `open_store`, each described once.
+"""How a store is opened: the URL, and the options of `open_store`, each described once.
 
-An option is an argument or part of the URL. From the descriptions derive the checks,
-the parsing of URLs, the keyword arguments that type checkers know (`keywords.py`), the
-`Args` in the docstrings of `open_store`, and the tables in `docs/opening-a-store.md`.
-`make generate` writes the last three.
+The URL says where the server is, and over which transport to reach it. Options follow a
+question mark: `?token_file=/etc/infinistore.token&deadline_s=5`. An option is an
+argument or part of the URL. From the descriptions derive the checks, the parsing of
+URLs, the keyword arguments that type checkers know (`store_options.py`), the `Args` in
+the docstrings of `open_store`, and the tables in `docs/opening-a-store.md`. `make
+generate` writes the last three.
 """
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from infinistore.client.options.tls import tls_context, tls_kind
-from infinistore.client.options.url import StoreUrl, parse_url
+from infinistore.addresses import DEFAULT_SERVICE_PORT
 from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
@@ -34,12 +36,155 @@ from infinistore.settings import (
     settings_of,
     spinning,
     switch,
+    url_options,
 )
 
 if TYPE_CHECKING:
+    import ssl
     from ssl import SSLContext
 
-__all__ = ["Options", "make_options", "option_settings", "url_settings"]
+__all__ = [
+    "Options",
+    "SCHEMES",
+    "Scheme",
+    "StoreUrl",
+    "make_options",
+    "option_settings",
+    "parse_url",
+    "tls_context",
+    "tls_kind",
+    "tls_of_node",
+    "url_settings",
+]
+
+
+class Scheme(NamedTuple):
+    """How URLs with one scheme look, and over which transport they reach the server."""
+
+    form: str
+    meaning: str
+
+
+SCHEMES: Final = {
+    "infinistore": Scheme(
+        "infinistore://HOST:PORT",
+        "shared memory on the server's host; elsewhere RDMA if both sides have a device, or else TCP",
+    ),
+    "infinistores": Scheme(
+        "infinistores://HOST:PORT",
+        "shared memory on the server's host; elsewhere TCP with TLS. No RDMA, which does not encrypt blocks",
+    ),
+    "tcp": Scheme("tcp://HOST:PORT", "TCP only"),
+    "unix": Scheme("unix:///PATH", "the server's Unix socket on this host, without shared memory"),
+    "shm": Scheme(
+        "shm:///PATH",
+        "shared memory only, through the server's Unix socket; with shm://HOST:PORT, the client asks for its path",
+    ),
+    "rdma": Scheme("rdma://HOST:PORT", "RDMA only"),
+}
+
+
+@attrs.frozen
+class StoreUrl:
+    """A parsed URL: the `path` of a Unix socket, or `host` and `port`.
+
+    `options` are texts, which are not checked yet.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    options: dict[str, str]
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"{self.scheme}://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+def parse_url(url: str) -> StoreUrl:
+    """Parse the URL of a store.
+
+    Raises:
+        ConfigError: it is not one. The message says how to write it.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise ConfigError(f"{url!r} is no URL of a store; write infinistore://{url or 'HOST'}")
+    if scheme not in SCHEMES:
+        from infinistore.cluster.locate import CLUSTER_SCHEMES  # late: few stores are clusters
+
+        known = [*SCHEMES, *CLUSTER_SCHEMES]
+        hint = near(scheme, known) or f"; known are {', '.join(known)}"
+        raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{hint}")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL of a store: {error}") from None
+    options = url_options(url)
+    if scheme == "unix" or (scheme == "shm" and not parts.netloc):
+        if parts.netloc or not parts.path:
+            raise ConfigError(f"{url!r} names no socket; write {scheme}:///path/to/socket, with three slashes")
+        return StoreUrl(scheme, "", 0, unquote(parts.path), options)
+    if not parts.hostname:
+        raise ConfigError(f"{url!r} names no host; write {scheme}://HOST:{DEFAULT_SERVICE_PORT}")
+    if parts.path not in ("", "/") or parts.username is not None:
+        raise ConfigError(f"{url!r} has more than host, port and options; write {scheme}://HOST:PORT?option=value")
+    return StoreUrl(scheme, parts.hostname, DEFAULT_SERVICE_PORT if port is None else port, "", options)
+
+
+_FILES: Final = ("ca", "cert", "key")
+
+
+def tls_kind() -> Kind:
+    """A context for TLS of a client."""
+
+    def check(value: Any) -> None:
+        import ssl  # late, here and below: few clients need it
+
+        if not isinstance(value, ssl.SSLContext) or value.protocol is ssl.PROTOCOL_TLS_SERVER:
+            raise ValueError("must be an ssl.SSLContext for a client, such as that of ssl.create_default_context()")
+
+    return Kind("CONTEXT", lambda raw: raw, check)
+
+
+def tls_context(url: str, *, by_socket: bool, found: Mapping[str, Any]) -> "ssl.SSLContext | None":
+    """Return what the options `found` and the scheme of the URL ask for; None if they
+    ask for no TLS. `by_socket` says that the URL names a Unix socket.
+
+    Raises:
+        ConfigError: they contradict each other, or a file cannot be used.
+    """
+    files = {name: found[name] for name in _FILES if found.get(name) is not None}
+    given: ssl.SSLContext | None = found.get("tls")
+    if given is None and not files and not url.startswith("infinistores"):
+        return None
+    if by_socket:
+        raise ConfigError(f"a Unix socket has no TLS, and needs none; leave {', '.join(files) or 'tls'} out of {url}")
+    if given is not None:
+        if files:
+            raise ConfigError(f"give either tls or {', '.join(files)}")
+        return given
+    if "key" in files and "cert" not in files:
+        raise ConfigError("key is that of cert, which is missing; give both")
+    from infinistore.transports.tls.session import client_context
+
+    return client_context(**files)
+
+
+def tls_of_node(address: StoreUrl, given: "ssl.SSLContext | None") -> "ssl.SSLContext | None":
+    """Return what connections to one server use, which may be a node that says itself
+    that it speaks TLS.
+    """
+    if given is None and address.scheme == "infinistores":
+        from infinistore.transports.tls.session import client_context
+
+        return client_context()
+    return given
+
 
 _LONGEST_DEADLINE_S: Final = 1e9  # 31 years; the timeouts of sockets and locks cannot be much longer
 _MAX_TEXT_BYTES: Final = MAX_TOKEN_BYTES
