@@ -9,7 +9,7 @@ from infinistore.client.api.blocking_leases import BlockingLease, BlockingReserv
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import Found, Prefetched, RemovedKeys
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError

@@ -7,7 +7,7 @@ from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.drivers.trio_driver import open_store
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import Found, Prefetched, RemovedKeys
 from infinistore.client.store_options import StoreOptions
 

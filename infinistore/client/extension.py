@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from infinistore.client.drivers.asyncio_driver import RemoteAsyncioStore
 from infinistore.client.drivers.blocking_driver import RemoteBlockingStore
 from infinistore.client.environment import Environment
-from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.options import Options, StoreUrl, make_options, parse_url
 from infinistore.client.requests import Batch
 from infinistore.client.worker_threads import in_thread

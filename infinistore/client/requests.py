@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias,
 
 import attrs
 
-from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.statistics import Stats

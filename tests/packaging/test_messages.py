@@ -13,7 +13,7 @@ COUNTS_BYTES = {
         "addresses.py",
         "token_file.py",
         "client/options.py",
-        "client/memory/registration.py",
+        "client/memory/buffers.py",
         "client/movers/shm/known_reads.py",
         "cli/files.py",
     ),

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.cuda import DeviceMemory, Dmabuf
 from infinistore.transports.rdma.memory import address_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinistore.blocking import BlockingStore
-from infinistore.client.memory.device_memory import device_memory
+from infinistore.client.memory.buffers import device_memory
 from infinistore.tensors import LayerLoader, LayerWriter, devices, read_blocks, write_blocks
 from infinistore.tensors.cuda_runtime import cuda_bindings
 from infinistore.transports.cuda import load_cuda

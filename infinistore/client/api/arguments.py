@@ -8,8 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import TypeAlias
 
-from infinistore.client.memory.buffers import BufferLike, OnDevice, plain_bytes, readable, writable
-from infinistore.client.memory.device_memory import DeviceBatch, device_batch
+from infinistore.client.memory.buffers import (
+    BufferLike,
+    DeviceBatch,
+    OnDevice,
+    device_batch,
+    plain_bytes,
+    readable,
+    writable,
+)
 from infinistore.client.requests import Batch
 from infinistore.keys import CheckedKeys, check_distinct, check_keys
 

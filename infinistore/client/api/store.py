@@ -23,9 +23,7 @@ from infinistore.client.api.arguments import (
 )
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.results import AsyncRemovals, PrefixMatch
-from infinistore.client.memory.buffers import BufferLike
-from infinistore.client.memory.device_memory import DeviceBatch, registrable
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import BufferLike, DeviceBatch, Registration, registrable
 from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.movers.rdma.device_requests import (
     check_registered,

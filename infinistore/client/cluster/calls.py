@@ -23,7 +23,7 @@ from infinistore.client.connection.effects import (
     Sleep,
     Together,
 )
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma.device import StoreRdma, register
 from infinistore.client.options import Options
 from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request

@@ -19,7 +19,7 @@ from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream, Sleep
 from infinistore.client.connection.pool import ConnectionPool
 from infinistore.client.connection.routing import Route, Router
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.base import MoverSource, SourceFactory
 from infinistore.client.movers.rdma.device import StoreRdma, register
 from infinistore.client.movers.rdma.pause import RdmaPause

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from infinistore.client.memory.registration import Registration
+from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.client.options import Options
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded

@@ -5,7 +5,7 @@ writes the memory as it is at that moment. After a read, it makes the card's wri
 visible to the GPU, which takes next to no time.
 """
 
-from infinistore.client.memory.device_memory import DeviceBatch
+from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.movers.rdma.device import StoreRdma
 from infinistore.client.worker_threads import in_thread
 from infinistore.errors import DeviceMemoryUnreachable
