@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest
 
 from infinistore import InfiniStoreException, blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.memory import copy_threads
+from infinistore.client.memory import copying as copy_threads
 from infinistore.client.memory.copying import copy_blocks, hash_blocks
 from infinistore.client.movers.shm import mover as shared_memory
 from infinistore.client.movers.shm.known_reads import KnownReads

@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.client.environment import Environment
-from infinistore.client.memory import copy_threads
-from infinistore.client.memory.copy_threads import LEAST_BATCH_BYTES, CopyThreads
-from infinistore.client.memory.copying import copy_blocks
+from infinistore.client.memory import copying as copy_threads
+from infinistore.client.memory.copying import LEAST_BATCH_BYTES, CopyThreads, copy_blocks
 from infinistore.client.movers.shm.mapped_pool import Machine
 from infinistore.errors import ChecksumMismatch
 from infinistore.protocol.effects import Exchange, Pause

@@ -31,7 +31,7 @@ NO_EXCEPTION = re.compile(r"\b(KeptError|type\[.*\])")
 LOGGING = {"debug", "info", "warning", "error", "critical", "log"}  # what a record is given as it is, handlers may keep
 KEEPERS = {"add", "append", "appendleft", "extend", "insert", "partial", "put", "put_nowait", "set", "set_exception"}
 """Methods that keep what they are given."""
-HANDED_OVER = "infinistore/client/memory/copy_threads.py", "self._error"
+HANDED_OVER = "infinistore/client/memory/copying.py", "self._error"
 """The one error that goes from one thread to another with its traceback: raised once,
 and forgotten while it is.
 """

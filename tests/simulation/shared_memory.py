@@ -16,7 +16,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from infinistore.client.memory.copy_threads import CopyThreads
+from infinistore.client.memory.copying import CopyThreads
 from infinistore.core.arena import Arena, Mapping, create_arena
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.effects import Exchange

@@ -19,7 +19,7 @@ from operator import add
 
 import attrs
 
-from infinistore.client.memory.copy_threads import CopyThreads
+from infinistore.client.memory.copying import CopyThreads
 from infinistore.client.memory.views import Watch
 from infinistore.client.movers.shm.known_blocks import KnownBlocks
 from infinistore.client.movers.shm.known_reads import KnownReads
