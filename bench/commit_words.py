@@ -20,7 +20,7 @@ from unittest import mock
 
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.client.movers.shm import mover as shared_memory
-from infinistore.client.movers.shm.known_reads import KnownReads
+from infinistore.client.movers.shm.known_blocks import KnownReads
 from local import KIB, MIB, POOL_BYTES, Blocks, server
 from rounds import interleaved_times, taking_turns
 

@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 
 from infinistore.buggify import Buggify, Point
-from infinistore.client.movers.shm.known_blocks import KnownBlocks, Places
-from infinistore.client.movers.shm.known_reads import KnownReads, PinnedBlocks
+from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads, PinnedBlocks, Places
 from infinistore.client.movers.shm.mapped_pool import Machine
 
 __all__ = ["buggified"]

@@ -27,7 +27,7 @@ from infinistore.blocking import BlockingStore
 from infinistore.client.memory import copying as copy_threads
 from infinistore.client.memory.copying import copy_blocks, hash_blocks
 from infinistore.client.movers.shm import mover as shared_memory
-from infinistore.client.movers.shm.known_reads import KnownReads
+from infinistore.client.movers.shm.known_blocks import KnownReads
 from infinistore.protocol.messages import Numbers
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 

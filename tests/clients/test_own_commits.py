@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.movers.shm.known_reads import KnownReads
+from infinistore.client.movers.shm.known_blocks import KnownReads
 from infinistore.errors import ChecksumMismatch, OutOfMemory, StoreUnavailable
 from infinistore.protocol.shared_tables import HAZARD_SLOTS
 from infinistore.server.environment import Environment

@@ -14,7 +14,7 @@ COUNTS_BYTES = {
         "token_file.py",
         "client/options.py",
         "client/memory/buffers.py",
-        "client/movers/shm/known_reads.py",
+        "client/movers/shm/known_blocks.py",
         "cli/files.py",
     ),
     *("cli/manifest.py", "demo/messages.py", "demo/display.py", "doctor/rdma.py", "server/management/selftest.py"),

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from infinistore.allocators.bitmap import BitmapAllocator
-from infinistore.client.movers.shm.known_blocks import KnownBlocks
-from infinistore.client.movers.shm.known_reads import KnownReads as ClientsReads
-from infinistore.client.movers.shm.known_reads import PinnedBlocks
+from infinistore.client.movers.shm.known_blocks import KnownBlocks, PinnedBlocks
+from infinistore.client.movers.shm.known_blocks import KnownReads as ClientsReads
 from infinistore.core import Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Client as CoreClient
 from infinistore.core.index import Entry

@@ -14,8 +14,7 @@ from unittest import mock
 
 from xxhash import xxh3_64_intdigest
 
-from infinistore.client.movers.shm.known_blocks import KnownBlocks, Places
-from infinistore.client.movers.shm.known_reads import KnownReads, PinnedBlocks
+from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads, PinnedBlocks, Places
 from infinistore.client.movers.shm.mover import ShmMover
 from infinistore.core.committed import CommittedIndex
 from infinistore.core.index import Index

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from infinistore.client.movers.channel import Channel, expect
-from infinistore.client.movers.shm.known_reads import KnownReads
+from infinistore.client.movers.shm.known_blocks import KnownReads
 from infinistore.client.movers.shm.mapped_pool import MappedPool
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.messages import MapArenas, MapArenasReply, MapTables, MapTablesReply

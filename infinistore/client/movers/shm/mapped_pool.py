@@ -21,8 +21,7 @@ import attrs
 
 from infinistore.client.memory.copying import CopyThreads
 from infinistore.client.memory.views import Watch
-from infinistore.client.movers.shm.known_blocks import KnownBlocks
-from infinistore.client.movers.shm.known_reads import KnownReads
+from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads
 from infinistore.client.movers.shm.server_watch import ServerWatch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable

@@ -27,8 +27,7 @@ from infinistore.client.movers.base import GetPart, Mover, PutPart
 from infinistore.client.movers.channel import Channel, expect, in_order, placed, present_in
 from infinistore.client.movers.inline import read_payload, skipped_keys
 from infinistore.client.movers.shm.descriptors import MAPS_NOTHING, ask_tables, learn_arenas, maps_something
-from infinistore.client.movers.shm.known_blocks import Places
-from infinistore.client.movers.shm.known_reads import PinnedBlocks, is_too_long
+from infinistore.client.movers.shm.known_blocks import PinnedBlocks, Places, is_too_long
 from infinistore.client.movers.shm.mapped_pool import MappedPool
 from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
