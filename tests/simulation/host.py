@@ -21,8 +21,7 @@ import trio
 from infinistore.buggify import Buggify
 from infinistore.client.buggified import buggified
 from infinistore.client.environment import Environment as ClientEnvironment
-from infinistore.client.movers.shm.mapped_pool import Machine
-from infinistore.client.movers.shm.server_watch import ServerWatch
+from infinistore.client.movers.shm.mapped_pool import Machine, ServerWatch
 from infinistore.client.options import StoreUrl
 from infinistore.core import StoreCore
 from infinistore.protocol import shared_tables

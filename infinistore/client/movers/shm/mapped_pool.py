@@ -7,11 +7,15 @@ a batch is written before its pages are present, they are made present in one st
 which takes half as long as one fault per page.
 
 The machine gets the memory back only when every process has unmapped it, so a pool
-closes when its server has ended. Memory that is still in use stays mapped, together
-with its whole arena.
+closes when its server has ended. With its arenas the server hands out one end of a pipe
+that nobody writes to; it keeps the other end. A thread sleeps until the pipe hangs up.
+That serves every kind of client, in or out of an event loop, takes no connection, and
+looks at no clock. Memory that is still in use stays mapped, together with its whole
+arena.
 """
 
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,14 +26,55 @@ import attrs
 from infinistore.client.memory.copying import CopyThreads
 from infinistore.client.memory.views import Watch
 from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads
-from infinistore.client.movers.shm.server_watch import ServerWatch
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
 from infinistore.host import start_thread
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 from infinistore.sizes import in_units
 
-__all__ = ["Machine", "MappedPool"]
+__all__ = ["Machine", "MappedPool", "ServerWatch"]
+
+
+class ServerWatch:
+    """Calls `ended` in its own thread when the server has ended, unless closed before.
+
+    It takes over `lifeline`.
+
+    Raises:
+        OSError, StoreUnavailable: no descriptor or no thread is left; the caller keeps
+            `lifeline`.
+    """
+
+    def __init__(self, lifeline: int, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._lifeline = lifeline
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._wait, name="infinistore-watch", daemon=True)
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            os.close(self._closing)
+            raise
+
+    def close(self) -> None:
+        """Stop watching; wait for the thread to end unless this is it. Call it once."""
+        os.eventfd_write(self._closing, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """In a forked child, which lacks the thread: only close the descriptors."""
+        os.close(self._lifeline)
+        os.close(self._closing)
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._lifeline, 0)  # which is told of hanging up, whatever it asks for
+        poll.register(self._closing, select.POLLIN)
+        if self._closing not in dict(poll.poll()):
+            self._ended()
+
 
 _POPULATE_BYTES = 16 * 1024 * 1024
 # not more: the thread must finish even while other processes keep every core busy
