@@ -16,8 +16,8 @@ from infinistore import blocking
 from infinistore.client.connection.calls import Calls
 from infinistore.client.environment import Environment
 from infinistore.client.movers.channel import Channel
-from infinistore.client.movers.shm.descriptors import ask_arenas
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool, ServerWatch
+from infinistore.client.movers.shm.mover import ask_arenas
 from infinistore.core.arena import Mapping, create_arena
 from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection

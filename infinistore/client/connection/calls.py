@@ -25,7 +25,7 @@ from infinistore.client.movers.rdma.device import StoreRdma, register
 from infinistore.client.movers.rdma.pause import RdmaPause
 from infinistore.client.movers.rdma.source import RdmaSource
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
-from infinistore.client.movers.shm.source import ShmSource
+from infinistore.client.movers.shm.mover import ShmSource
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options import Options, StoreUrl, tls_of_node
 from infinistore.client.requests import Request

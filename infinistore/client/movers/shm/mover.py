@@ -7,28 +7,33 @@ between closes its connection, which gives room and pins back.
 Where the server has the tables for it, a put does not wait at its end: the names of the
 blocks go to the server before they are copied, with the request for room, and a number
 in shared memory makes them visible. Blocks whose place in the pool is known are read
-without asking (`known_reads.py`).
+without asking (`known_blocks.py`).
 
 Two puts of the same sizes make a third likely. From the second on, each put asks for
 the room of the next one, whose answer is read then. That saves a round trip for each
 put. A release is not delayed like that: it has no reply, nothing would say when to send
 it if no request follows, and it wakes the server for the request that does follow.
+
+`ShmSource` is the shared memory of a store: where the server's Unix socket is, and the
+pool that is mapped.
 """
 
+import errno
+import os
+import threading
 from array import array
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 from infinistore.client import requests
 from infinistore.client.memory.copying import hash_blocks
 from infinistore.client.memory.pins import Owed
 from infinistore.client.memory.views import Leased, ReservedRoom
-from infinistore.client.movers.base import GetPart, Mover, PutPart
+from infinistore.client.movers.base import GetPart, Mover, MoverSource, PutPart
 from infinistore.client.movers.channel import Channel, expect, in_order, placed, present_in
 from infinistore.client.movers.inline import read_payload, skipped_keys
-from infinistore.client.movers.shm.descriptors import MAPS_NOTHING, ask_tables, learn_arenas, maps_something
-from infinistore.client.movers.shm.known_blocks import PinnedBlocks, Places, is_too_long
-from infinistore.client.movers.shm.mapped_pool import MappedPool
+from infinistore.client.movers.shm.known_blocks import KnownReads, PinnedBlocks, Places, is_too_long
+from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
@@ -38,6 +43,10 @@ from infinistore.protocol.messages import (
     Keys,
     Lease,
     LeaseReply,
+    MapArenas,
+    MapArenasReply,
+    MapTables,
+    MapTablesReply,
     Numbers,
     Prepare,
     PrepareReply,
@@ -49,8 +58,75 @@ from infinistore.protocol.messages import (
     Touch,
 )
 from infinistore.protocol.states import State
+from infinistore.protocol.versions import Capability
 
-__all__ = ["ShmMover"]
+__all__ = ["MAPS_NOTHING", "ShmMover", "ShmSource", "ask_tables", "learn_arenas", "maps_something"]
+
+
+MAPS_NOTHING: Final = "the server lets this client map nothing"
+_NEEDED_FOR_TABLES = Capability.TABLES | Capability.COMMIT_WORD
+
+
+async def learn_arenas(channel: Channel, pool: MappedPool, places: Sequence[int] = (0,)) -> None:
+    """Ask until all arenas of these places are known, or the server has no more.
+
+    A reply has a bounded number of descriptors. A place in an arena that is not there
+    is a ProtocolError for whoever looks at it.
+    """
+    known = -1
+    while known < pool.arena_count and not pool.knows(places):
+        known = pool.arena_count
+        await ask_arenas(channel, pool)
+
+
+async def maps_something(channel: Channel, pool: MappedPool) -> bool:
+    """Ask for the arenas for the first time; return whether there are any for this
+    client. If not, statistics say so.
+    """
+    await learn_arenas(channel, pool)
+    if not pool.arena_count and not pool.closed:
+        channel.path = "unix", MAPS_NOTHING
+        return False
+    return True
+
+
+async def ask_arenas(channel: Channel, pool: MappedPool) -> None:
+    """Ask for the arenas that are not known yet, as many as one reply tells of."""
+    first = pool.arena_count
+    descriptors: list[int] = []
+    try:
+        request = channel.connection.request(
+            MapArenas(first), deadline_us=channel.remaining_us(), descriptors=descriptors
+        )
+        reply = expect(MapArenasReply, await request)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    if descriptors and Capability.LIVENESS_PIPE in channel.connection.peer.capabilities:
+        pool.watch(descriptors.pop())
+    pool.add(first, reply.lengths, descriptors, writable=reply.writable)
+
+
+async def ask_tables(channel: Channel, known_reads: KnownReads) -> None:
+    """Ask for the tables that let this process read known blocks without asking."""
+    known_reads.wants_tables = False
+    if _NEEDED_FOR_TABLES not in channel.connection.peer.capabilities:
+        return
+    descriptors: list[int] = []
+    try:
+        request = channel.connection.request(MapTables(), deadline_us=channel.remaining_us(), descriptors=descriptors)
+        reply = expect(MapTablesReply, await request)
+        if reply.granule_bytes:
+            known_reads.use(reply, descriptors)
+    except StoreUnavailable as error:
+        if getattr(error.__cause__, "errno", 0) == errno.EMFILE:
+            known_reads.do_without()
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
 
 _Room: TypeAlias = ReserveReply | PrepareReply
 """Room that the server has taken: a number, and the place of each block."""
@@ -447,3 +523,76 @@ class ShmMover(Mover):
     def close(self) -> None:
         """Let go of the tables."""
         self._known_reads.close()
+
+
+class ShmSource(MoverSource):
+    """Makes movers for connections to a server on this host.
+
+    `on_end` is called, in a thread, when the server has ended and its pool is closed.
+    """
+
+    name = "shm"
+    takes_unix_socket = True
+    needs = Capability.SHARED_MEMORY
+
+    def __init__(
+        self,
+        inline_bytes: int,
+        copy_threads: int,
+        known_blocks: int,
+        on_end: Callable[[], None] = lambda: None,
+        machine: Machine | None = None,
+    ) -> None:
+        self._inline_bytes = inline_bytes
+        self._copy_threads = copy_threads
+        self._known_blocks = known_blocks
+        self._on_end = on_end
+        self._machine = machine
+        self.pool: MappedPool | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def open(self, channel: Channel, stream: Any) -> ShmMover:
+        """Make the mover of a connection by Unix socket."""
+        return ShmMover(channel, self._pool_of(channel.hello.instance), self._inline_bytes)
+
+    @property
+    def instance(self) -> str:
+        """The run of a server whose pool is mapped; empty if none is."""
+        return "" if self.pool is None else self.pool.instance
+
+    def _pool_of(self, instance: str) -> MappedPool:
+        """Return the mapped pool of this run of a server; that of another one is given
+        up.
+        """
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("this store is closed; open another one")
+            if self.pool is None or self.pool.closed or self.pool.instance != instance:
+                if self.pool is not None:
+                    self.pool.close()
+                self.pool = MappedPool(
+                    instance, self._copy_threads, self._known_blocks, on_end=self._on_end, machine=self._machine
+                )
+            return self.pool
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped here; see
+        `MappedPool.arenas`.
+        """
+        with self._lock:
+            return [] if self.pool is None or self._closed else self.pool.arenas()
+
+    def close(self) -> None:
+        """Close the pool; views that are still held stay good."""
+        with self._lock:
+            self._closed = True
+            if self.pool is not None:
+                self.pool.close()
+
+    def let_go(self) -> None:
+        """In a forked child: leave the mappings alone, and close the descriptors."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._closed = True
+        if self.pool is not None:
+            self.pool.let_go()
