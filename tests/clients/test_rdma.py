@@ -19,9 +19,9 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.client.connection.calls import Calls
-from infinistore.client.movers.rdma import device as client_rdma
-from infinistore.client.movers.rdma import pause as rdma_pause
-from infinistore.client.movers.rdma import source as rdma_source
+from infinistore.client.movers import rdma as client_rdma
+from infinistore.client.movers import rdma as rdma_pause
+from infinistore.client.movers import rdma as rdma_source
 from infinistore.client.options import Options
 from infinistore.errors import (
     ChecksumMismatch,

@@ -18,7 +18,7 @@ import trio.lowlevel
 
 import infinistore
 from infinistore.client import AsyncStore
-from infinistore.client.movers.rdma import pause as rdma_pause
+from infinistore.client.movers import rdma as rdma_pause
 from infinistore.errors import StoreUnavailable, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut

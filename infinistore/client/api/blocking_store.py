@@ -25,8 +25,8 @@ from infinistore.client.api.arguments import (
 from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.results import BlockingRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike, DeviceBatch, Registration, registrable
-from infinistore.client.movers.rdma.device import StoreRdma
-from infinistore.client.movers.rdma.device_requests import (
+from infinistore.client.movers.rdma import (
+    StoreRdma,
     check_registered,
     flush,
     wait_for_gpus,

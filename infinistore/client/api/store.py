@@ -24,8 +24,8 @@ from infinistore.client.api.arguments import (
 from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.results import AsyncRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike, DeviceBatch, Registration, registrable
-from infinistore.client.movers.rdma.device import StoreRdma
-from infinistore.client.movers.rdma.device_requests import (
+from infinistore.client.movers.rdma import (
+    StoreRdma,
     check_registered,
     flush,
     wait_for_gpus_aside,

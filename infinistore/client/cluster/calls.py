@@ -24,7 +24,7 @@ from infinistore.client.connection.effects import (
     Together,
 )
 from infinistore.client.memory.buffers import Registration
-from infinistore.client.movers.rdma.device import StoreRdma, register
+from infinistore.client.movers.rdma import StoreRdma, register
 from infinistore.client.options import Options
 from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request
 from infinistore.errors import DeadlineExceeded, StoreUnavailable

@@ -19,7 +19,7 @@ from infinistore.client.cluster.nodes import PING, Nodes, OpenStore
 from infinistore.client.connection.calls import Calls, Terms
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
-from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.options import Options, StoreUrl
 from infinistore.cluster.locate import ClusterUrl, StaticPlace
 from infinistore.cluster.membership import Node

@@ -21,9 +21,7 @@ from infinistore.client.connection.pool import ConnectionPool
 from infinistore.client.connection.routing import Route, Router
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.base import MoverSource, SourceFactory
-from infinistore.client.movers.rdma.device import StoreRdma, register
-from infinistore.client.movers.rdma.pause import RdmaPause
-from infinistore.client.movers.rdma.source import RdmaSource
+from infinistore.client.movers.rdma import RdmaPause, RdmaSource, StoreRdma, register
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.client.movers.shm.mover import ShmSource
 from infinistore.client.operations.remote import RemoteOperations

@@ -12,7 +12,7 @@ from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check
 from infinistore.client.connection.effects import Background, ClusterCall, ClusterEffect, InThread, Sleep, Together
 from infinistore.client.drivers.at_once import asyncio_at_once
 from infinistore.client.environment import Environment
-from infinistore.client.movers.rdma.device import StoreRdma
+from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.options import Options, StoreUrl
 from infinistore.client.requests import Request
 from infinistore.client.worker_threads import in_thread

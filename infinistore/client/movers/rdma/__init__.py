@@ -1,1 +1,0 @@
-"""Blocks by RDMA."""
