@@ -15,8 +15,7 @@ from infinistore.client.connection.turns import Turn, Turns, new_turn
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
-from infinistore.client.operations.disk_waits import AwaitDisk
-from infinistore.client.operations.embedded import EmbeddedStore
+from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
 from infinistore.client.operations.open_embedded import open_embedded
 from infinistore.client.options import Options, StoreUrl, make_options
 from infinistore.client.requests import Request

@@ -3,14 +3,20 @@
 Every call into the core is under one lock, so a store may be used from several threads.
 Bytes are copied outside the lock, under a pin or into a reservation, so that a long
 copy keeps nobody from looking up a key.
+
+What a call asks of its driver, besides a pause, is to wait for a disk, or for a
+removal.
 """
 
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
 from math import ceil
 from operator import not_
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -18,16 +24,26 @@ from infinistore.allocators import create_allocator
 from infinistore.client import requests
 from infinistore.client.memory.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.memory.views import Leased, ReservedRoom, Returns, Watch, views_at
-from infinistore.client.operations.disk_waits import AwaitDisk, await_removal
 from infinistore.client.options import Options
-from infinistore.client.requests import Batch, Followed, Found, Matched, Prefetched, Removed, check_all_there, closed
+from infinistore.client.requests import (
+    Batch,
+    Followed,
+    Found,
+    Matched,
+    Place,
+    Prefetched,
+    Removed,
+    RemovedKeys,
+    check_all_there,
+    closed,
+)
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation
 from infinistore.core.index import NO_CHECKSUM
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
-from infinistore.core.removals import MAX_TOLD_KEYS, Told
+from infinistore.core.removals import MAX_TOLD_KEYS, RemovalLog, Told
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, ChecksumMismatch
 from infinistore.host import FORKED, let_go_in_child
@@ -38,7 +54,47 @@ from infinistore.statistics import Stats
 if TYPE_CHECKING:
     from infinistore.client.operations.embedded_disks import EmbeddedDisks
 
-__all__ = ["EmbeddedOperations", "EmbeddedStore", "hold_token"]
+__all__ = ["AwaitDisk", "EmbeddedOperations", "EmbeddedStore", "await_removal", "hold_token"]
+
+
+class AwaitDisk(NamedTuple):
+    """Wait until the future is done; the result is nothing.
+
+    Without `within_s` it ends by itself, in time; with it, the wait ends after so many
+    seconds at the latest. A call that is given up just forgets it.
+    """
+
+    done: "Future[None]"
+    within_s: float | None = None
+
+    def __await__(self) -> Generator["AwaitDisk", None, None]:
+        yield self
+
+
+async def await_removal(
+    lock: AbstractContextManager[Any], log: RemovalLog, look: Callable[[Place], Told], request: Removed
+) -> Followed:
+    """Ask a store which keys were removed, and wait for one; `look` answers, under the
+    lock."""
+    place = request.places.get("", (0, 0))
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # nobody can cancel it from here on
+    wake = partial(done.set_result, None)
+    with lock:
+        told = look(place)
+        is_over = told.place != place or bool(told.keys)
+        if not is_over:
+            log.waiting.append(wake)
+    if not is_over:
+        try:
+            await AwaitDisk(done, request.wait_s)
+        finally:
+            with lock:
+                log.stop_waiting(wake)
+        with lock:
+            told = look(place)
+    return Followed({"": told.place}, RemovedKeys(told.keys, told.missed))
+
 
 _Buffer = TypeVar("_Buffer", bytearray, memoryview)
 _MAX_BATCH_KEYS = 1024 * 1024

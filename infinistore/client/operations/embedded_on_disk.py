@@ -11,8 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import attrs
 
 from infinistore.client import requests
-from infinistore.client.operations.disk_waits import AwaitDisk
-from infinistore.client.operations.embedded import EmbeddedOperations, hold_token
+from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, hold_token
 from infinistore.client.operations.embedded_disks import EmbeddedDisks
 from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
 from infinistore.core.removals import MAX_TOLD_KEYS, Told
