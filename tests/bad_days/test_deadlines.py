@@ -27,7 +27,7 @@ import trio
 from infinistore import aio, blocking, open_store
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
-from infinistore.client.connection.connection import Connection
+from infinistore.client.connection.pool import Connection
 from infinistore.client.movers.channel import Channel
 from infinistore.client.options import Options
 from infinistore.errors import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infinistore.client.connection.connection import Connection
+from infinistore.client.connection.pool import Connection
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options import Options
 from infinistore.client.requests import Exists, Get

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from infinistore.client.connection.calls import Calls
-from infinistore.client.connection.turns import Turns, new_turn
+from infinistore.client.connection.pool import Turns, new_turn
 from infinistore.client.options import Options, StoreUrl
 from infinistore.errors import StoreUnavailable
 

@@ -162,7 +162,7 @@ PLANTED = [
     ),
     Planted(
         "a connection used again in the middle of a reply",
-        "infinistore.client.connection.connection",
+        "infinistore.client.connection.pool",
         "            self.protocol.state is State.READY\n            and self.operations is not None\n",
         "            self.operations is not None\n",
         beside=Planted(

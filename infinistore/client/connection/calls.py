@@ -15,9 +15,8 @@ import attrs
 
 from infinistore.client.connection import routing
 from infinistore.client.connection.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
-from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream, Sleep
-from infinistore.client.connection.pool import ConnectionPool
+from infinistore.client.connection.pool import Connection, ConnectionPool
 from infinistore.client.connection.routing import Route, Router
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.base import MoverSource, SourceFactory

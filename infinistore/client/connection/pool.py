@@ -1,20 +1,227 @@
-"""The connection pool of a store: its connections, and which calls use them."""
+"""The connection pool of a store: its connections, and which calls use them.
 
+A connection is the stream, the conversation on it, its movers and its pins. One call
+uses it at a time.
+
+Calls in threads are limited by `Turns`, which also find out which ones were
+interrupted. Ctrl-C, like any signal whose handler raises, may arrive between any two
+bytecodes, even in a `finally`: what Python code takes and gives back can be lost. There
+is one exception: a lock implemented in C and taken by `with` is released however its
+block is left. So each call holds such a lock, its *turn*, which no thread waits for. A
+call whose turn is not locked is over, whether it has reported so or not, and any thread
+may give back what it had: the next call does.
+"""
+
+import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from socket import SHUT_RDWR
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
-from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream
-from infinistore.client.connection.turns import Turn
+from infinistore.client.memory.pins import HasSocket, Pins
 from infinistore.client.memory.views import Kept
+from infinistore.client.movers.base import Closable, Mover, MoverSource
+from infinistore.client.movers.channel import Channel, expect
+from infinistore.client.movers.inline import InlineMover
+from infinistore.client.operations.remote import RemoteOperations
+from infinistore.client.options import Options
 from infinistore.client.requests import closed
+from infinistore.errors import ProtocolError
 from infinistore.host import FORKED
+from infinistore.protocol.client_connection import ClientConnection
+from infinistore.protocol.messages import Hello, HelloReply
+from infinistore.protocol.states import State
 
-__all__ = ["ConnectionPool"]
+__all__ = ["Connection", "ConnectionPool", "Turn", "Turns", "new_turn"]
+
+
+new_turn = threading.Lock
+_LOOK_AGAIN_S = 1.0
+"""An interrupted call may not have notified the waiting ones."""
+
+
+class Turn(Protocol):
+    """Something that is under way as long as it is locked."""
+
+    def locked(self) -> bool:
+        """Whether it is."""
+
+
+class Limit(Protocol):
+    """Until when a call may take."""
+
+    deadline: float
+    """On `time.monotonic`. Another thread may move it up, and wake the call."""
+
+
+class Turns:
+    """Limits the calls that run at a time; the others wait. Any thread may use it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self.under_way: dict[Turn, None] = {}
+        self.waiting: dict[Turn, None] = {}
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def begin(self, turn: Turn, limit: Limit) -> bool:
+        """Wait until another call may begin. `turn` is its own, which it has locked.
+
+        Returns whether an earlier call was found to have been interrupted.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
+        interrupted = False
+        with self._lock:
+            if self.under_way:  # usually by other threads
+                interrupted = self._forget_interrupted()
+            if len(self.under_way) < self._most:
+                self.under_way[turn] = None
+                return interrupted
+        return self._wait(turn, limit) or interrupted
+
+    def end(self, turn: Turn) -> None:
+        """Say that a call is over, and was not interrupted."""
+        self.under_way.pop(turn, None)
+        if self.waiting:
+            self.tell()
+
+    @property
+    def free(self) -> int:
+        """How many calls could begin now."""
+        with self._lock:
+            self._forget_interrupted()
+            return self._most - len(self.under_way)
+
+    def wake(self) -> None:
+        """Have all that wait look at their limits."""
+        for _ in list(self.waiting):
+            self._ended.put(None)
+
+    def _wait(self, turn: Turn, limit: Limit) -> bool:
+        self.waiting[turn] = None
+        interrupted = False
+        try:
+            while True:
+                with self._lock:
+                    interrupted = self._forget_interrupted() or interrupted
+                    if len(self.under_way) < self._most:
+                        self.under_way[turn] = None
+                        return interrupted
+                left_s = limit.deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                try:
+                    self._ended.get(timeout=min(left_s, _LOOK_AGAIN_S))
+                except queue.Empty:
+                    continue
+        finally:
+            self.waiting.pop(turn, None)
+
+    def _forget_interrupted(self) -> bool:
+        """Forget the calls that ended without reporting it, under the lock."""
+        # a copy, because others begin and end meanwhile
+        found = [turn for turn in list(self.under_way) if not turn.locked()]
+        for turn in found:
+            self.under_way.pop(turn, None)
+        return bool(found)
+
+    def tell(self) -> None:
+        """Wake one of the waiting calls."""
+        with self._lock:
+            for turn in [turn for turn in list(self.waiting) if not turn.locked()]:
+                self.waiting.pop(turn, None)  # it was interrupted
+            if self._ended.qsize() < len(self.waiting):
+                self._ended.put(None)
+
+
+_AnyStream = TypeVar("_AnyStream")
+
+
+class Connection(Generic[_AnyStream]):
+    """A stream, the conversation on it, and what can be asked over it. One call uses it
+    at a time.
+    """
+
+    def __init__(self, stream: _AnyStream, options: Options, clock: Callable[[], float]) -> None:
+        self.stream = stream
+        self.turn: Turn | None = None
+        """The turn of its current or last call; see `turns.py`. None: that call cannot
+        be interrupted at arbitrary points."""
+        self.passed_over: Sequence[MoverSource] = ()
+        """Better transports that failed when it was made. It is replaced when one is
+        due for another try."""
+        self._options = options
+        self.protocol = ClientConnection()
+        self.pins = Pins(cast(HasSocket, stream), self.protocol)
+        self.channel = Channel(self.protocol, self.pins, clock, verify=options.verify == "always")
+        self.movers: Sequence[Mover] = ()
+        """Those before inline."""
+        self.mapped: Closable | None = None
+        """Memory of the server that its movers have mapped, closed when the server has
+        ended.
+        """
+        self.operations: RemoteOperations | None = None
+        """What carries out requests, when it is open."""
+
+    async def greet(self) -> HelloReply:
+        """Say hello, once, before anything else.
+
+        Raises:
+            AuthenticationFailed: the token is missing or wrong.
+            VersionMismatch: the server is of another version.
+            LimitExceeded: the server has all the connections it takes.
+            ProtocolError: what answers is no server of ours.
+        """
+        hello = Hello(name=self._options.name, token=self._options.token)
+        request = self.protocol.request(hello, deadline_us=self.channel.remaining_us())
+        reply = expect(HelloReply, await request)
+        for name in ("max_body_bytes", "max_batch_keys", "max_batch_bytes", "max_value_bytes"):
+            if not getattr(reply, name):
+                raise ProtocolError(f"the server says that it takes nothing: its {name} is 0")
+        self.channel.hello = reply
+        return reply
+
+    def open(self, movers: Sequence[Mover], path: tuple[str, str]) -> None:
+        """Get ready for requests, by these movers and inline. `path` names the
+        transport, and why.
+        """
+        self.channel.path = path
+        self.movers = movers
+        self.mapped = next((mover.mapped for mover in movers if mover.mapped is not None), None)
+        self.operations = RemoteOperations(self.channel, [*movers, InlineMover(self.channel)])
+
+    def close(self) -> None:
+        """Free what its movers have. No byte moves after this.
+
+        The stream is closed by its creator.
+        """
+        for mover in self.movers:
+            mover.close()
+
+    @property
+    def usable(self) -> bool:
+        """Return whether another request may follow.
+
+        False while one is incomplete, or after it was given up then.
+        """
+        return (
+            self.protocol.state is State.READY
+            and self.operations is not None
+            and not self.channel.holding
+            and not self.pins.reserved
+        )
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no request is half-way."""
+        return self.protocol.state is State.READY
+
 
 _Stream = TypeVar("_Stream", bound=ClientStream)
 

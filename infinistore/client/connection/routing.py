@@ -6,10 +6,8 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 import attrs
 
-from infinistore.client.connection.connection import Connection
 from infinistore.client.connection.effects import ClientStream, Connect
-from infinistore.client.connection.pool import ConnectionPool
-from infinistore.client.connection.turns import Turn
+from infinistore.client.connection.pool import Connection, ConnectionPool, Turn
 from infinistore.client.movers.base import CannotMove, MoverSource
 from infinistore.client.options import Options, StoreUrl
 from infinistore.errors import InfiniStoreException, StoreUnavailable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, assert_never, cast
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import Call, CallEffect, Connect, Sleep
+from infinistore.client.connection.pool import Turn, Turns, new_turn
 from infinistore.client.connection.routing import ShardsFound
-from infinistore.client.connection.turns import Turn, Turns, new_turn
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma

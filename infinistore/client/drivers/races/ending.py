@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from infinistore.client.connection.pool import ConnectionPool
+from infinistore.client.connection.pool import ConnectionPool, Turns
 from infinistore.client.connection.routing import ENDED, Attempt
-from infinistore.client.connection.turns import Turns
 
 __all__ = ["Ending"]
 
