@@ -10,7 +10,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client.cluster.hedging.budget import Budget
+from infinistore.client.cluster.calls import Budget
 from infinistore.client.cluster.hedging.hedge import Hedge, hedges_for
 from infinistore.client.cluster.nodes import AnswerTimes
 from infinistore.client.requests import Batch, Exists, Get, GetInto

@@ -4,6 +4,9 @@ Written once for Trio, asyncio and threads. A node that does not answer is *lost
 circuit breaker of its store opens after two silences, and from then on nothing is sent
 to it, except a question in the background whether it is there again. What a lost node
 has is missing. Nothing here moves a key to another node: only a membership does that.
+
+A budget says how much may be asked for twice: where everything is slow, more requests
+make it slower.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +14,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 import attrs
 
-from infinistore.client.cluster.hedging.budget import Budget
 from infinistore.client.cluster.nodes import PING, Nodes, NodeStore, ViewInUse
 from infinistore.client.connection.effects import (
     Background,
@@ -31,7 +33,45 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = ["LOST", "CallInView", "ClusterCalls", "Counters", "Handlers", "NodeHedge", "error_of", "is_lost", "naming"]
+__all__ = [
+    "Budget",
+    "CallInView",
+    "ClusterCalls",
+    "Counters",
+    "Handlers",
+    "LOST",
+    "NodeHedge",
+    "error_of",
+    "is_lost",
+    "naming",
+]
+
+
+_PART: Final = 0.05
+"""How many keys may be asked for again, of all that are asked for."""
+_MOST_SAVED: Final = 64.0
+
+
+class Budget:
+    """How many keys may be asked for twice. Any thread may use it; a lost update
+    changes little.
+    """
+
+    def __init__(self) -> None:
+        self.left = _MOST_SAVED
+        """Below 0 after a large batch."""
+
+    def earn(self, count: int) -> None:
+        """Note that so many keys are asked for."""
+        self.left = min(_MOST_SAVED, self.left + _PART * count)
+
+    def spend(self, count: int) -> bool:
+        """Whether so many keys may be asked for again, now or never."""
+        if self.left <= 0:
+            return False
+        self.left -= count
+        return True
+
 
 _T = TypeVar("_T")
 LOST: Final = (StoreUnavailable, DeadlineExceeded)
