@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.client.cluster.calls import Budget
-from infinistore.client.cluster.hedging.hedge import Hedge, hedges_for
 from infinistore.client.cluster.nodes import AnswerTimes
+from infinistore.client.cluster.reads import Hedge, hedges_for
 from infinistore.client.requests import Batch, Exists, Get, GetInto
 from infinistore.errors import ChecksumMismatch, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError

@@ -241,7 +241,7 @@ PLANTED = [
     ),
     Planted(
         "a prefix match that counts past the hole of a node",
-        "infinistore.client.cluster.prefixes",
+        "infinistore.client.cluster.reads",
         "            first_hole = min(first_hole, positions[matched])\n",
         "            first_hole -= len(positions) - matched\n",
     ),

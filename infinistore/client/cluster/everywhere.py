@@ -7,8 +7,7 @@ import attrs
 
 from infinistore.client import requests
 from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
-from infinistore.client.cluster.prefixes import match_prefix, prefetch, release_hold
-from infinistore.client.cluster.reads import exists, lease, read
+from infinistore.client.cluster.reads import exists, lease, match_prefix, prefetch, read, release_hold
 from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.requests import (

@@ -1,25 +1,33 @@
-"""Reads from a cluster: cut by owner, and merged in the order of the caller.
+"""Reads from a cluster, and matches of prefixes: cut by owner, and merged in the order
+of the caller.
 
 Usually each key has one place. With copies, and while nodes join or leave, a key may be
 in several: the first one is asked first, and the next one for what is missing there or
 whose node is lost. What was found elsewhere than on a node that has just joined is
-copied there, in the background, from a later place of its key to the first one.
+copied there, in the background, from a later place of its key to the first one. No copy
+brings back a key that was deleted meanwhile, by a client with the same view: before it
+reads from another place, the call asks the first one for a mark, and the copy is put
+with it (`infinistore/core/deletions.py`). `writes.delete` tells the first place last.
 
-No copy brings back a key that was deleted meanwhile, by a client with the same view:
-before it reads from another place, the call asks the first one for a mark, and the copy
-is put with it (`infinistore/core/deletions.py`). `writes.delete` tells the first place
-last.
+When a node is late, the other copies of its blocks are asked, too: the read is hedged.
+The first answer that has everything wins ("The Tail at Scale", Dean and Barroso, 2013).
+What the other copies send goes to new memory, and to the caller's only when nothing
+else can write there any more.
+
+For a prefix, all owners are asked at the same time, and the first hole counts. A token
+of a hold on several nodes is a list of `NODE=TOKEN`, separated by `&`, with the name of
+the node escaped as in a URL.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import quote, unquote
 
 import attrs
 
 from infinistore.client.cluster.calls import CallInView, is_lost
-from infinistore.client.cluster.hedging.hedge import hedges_for
 from infinistore.client.cluster.nodes import part_of
-from infinistore.client.connection.effects import Background, Part, Together
+from infinistore.client.connection.effects import Background, Outcome, Part, Together
 from infinistore.client.memory.views import Leased
 from infinistore.client.requests import (
     Batch,
@@ -31,14 +39,152 @@ from infinistore.client.requests import (
     KeyedRequest,
     Lease,
     Mark,
+    Matched,
+    MatchPrefix,
+    Prefetch,
+    Prefetched,
     Put,
+    ReleaseHold,
+    Request,
     TimesLeft,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
-__all__ = ["MOST_WARMING_BYTES", "exists", "lease", "present_anywhere", "read"]
+__all__ = [
+    "Hedge",
+    "MOST_WARMING_BYTES",
+    "exists",
+    "hedges_for",
+    "lease",
+    "match_prefix",
+    "prefetch",
+    "present_anywhere",
+    "read",
+    "release_hold",
+]
+
+
+_LEAST_S: Final = 0.002
+"""Nothing is late before that: a busy process wakes up about as late."""
+_PATIENCE: Final = 2
+"""How many of the other copy's usual answers a late node is waited for at least."""
+
+
+class Hedge:
+    """What a driver does about a part that is late: the `hedge` of that part."""
+
+    def __init__(
+        self,
+        call: CallInView,
+        request: Get | GetInto | Exists | Lease,
+        index: int,
+        positions: Sequence[int],
+        places: Sequence[Sequence[int]],
+    ) -> None:
+        self.won = False
+        """Whether the other copies answered for the node."""
+        self.node = node = call.view.nodes[index]
+        self._call = call
+        self._request = request
+        self._positions = positions
+        self._places = places
+        self._asked: list[Sequence[int]] = []
+        self._clock: Callable[[], float] = call.calls.clock
+        self._begun = self._clock()
+        self._until = self._begun + call.left_s / 2  # as for the part: the other half is for the copies in turn
+        kind, count = type(request), len(positions)
+        other = call.view.nodes[places[positions[0]][1]]
+        most_s = max(call.calls.lookup_s / 2, _PATIENCE * other.answers.usual_s(kind, count))
+        late_s = node.answers.late_s(kind, count)
+        self.after_s = most_s if late_s is None else max(_LEAST_S, min(late_s, most_s))
+        """After how many seconds the part is late."""
+
+    def begin(self) -> list[Part]:
+        """Return what to ask the other copies now that the part is late; nothing if
+        they cannot have everything, or if the budget is spent.
+        """
+        calls = self._call.calls
+        nodes = self._call.view.nodes
+        by_node: dict[int, list[int]] = {}
+        for position in self._positions:
+            by_node.setdefault(self._places[position][1], []).append(position)
+        if any(nodes[index].lost for index in by_node) or not calls.budget.spend(len(self._positions)):
+            return []
+        self._call.counters.hedges += 1
+        self._asked = list(by_node.values())
+        left_s = self._until - self._clock()
+        within_s = min(calls.lookup_s, left_s) if isinstance(self._request, Exists) else left_s
+        return [Part(nodes[index].store, self._asking(positions), within_s) for index, positions in by_node.items()]
+
+    def _asking(self, positions: Sequence[int]) -> Get | Exists | Lease:
+        """Return the request for other copies, which writes to new memory."""
+        if isinstance(self._request, GetInto):
+            return Get([self._request.keys[i] for i in positions])
+        return self._request.at(positions)
+
+    def is_full(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether the other copies have everything."""
+        return not any(isinstance(outcome, KeptError) for outcome in outcomes) and all(
+            self._fits(position, value)
+            for positions, outcome in zip(self._asked, outcomes, strict=True)
+            for position, value in zip(
+                positions, outcome.handed if isinstance(outcome, Leased) else outcome, strict=True
+            )
+        )
+
+    def _fits(self, position: int, value: Any) -> bool:
+        if isinstance(self._request, GetInto):
+            return value is not None and len(value) <= len(self._request.batch.views[position])
+        return value is not None and value is not False
+
+    def settle(self, first: Outcome | None, others: Sequence[Outcome] | None) -> Outcome:
+        """Return the outcome of the part, when everything has ended. `first` is None if
+        the other copies had everything before it had.
+        """
+        failed = isinstance(first, KeptError)
+        if not failed:  # an error says nothing about how long answers take
+            self.node.answers.note(type(self._request), len(self._positions), self._clock() - self._begun)
+        answered = first is not None and not failed
+        if answered or others is None or not self.is_full(others):
+            for other in others or ():
+                if isinstance(other, Leased):
+                    other.leave(quietly=True, stacklevel=1)
+            return first
+        self.won = True
+        self._call.counters.hedges_won += 1
+        if isinstance(self._request, Lease):
+            place = {position: number for number, position in enumerate(self._positions)}
+            parts = [[place[position] for position in positions] for positions in self._asked]
+            return Leased.merged(len(self._positions), zip(parts, others, strict=True))
+        found = dict(
+            pair
+            for positions, outcome in zip(self._asked, others, strict=True)
+            for pair in zip(positions, outcome, strict=True)
+        )
+        if isinstance(self._request, GetInto):
+            for position, value in found.items():
+                self._request.batch.views[position][: len(value)] = value
+                found[position] = len(value)
+        return [found[position] for position in self._positions]
+
+
+def hedges_for(
+    call: CallInView, request: Any, parts: Sequence[tuple[int, Sequence[int]]], places: Sequence[Sequence[int]]
+) -> list[Hedge | None]:
+    """Return the hedge of each part of a read, in order; none without another copy, or
+    if the store was opened without.
+    """
+    calls = call.calls
+    if not calls.hedges or call.view.view.copies == 1 or not isinstance(request, Get | GetInto | Exists | Lease):
+        return []
+    calls.budget.earn(len(request.keys))
+    return [
+        Hedge(call, request, index, positions, places) if all(len(places[i]) > 1 for i in positions) else None
+        for index, positions in parts
+    ]
+
 
 _T = TypeVar("_T")
 MOST_WARMING_BYTES: Final = 64 * 1024 * 1024
@@ -294,3 +440,116 @@ async def lease(call: CallInView, request: Lease) -> Leased:
         raise
     call.counters.lost_reads += len(lost - there)
     return leased[0][1] if len(leased) == 1 and len(leased[0][0]) == count else Leased.merged(count, leased)
+
+
+async def match_prefix(call: CallInView, request: MatchPrefix) -> Matched:
+    """Count the leading keys that are there; hold them, and nothing beyond them."""
+    keys = request.keys
+    view = call.view
+    parts = view.parts(keys) if view.has_one_place else await _parts_that_are_there(call, keys)
+    outcomes = await _ask_or_release(call, [(index, part_of(request, positions)) for index, positions in parts])
+    if len(parts) == 1 and view.has_one_place and not is_lost(outcomes[0]):
+        (index, _), match = parts[0], outcomes[0]
+        return Matched(match.matched, _token(call, {index: match.hold} if match.hold else {}), match.on_disk)
+    first_hole = sum(len(positions) for _, positions in parts)
+    for (_, positions), outcome in zip(parts, outcomes, strict=True):
+        matched = 0 if is_lost(outcome) else outcome.matched
+        if is_lost(outcome):
+            call.counters.lost_reads += len(positions)
+        if matched < len(positions):
+            first_hole = min(first_hole, positions[matched])
+    held: dict[int, Matched] = {}
+    beyond: dict[int, MatchPrefix] = {}
+    for (index, positions), outcome in zip(parts, outcomes, strict=True):
+        if not is_lost(outcome):
+            wanted = sum(position < first_hole for position in positions[: outcome.matched])
+            held[index] = outcome._replace(on_disk=min(outcome.on_disk, wanted))
+            if wanted < outcome.matched and outcome.hold:
+                beyond[index] = request.at(positions[:wanted])
+    if beyond:
+        await _hold_less(call, held, beyond)
+    tokens = {index: match.hold for index, match in held.items() if match.hold}
+    return Matched(first_hole, _token(call, tokens), sum(match.on_disk for match in held.values()))
+
+
+async def _parts_that_are_there(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
+    """Return the leading keys that are there, by the node that has them, where each key
+    may be in several places.
+    """
+    found = await present_anywhere(call, keys)
+    leading = (*found, -1).index(-1)
+    parts: dict[int, list[int]] = {}
+    for position, index in enumerate(found[:leading]):
+        parts.setdefault(index, []).append(position)
+    return list(parts.items())
+
+
+async def _hold_less(call: CallInView, held: dict[int, Matched], wanted: dict[int, MatchPrefix]) -> None:
+    """Hold on some nodes only what is wanted of them, instead of what is held there."""
+    fewer = [(index, request) for index, request in wanted.items() if request.keys]
+    less = dict(zip([index for index, _ in fewer], await call.ask_all(fewer), strict=True))
+    superfluous: list[tuple[int, Request[Any]]] = []
+    for index, request in wanted.items():
+        outcome = less.get(index, Matched(0))
+        if isinstance(outcome, KeptError):  # then it holds too much, until its time is over
+            continue
+        if outcome.matched == len(request.keys):
+            outcome, held[index] = held[index], outcome
+        if outcome.hold:
+            superfluous.append((index, ReleaseHold(outcome.hold)))
+    await call.ask_all(superfluous)
+
+
+async def prefetch(call: CallInView, request: Prefetch) -> Prefetched:
+    """Have all owners begin to read blocks from disk."""
+    parts = call.view.parts(request.keys)
+    outcomes = await _ask_or_release(call, [(index, part_of(request, positions)) for index, positions in parts])
+    reading = skipped = 0
+    tokens: dict[int, str] = {}
+    for (index, _), outcome in zip(parts, outcomes, strict=True):
+        if not is_lost(outcome):
+            reading += outcome.reading
+            skipped += outcome.skipped
+            if outcome.hold:
+                tokens[index] = outcome.hold
+    return Prefetched(reading, skipped, _token(call, tokens))
+
+
+async def release_hold(call: CallInView, request: ReleaseHold) -> bool:
+    """End a hold on all its nodes; False if it has ended on all of them."""
+    parts: list[tuple[int, Request[Any]]] = []
+    indices = {node.id: index for index, node in enumerate(call.view.view.nodes)}
+    for one in request.hold.split("&"):
+        name, separator, token = one.rpartition("=")
+        if not separator:  # of a store of one server
+            parts += [(index, ReleaseHold(token)) for index in indices.values()]
+        elif unquote(name) in indices:
+            parts.append((indices[unquote(name)], ReleaseHold(token)))
+    outcomes = await call.ask(parts)
+    return any(outcome for outcome in outcomes if not is_lost(outcome))
+
+
+async def _ask_or_release(call: CallInView, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
+    """Ask, and if a node refuses, release what the others hold: the caller learns of no
+    hold.
+    """
+    outcomes = await call.ask_all(parts)
+    refused = [
+        (index, outcome)
+        for (index, _), outcome in zip(parts, outcomes, strict=True)
+        if isinstance(outcome, KeptError) and not is_lost(outcome)
+    ]
+    if refused:
+        held = [
+            (index, ReleaseHold(outcome.hold))
+            for (index, _), outcome in zip(parts, outcomes, strict=True)
+            if not isinstance(outcome, KeptError) and outcome.hold
+        ]
+        await call.ask_all(held)
+        raise call.error(*refused[0])
+    return outcomes
+
+
+def _token(call: CallInView, tokens: dict[int, str]) -> str:
+    nodes = call.view.view.nodes
+    return "&".join(f"{quote(nodes[index].id, safe='')}={token}" for index, token in tokens.items())

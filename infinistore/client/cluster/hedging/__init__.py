@@ -1,1 +1,0 @@
-"""Reads that ask another copy when the first one is late."""
