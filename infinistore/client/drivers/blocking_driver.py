@@ -28,8 +28,8 @@ from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
 if TYPE_CHECKING:
+    from infinistore.client.drivers.at_once import Ending
     from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
-    from infinistore.client.drivers.races.ending import Ending
 
 __all__ = ["RemoteBlockingStore", "open_store"]
 

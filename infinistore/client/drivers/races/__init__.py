@@ -1,1 +1,0 @@
-"""A part of a call against the other copies of its blocks: one module a driver."""
