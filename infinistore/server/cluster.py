@@ -27,7 +27,7 @@ from infinistore.access.policy import Policy
 from infinistore.addresses import host_and_port, with_port
 from infinistore.client import StoreOptions, open_store
 from infinistore.client.api.arguments import ttl_in_us
-from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.client.requests import Batch, Copy, Marks
 from infinistore.cluster.documents import ClusterConfig, Drain

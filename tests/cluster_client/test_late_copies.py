@@ -11,7 +11,7 @@ import trio
 
 from infinistore import blocking, open_store
 from infinistore.client.connection.effects import Background, ClusterCall, Together
-from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.client.extension import Environment
 from infinistore.client.requests import Get, Put
 from infinistore.cluster.documents import Drain

@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.drivers.trio_cluster import ClusterTrioStore
+from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.errors import (
     AuthenticationFailed,
     BufferTooSmall,
