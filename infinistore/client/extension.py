@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from infinistore.client.drivers.asyncio_cluster import ClusterAsyncioStore
+    from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore
     from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
 
 
@@ -46,7 +46,7 @@ def make_asyncio_store(address: StoreUrl | ClusterUrl, options: Options) -> "Rem
     `connect` connects it, and `close` ends it.
     """
     if isinstance(address, ClusterUrl):
-        from infinistore.client.drivers.asyncio_cluster import ClusterAsyncioStore
+        from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore
 
         return ClusterAsyncioStore(address, options, Environment(), RemoteAsyncioStore)
     return RemoteAsyncioStore(address, options)
