@@ -37,7 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore
-    from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
+    from infinistore.client.drivers.blocking_driver import ClusterBlockingStore
 
 
 def make_asyncio_store(address: StoreUrl | ClusterUrl, options: Options) -> "RemoteAsyncioStore | ClusterAsyncioStore":
@@ -57,7 +57,7 @@ def make_blocking_store(
 ) -> "RemoteBlockingStore | ClusterBlockingStore":
     """Return such a store for threads."""
     if isinstance(address, ClusterUrl):
-        from infinistore.client.drivers.blocking_cluster import ClusterBlockingStore
+        from infinistore.client.drivers.blocking_driver import ClusterBlockingStore
 
         return ClusterBlockingStore(address, options, Environment(), RemoteBlockingStore)
     return RemoteBlockingStore(address, options)

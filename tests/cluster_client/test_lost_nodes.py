@@ -16,7 +16,7 @@ from infinistore.client.cluster.nodes import PING, Nodes
 from infinistore.client.cluster.reads import lease, read
 from infinistore.client.connection import circuit_breaker
 from infinistore.client.connection.calls import Calls
-from infinistore.client.drivers.blocking_cluster import PatientStream
+from infinistore.client.drivers.blocking_driver import PatientStream
 from infinistore.client.options import Options
 from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
 from infinistore.cluster.membership import Node, NodeState
