@@ -107,6 +107,7 @@ def _has_what_is_broken(plant: Plant, scenario: "Scenario") -> bool:
         "infinistore.client.cluster": scenario.cluster.nodes,
         "infinistore.cluster.etcd": scenario.etcd.registers,
         "infinistore.core.retention": scenario.has_retention,
+        "infinistore.core.sharing": scenario.tenants.tenants,
         "infinistore.core.tenant": scenario.tenants.tenants,
         "infinistore.server.session.session": scenario.tenants.tenants,
     }
