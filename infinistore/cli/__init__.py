@@ -1,7 +1,7 @@
 """The command line.
 
-`main` is the entry point. `root.py` finds the subcommands, one module each, imported on
-demand. `failures.py` converts every error to one line and an exit code. `options.py`
+`main` is the entry point. `root.py` finds the subcommands, whose modules are imported
+on demand. `failures.py` converts every error to one line and an exit code. `options.py`
 has the flags that commands share, and `output.py` prints. Commands use only the public
 API.
 """

@@ -5,12 +5,12 @@ from click.shell_completion import get_completion_class
 
 from infinistore.cli.output import print_line
 
-__all__ = ["command"]
+__all__ = ["completion"]
 
 
 @click.command("completion", short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def command(shell: str) -> None:
+def completion(shell: str) -> None:
     """Print a completion script for SHELL.
 
     \b

@@ -5,7 +5,7 @@ import rich_click as click
 from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
 
-__all__ = ["command"]
+__all__ = ["evict"]
 
 _FRACTION = click.FloatRange(0, 1)
 
@@ -21,7 +21,7 @@ _FRACTION = click.FloatRange(0, 1)
 )  # fmt: skip
 @json_option
 @client_options
-def command(low: float, high: float, as_json: bool, target: Target) -> None:
+def evict(low: float, high: float, as_json: bool, target: Target) -> None:
     """Evict the least recently used blocks down to --min, if the pool exceeds --max."""
     if low > high:
         raise click.UsageError(f"--min {low:g} must not be above --max {high:g}")

@@ -6,14 +6,14 @@ from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line, visible
 
-__all__ = ["command"]
+__all__ = ["exists"]
 
 
 @click.command("exists", short_help="Report which keys exist.")
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=KEY)
 @json_option
 @client_options
-def command(keys: tuple[str, ...], as_json: bool, target: Target) -> None:
+def exists(keys: tuple[str, ...], as_json: bool, target: Target) -> None:
     """Report which KEYs exist. Exits with 1 if one is missing."""
     with target.open() as store:
         found = store.exists_many(list(keys))

@@ -13,7 +13,7 @@ from infinistore.cli.manifest import Manifest
 from infinistore.cli.options import KEY, Target, client_options
 from infinistore.cli.output import is_plain_text
 
-__all__ = ["command"]
+__all__ = ["get"]
 
 
 @click.command("get", short_help="Read a key to standard output or a file.")
@@ -24,7 +24,7 @@ __all__ = ["command"]
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Write to a terminal even if it is not plain text.")
 @client_options
-def command(key: str, output: Path | None, force: bool, target: Target) -> None:
+def get(key: str, output: Path | None, force: bool, target: Target) -> None:
     """Read KEY from the store to standard output or a file. A missing key exits
     with 1.
     """

@@ -13,7 +13,7 @@ from infinistore.cli.silent import silent_nodes
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["command"]
+__all__ = ["ls"]
 
 _PAGE_KEYS: Final = 1000
 
@@ -24,7 +24,7 @@ _PAGE_KEYS: Final = 1000
 @click.option("--after", metavar="KEY", default="", help="Start after this key, to continue an earlier listing.")
 @json_option
 @client_options
-def command(prefix: str, limit: int | None, after: str, as_json: bool, target: Target) -> None:
+def ls(prefix: str, limit: int | None, after: str, as_json: bool, target: Target) -> None:
     """List the keys that begin with PREFIX, one per line, in code point order.
 
     Keys are fetched page by page: keys that are added or deleted during the listing may

@@ -15,7 +15,7 @@ from infinistore.cli.silent import demand_all_nodes
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["command", "unpin"]
+__all__ = ["pin", "unpin"]
 
 
 def _arguments(which: str) -> Callable[[Any], Any]:
@@ -37,7 +37,7 @@ def _arguments(which: str) -> Callable[[Any], Any]:
     help="Let the pins end after so many seconds. A key that is pinned for longer stays so.",
 )  # fmt: skip
 @_arguments("Pin")
-def command(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: bool, target: Target) -> None:
+def pin(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: bool, target: Target) -> None:
     """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`, or for
     a time.
 

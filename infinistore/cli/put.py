@@ -12,7 +12,7 @@ from infinistore.cli.options import KEY, SIZE, Target, client_options, json_opti
 from infinistore.cli.output import print_json, print_line, visible
 from infinistore.sizes import describe_size, format_size
 
-__all__ = ["command"]
+__all__ = ["put"]
 
 
 @click.command("put", short_help="Store a file or standard input under a key.")
@@ -29,7 +29,7 @@ __all__ = ["command"]
 @click.option("--keep", is_flag=True, help="If the key exists, keep it and exit with 1.")
 @json_option
 @client_options
-def command(
+def put(
     *, key: str, file: str, block_size: int, ttl: float | None, keep: bool, as_json: bool, target: Target
 ) -> None:
     """Store FILE under KEY; without FILE, or with -, store standard input.

@@ -8,7 +8,7 @@ from infinistore.cli.options import KEY, Target, client_options, json_option
 from infinistore.cli.output import print_json, print_line
 from infinistore.cli.silent import demand_all_nodes
 
-__all__ = ["command"]
+__all__ = ["rm"]
 
 
 @click.command("rm", short_help="Delete keys.")
@@ -16,7 +16,7 @@ __all__ = ["command"]
 @click.option("--prefix", metavar="PREFIX", type=KEY, help="Delete every key that begins with PREFIX.")
 @json_option
 @client_options
-def command(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
+def rm(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
     """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
 
     A file that `put` stored in blocks is deleted with its blocks. With --prefix, exits

@@ -1,7 +1,7 @@
 """The command `infinistore`: finds the subcommand, and imports only its module.
 
-A subcommand is a module of this package with a click command called `command`, and a
-line in `COMMANDS`. Without a subcommand, `infinistore` is the server:
+A subcommand is a click command in a module of this package, and a line in `COMMANDS`
+that names both. Without a subcommand, `infinistore` is the server:
 `infinistore --service-port 9` means `infinistore serve --service-port 9`.
 """
 
@@ -20,29 +20,29 @@ __all__ = ["COMMANDS", "COMPLETION_VARIABLE", "PROGRAM", "complete", "root"]
 PROGRAM: Final = "infinistore"
 COMPLETION_VARIABLE: Final = "_INFINISTORE_COMPLETE"
 
-# name: (heading, module). The order is that of the help.
+# name: (heading, module:function). The order is that of the help.
 COMMANDS: Final = {
-    "serve": ("Server", "infinistore.cli.serve"),
-    "monitor": ("Server", "infinistore.cli.monitor"),
-    "doctor": ("Server", "infinistore.cli.doctor"),
-    "stat": ("Server", "infinistore.cli.stat"),
-    "selftest": ("Server", "infinistore.cli.selftest"),
-    "evict": ("Server", "infinistore.cli.evict"),
-    "purge": ("Server", "infinistore.cli.purge"),
-    "bench": ("Server", "infinistore.cli.bench"),
-    "disk": ("Server", "infinistore.cli.disk"),
-    "tenant": ("Server", "infinistore.cli.tenant"),
-    "cluster": ("Server", "infinistore.cli.cluster"),
-    "put": ("Keys", "infinistore.cli.put"),
-    "get": ("Keys", "infinistore.cli.get"),
-    "exists": ("Keys", "infinistore.cli.exists"),
-    "ls": ("Keys", "infinistore.cli.ls"),
-    "rm": ("Keys", "infinistore.cli.rm"),
-    "pin": ("Keys", "infinistore.cli.pin"),
-    "unpin": ("Keys", "infinistore.cli.unpin"),
-    "demo": ("Help", "infinistore.cli.demo"),
-    "completion": ("Help", "infinistore.cli.completion"),
-    "help": ("Help", "infinistore.cli.help"),
+    "serve": ("Server", "infinistore.cli.serve:command"),
+    "monitor": ("Server", "infinistore.cli.monitor:command"),
+    "doctor": ("Server", "infinistore.cli.doctor:command"),
+    "stat": ("Server", "infinistore.cli.stat:stat"),
+    "selftest": ("Server", "infinistore.cli.selftest:command"),
+    "evict": ("Server", "infinistore.cli.evict:evict"),
+    "purge": ("Server", "infinistore.cli.purge:purge"),
+    "bench": ("Server", "infinistore.cli.bench:command"),
+    "disk": ("Server", "infinistore.cli.disk:command"),
+    "tenant": ("Server", "infinistore.cli.tenant:command"),
+    "cluster": ("Server", "infinistore.cli.cluster:command"),
+    "put": ("Keys", "infinistore.cli.put:put"),
+    "get": ("Keys", "infinistore.cli.get:get"),
+    "exists": ("Keys", "infinistore.cli.exists:exists"),
+    "ls": ("Keys", "infinistore.cli.ls:ls"),
+    "rm": ("Keys", "infinistore.cli.rm:rm"),
+    "pin": ("Keys", "infinistore.cli.pin:pin"),
+    "unpin": ("Keys", "infinistore.cli.pin:unpin"),
+    "demo": ("Help", "infinistore.cli.demo:command"),
+    "completion": ("Help", "infinistore.cli.completion:completion"),
+    "help": ("Help", "infinistore.cli.help:command"),
 }
 
 _OWN_FLAGS: Final = ("--help", "-h", "--version")
@@ -79,8 +79,9 @@ class _Root(click.RichGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        heading, module = COMMANDS[cmd_name]
-        command: click.RichCommand = import_module(module).command
+        heading, place = COMMANDS[cmd_name]
+        module, _, function = place.partition(":")
+        command: click.RichCommand = getattr(import_module(module), function)
         command.name, command.panel = cmd_name, heading
         return command
 

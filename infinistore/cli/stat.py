@@ -10,7 +10,7 @@ from infinistore.cli.options import Target, client_options, json_option
 from infinistore.cli.output import print_json, print_table
 from infinistore.sizes import describe_size
 
-__all__ = ["command"]
+__all__ = ["stat"]
 
 
 @click.command("stat", short_help="Show statistics.")
@@ -20,7 +20,7 @@ __all__ = ["command"]
 )  # fmt: skip
 @json_option
 @client_options
-def command(details: bool, as_json: bool, target: Target) -> None:
+def stat(details: bool, as_json: bool, target: Target) -> None:
     """Show the store's statistics, and the transport of this client.
 
     --json uses the names of the table; sizes are in bytes, and a suffix of the name is

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
-
-import trio
+from typing import TYPE_CHECKING, Final
 
 from infinistore.sizes import describe_size
+
+if TYPE_CHECKING:
+    import trio
 
 __all__ = ["first_arena_bytes", "tell_of_taking"]
 
@@ -21,13 +22,15 @@ _BLOCK_BYTES: Final = 512
 
 
 async def tell_of_taking(
-    pool_bytes: int, scope: trio.CancelScope, taken_bytes: Callable[[], int] | None = None
+    pool_bytes: int, scope: "trio.CancelScope", taken_bytes: Callable[[], int] | None = None
 ) -> None:
     """Report the allocation of a pool in the log, or with progress on a terminal.
 
     It runs until the caller cancels `scope`. `taken_bytes` returns how much is taken so
     far.
     """
+    import trio
+
     what = f"taking a pool of {describe_size(pool_bytes)}"
     with scope:
         await trio.sleep(_SILENT_S)

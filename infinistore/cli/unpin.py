@@ -1,5 +1,0 @@
-"""`infinistore unpin`: lets pinned keys be evicted again."""
-
-from infinistore.cli.pin import unpin as command
-
-__all__ = ["command"]
