@@ -12,10 +12,9 @@ import attrs
 import rich_click as click
 
 from infinistore.cli import draining
-from infinistore.cli.asking import demand_yes
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option, log_level_option, read_given_token, token_file_option
-from infinistore.cli.output import print_json, print_line, print_table
+from infinistore.cli.output import demand_yes, print_json, print_line, print_table
 from infinistore.errors import ConfigError, InfiniStoreException, StoreUnavailable
 from infinistore.sizes import describe_size
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import rich_click as click
 
-from infinistore.cli.asking import demand_yes
 from infinistore.cli.options import json_option
-from infinistore.cli.output import note, print_json, print_line, print_table, progress_bar, visible
+from infinistore.cli.output import demand_yes, note, print_json, print_line, print_table, progress_bar, visible
 from infinistore.disk_settings import check_numpy
 from infinistore.errors import ChecksumMismatch, ConfigError
 from infinistore.sizes import describe_size

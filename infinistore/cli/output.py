@@ -1,4 +1,5 @@
-"""Output: JSON for scripts, tables and colour for terminals, plain lines for pipes.
+"""Output: JSON for scripts, tables and colour for terminals, plain lines for pipes; and
+the question that is asked before something is deleted for good.
 
 rich is imported only when a table is printed.
 """
@@ -9,11 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import rich_click as click
+
+from infinistore.cli.failures import NegativeAnswer
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
     "console",
+    "demand_yes",
     "is_plain_text",
     "note",
     "print_json",
@@ -22,6 +28,7 @@ __all__ = [
     "progress_bar",
     "visible",
 ]
+
 
 _WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
 
@@ -107,3 +114,18 @@ def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
             done += 1
 
         yield report
+
+
+def demand_yes(question: str, *, yes: bool, warning: str) -> None:
+    """Return if the user means it: by the flag `--yes`, or by an answer at a terminal.
+
+    Raises:
+        NegativeAnswer: the answer is no.
+        UsageError: there is nobody to ask; `warning` says what this would do.
+    """
+    if yes:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise click.UsageError(f"{warning}; add --yes to say that you mean it")
+    if not click.confirm(question, err=True):
+        raise NegativeAnswer("nothing was done")

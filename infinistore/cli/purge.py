@@ -2,9 +2,8 @@
 
 import rich_click as click
 
-from infinistore.cli.asking import demand_yes
 from infinistore.cli.options import Target, client_options, json_option
-from infinistore.cli.output import print_json, print_line
+from infinistore.cli.output import demand_yes, print_json, print_line
 
 __all__ = ["purge"]
 
