@@ -17,8 +17,8 @@ import rich_click as click
 from click.exceptions import Exit, NoArgsIsHelpError
 
 from infinistore import errors
+from infinistore.cli.files import BadManifest
 from infinistore.cli.log_format import NoteFormatter
-from infinistore.cli.manifest import BadManifest
 from infinistore.settings import near
 
 __all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "abandon_output", "innermost", "run", "session_of"]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from infinistore.cli.files import open_file
-from infinistore.cli.manifest import Manifest
+from infinistore.cli.files import Manifest, open_file
 from infinistore.cli.options import KEY, Target, client_options
 from infinistore.cli.output import is_plain_text
 

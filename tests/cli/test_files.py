@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.cli.files import delete_files, open_file, put_file
-from infinistore.cli.manifest import MAX_BLOCKS, BadManifest, Manifest, parse_manifest
+from infinistore.cli.files import MAX_BLOCKS, BadManifest, Manifest, delete_files, open_file, parse_manifest, put_file
 from infinistore.errors import ChecksumMismatch, KeyNotFound, LimitExceeded, OutOfMemory
 
 MAGIC = b"infinistore-file 1\n"

@@ -11,7 +11,7 @@ import yaml
 
 from infinistore import allocators
 from infinistore.access.tenants_file import parse_tenants
-from infinistore.cli.manifest import MAGIC, parse_manifest
+from infinistore.cli.files import MAGIC, parse_manifest
 from infinistore.cluster.documents import read_file
 from infinistore.config import load_server_config
 from infinistore.integrations.vllm.pins import read_prompts

@@ -20,7 +20,7 @@ from infinistore.access.policy import OneTenant
 from infinistore.access.tenants import digest_of
 from infinistore.access.tenants_file import add_tenant, parse_tenants, remove_tenant, replace_tokens
 from infinistore.allocators import create_allocator
-from infinistore.cli.manifest import MAGIC, BadManifest, parse_manifest
+from infinistore.cli.files import MAGIC, BadManifest, parse_manifest
 from infinistore.cluster.documents import (
     ClusterConfig,
     WrongDocument,
