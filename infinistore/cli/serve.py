@@ -1,31 +1,48 @@
-"""`infinistore serve`, and plain `infinistore`: run a server until it is stopped."""
+"""`infinistore serve`, and plain `infinistore`: run a server until it is stopped.
+
+Allocating the pool takes up to 1 s per GiB, which is reported. A server that is told to
+stop before it serves ends at once, and in good order. Once it serves, it takes the
+signals itself, and drains.
+"""
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import rich_click as click
 
-from infinistore.cli.failures import abandon_output, innermost, session_of
+from infinistore.cli.failures import INTERRUPTED, abandon_output, innermost, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
-from infinistore.cli.stopping import ending_at_sigterm, stop_at_signal
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.sizes import describe_size
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    import trio
+
     from infinistore.config import ServerConfig
     from infinistore.service_manager import ServiceManager
 
-__all__ = ["calm_the_garbage_collector", "command"]
+__all__ = [
+    "calm_the_garbage_collector",
+    "command",
+    "ending_at_sigterm",
+    "first_arena_bytes",
+    "stop_at_signal",
+    "tell_of_taking",
+]
+
 
 _GARBAGE_OBJECTS = 10_000
 _FILES = ("tenants", "tls_cert", "tls_client_ca", "tls_key", "tls_peer_ca", "token_file", "peer_token_file")
@@ -106,7 +123,6 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
     import trio
 
     from infinistore import server
-    from infinistore.cli.taking import tell_of_taking
 
     run = partial(server.serve, config) if config.shards == 1 else partial(server.serve_shards, config, SHARD_COMMAND)
     taking = trio.CancelScope()
@@ -196,3 +212,99 @@ def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool
 
 def _urls(scheme: str, addresses: Iterable[tuple[str, int]]) -> list[str]:
     return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host, port in addresses]
+
+
+_END_S: Final = 3.0
+"""What a start has to end in good order. A thread that takes a large pool does not
+listen; then the process ends without.
+"""
+
+
+@contextmanager
+def ending_at_sigterm() -> Iterator[None]:
+    """While nothing runs in Trio, and nothing is held, end this process at SIGTERM
+    without an error. Main thread only.
+    """
+
+    def end(number: int, frame: "FrameType | None") -> None:
+        os._exit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def stop_at_signal(
+    starting: "trio.CancelScope", interrupts: list[int], *, task_status: "trio.TaskStatus[None]"
+) -> None:
+    """Cancel a start at SIGTERM or SIGINT, which is added to `interrupts`. Another
+    signal, or a start that does not end in time, ends the process as it is.
+
+    What takes the signals later, as a server that serves, has them.
+    """
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        number = await anext(signals)
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        starting.cancel()
+        with trio.move_on_after(_END_S):
+            await anext(signals)
+        os._exit(INTERRUPTED if interrupts else 0)
+
+
+_log = logging.getLogger("infinistore.server")
+_SILENT_S: Final = 0.2  # what takes no longer, or fails at once, needs no word
+_REFRESH_S: Final = 0.25
+_BLOCK_BYTES: Final = 512
+
+
+async def tell_of_taking(
+    pool_bytes: int, scope: "trio.CancelScope", taken_bytes: Callable[[], int] | None = None
+) -> None:
+    """Report the allocation of a pool in the log, or with progress on a terminal.
+
+    It runs until the caller cancels `scope`. `taken_bytes` returns how much is taken so
+    far.
+    """
+    import trio
+
+    what = f"taking a pool of {describe_size(pool_bytes)}"
+    with scope:
+        await trio.sleep(_SILENT_S)
+        if not sys.stderr.isatty():  # each line there is JSON
+            _log.info("taking the pool", extra={"pool_bytes": pool_bytes})
+            return
+        try:
+            while True:
+                sys.stderr.write(
+                    f"\rinfinistore: {what}: {min(100, 100 * (taken_bytes or first_arena_bytes)() // pool_bytes)} %"
+                )
+                sys.stderr.flush()
+                await trio.sleep(_REFRESH_S)
+        finally:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def first_arena_bytes() -> int:
+    """Return the size of the first arena of this process, and of its shards, so far."""
+    taken = 0
+    for process in ("self", *_children()):
+        with suppress(OSError):
+            for entry in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(entry).startswith("/memfd:infinistore-arena-0"):
+                        taken += os.stat(entry).st_blocks * _BLOCK_BYTES
+    return taken
+
+
+def _children() -> Iterator[str]:
+    """Return the processes that threads of this one have started."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that is gone, or a kernel that does not tell
+            yield from file.read_text(encoding="ascii").split()

@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from infinistore.cli.taking import tell_of_taking
+from infinistore.cli.serve import tell_of_taking
 from infinistore.sizes import GIB, MIB
 from tests import warm
 
@@ -46,7 +46,7 @@ async def test_on_a_terminal_it_shows_how_much_is_taken_and_leaves_no_trace(
 
 WITH_A_CHILD = """
 import os
-from infinistore.cli.taking import first_arena_bytes
+from infinistore.cli.serve import first_arena_bytes
 from infinistore.core import create_arena
 
 arenas = [create_arena(number, 1 << 20) for number in (0, 1)]
