@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "pin": ("Keys", "infinistore.cli.pin:pin"),
     "unpin": ("Keys", "infinistore.cli.pin:unpin"),
     "demo": ("Help", "infinistore.cli.demo:command"),
-    "completion": ("Help", "infinistore.cli.completion:completion"),
+    "completion": ("Help", "infinistore.cli.help:completion"),
     "help": ("Help", "infinistore.cli.help:command"),
 }
 
