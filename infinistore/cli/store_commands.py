@@ -1,0 +1,428 @@
+"""The commands that are a call or two of a store: `infinistore put`, `get`, `exists`,
+`ls`, `rm`, `pin`, `unpin`, `stat`, `evict` and `purge`.
+
+`files.py` stores and reads what is longer than a block. Nodes of a cluster that do not
+answer may have keys that a command should have found: it says so, or refuses to call
+its work done.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import attrs
+import rich_click as click
+
+from infinistore.cli.failures import NegativeAnswer
+from infinistore.cli.files import DEFAULT_BLOCK_BYTES, Manifest, delete_files, open_file, put_file, with_blocks
+from infinistore.cli.options import KEY, SIZE, Target, client_options, json_option
+from infinistore.cli.output import demand_yes, is_plain_text, note, print_json, print_line, print_table, visible
+from infinistore.errors import PermissionDenied, StoreUnavailable
+from infinistore.sizes import describe_size, format_size
+
+if TYPE_CHECKING:
+    from infinistore.blocking import BlockingStore
+
+__all__ = [
+    "demand_all_nodes",
+    "evict",
+    "exists",
+    "get",
+    "ls",
+    "pin",
+    "purge",
+    "put",
+    "rm",
+    "silent_nodes",
+    "stat",
+    "unpin",
+]
+
+
+def silent_nodes(store: "BlockingStore") -> str:
+    """Return their ids, separated by commas; nothing if the store is no cluster, or
+    does not tell.
+    """
+    try:
+        cluster = store.stats().cluster if store.is_cluster else None
+    except PermissionDenied:  # a tenant without the role monitor
+        return ""
+    return "" if cluster is None else ", ".join(node.id for node in cluster.nodes if node.problem)
+
+
+def demand_all_nodes(lost: str, done: str) -> None:
+    """Refuse to call something done if a node has had no part in it: `lost` is its
+    error in words.
+
+    Raises:
+        StoreUnavailable: these nodes do not answer.
+    """
+    if lost:
+        remedy = "start these nodes, or take them out of the cluster, and repeat"
+        raise StoreUnavailable(f"some keys may not be {done}: {lost}; {remedy}")
+
+
+@click.command("put", short_help="Store a file or standard input under a key.")
+@click.argument("key", type=KEY)
+@click.argument("file", default="-")
+@click.option(
+    "--block-size", type=SIZE, metavar="SIZE", default=DEFAULT_BLOCK_BYTES,
+    help=f"Files larger than this are split into blocks of this size. Default: {format_size(DEFAULT_BLOCK_BYTES)}.",
+)  # fmt: skip
+@click.option(
+    "--ttl", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Let the key end after so many seconds, as if it were deleted.",
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="If the key exists, keep it and exit with 1.")
+@json_option
+@client_options
+def put(*, key: str, file: str, block_size: int, ttl: float | None, keep: bool, as_json: bool, target: Target) -> None:
+    """Store FILE under KEY; without FILE, or with -, store standard input.
+
+    A file larger than --block-size becomes the keys KEY#0, KEY#1, ... and a manifest
+    under KEY. `get` reassembles it.
+    """
+    if file == "-" and sys.stdin is None:
+        raise click.UsageError("standard input is closed; name a file")
+    opened: Any = nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb")  # noqa: SIM115 - entered below
+    source: BinaryIO
+    with opened as source, target.open() as store:
+        stored = put_file(store, key, source, block_size, replace=not keep, ttl_s=ttl)
+    if as_json:
+        print_json({"key": key, "stored": stored.stored, "size_bytes": stored.size_bytes, "blocks": stored.blocks})
+    if not stored.stored:
+        raise NegativeAnswer(f"{key!r} is there already and was kept")
+    if not as_json:
+        blocks = f" in {stored.blocks} blocks" if stored.blocks else ""
+        print_line(f"stored {visible(key)}: {describe_size(stored.size_bytes)}{blocks}")
+
+
+@click.command("get", short_help="Read a key to standard output or a file.")
+@click.argument("key", type=KEY)
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(path_type=Path),
+    help="Write to FILE, replacing it after everything was read and verified. Default: standard output.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Write to a terminal even if it is not plain text.")
+@client_options
+def get(key: str, output: Path | None, force: bool, target: Target) -> None:
+    """Read KEY from the store to standard output or a file. A missing key exits
+    with 1.
+    """
+    with target.open() as store:
+        manifest, pieces = open_file(store, key)
+        if output is not None:
+            _write_file(output, pieces)
+        else:
+            _write_output(manifest, pieces, force=force)
+
+
+def _write_output(manifest: Manifest | None, pieces: Iterable[bytes | bytearray], *, force: bool) -> None:
+    output = sys.stdout.buffer
+    to_terminal = sys.stdout.isatty() and not force
+    for piece in pieces:
+        if to_terminal and (manifest is not None or not is_plain_text(piece)):
+            raise click.UsageError(
+                "this is not plain text and would upset the terminal; write it to a file with -o FILE, or add --force"
+            )
+        rest = memoryview(piece)
+        while rest:  # unbuffered (PYTHONUNBUFFERED), a write may take only a part
+            rest = rest[output.write(rest) :]
+    output.flush()
+
+
+def _write_file(path: Path, pieces: Iterable[bytes | bytearray]) -> None:
+    """Write next to `path` and rename, so that readers never see a partial file."""
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
+        with path.open("wb") as device:
+            device.writelines(pieces)
+        return
+    try:
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(pieces)
+        os.chmod(beside, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+@click.command("exists", short_help="Report which keys exist.")
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=KEY)
+@json_option
+@client_options
+def exists(keys: tuple[str, ...], as_json: bool, target: Target) -> None:
+    """Report which KEYs exist. Exits with 1 if one is missing."""
+    with target.open() as store:
+        found = store.exists_many(list(keys))
+    if as_json:
+        print_json({"keys": dict(zip(keys, found, strict=True))})
+    else:
+        for key, present in zip(keys, found, strict=True):
+            print_line(f"{'present' if present else 'missing'}\t{visible(key)}")
+    if not all(found):
+        raise NegativeAnswer
+
+
+_PAGE_KEYS: Final = 1000
+
+
+@click.command("ls", short_help="List keys, all or by prefix.")
+@click.argument("prefix", default="")
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Stop after this many keys. Default: list all.")
+@click.option("--after", metavar="KEY", default="", help="Start after this key, to continue an earlier listing.")
+@json_option
+@client_options
+def ls(prefix: str, limit: int | None, after: str, as_json: bool, target: Target) -> None:
+    """List the keys that begin with PREFIX, one per line, in code point order.
+
+    Keys are fetched page by page: keys that are added or deleted during the listing may
+    or may not appear. Of a cluster, all nodes are asked; what those may have that
+    do not answer is not listed, and a note says so.
+    """
+    with target.open() as store:
+        # One key more than asked for tells whether there are more.
+        pages = _pages(store, prefix, after, None if limit is None else limit + 1)
+        if as_json:
+            keys = [key for page in pages for key in page]
+            more = limit is not None and len(keys) > limit
+            shown = keys[:limit]
+            print_json({"keys": shown, "next_after": shown[-1] if more else None})
+            _note_silent(store)
+            return
+        last, left = "", limit
+        for page in pages:
+            for key in page[:left]:
+                print_line(visible(key) if sys.stdout.isatty() else key)
+                last = key
+            if left is not None and len(page) > left:
+                note(f"there are more; go on with --after {last!r}")
+                break
+            left = None if left is None else left - len(page)
+        _note_silent(store)
+
+
+def _note_silent(store: "BlockingStore") -> None:
+    """Tell whose keys of a cluster are not listed, because nobody answered."""
+    if silent := silent_nodes(store):
+        note(f"what {silent} may have is not listed: no answer; see `infinistore cluster status`")
+
+
+def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:
+    while limit is None or limit > 0:
+        asked = _PAGE_KEYS if limit is None else min(limit, _PAGE_KEYS)
+        page: list[str] = store.keys(prefix, limit=asked, after=after)
+        yield page
+        if len(page) < asked:
+            return
+        after = page[-1]
+        limit = None if limit is None else limit - len(page)
+
+
+@click.command("rm", short_help="Delete keys.")
+@click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
+@click.option("--prefix", metavar="PREFIX", type=KEY, help="Delete every key that begins with PREFIX.")
+@json_option
+@client_options
+def rm(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
+    """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
+
+    A file that `put` stored in blocks is deleted with its blocks. With --prefix, exits
+    with 3 if a node of a cluster does not answer, which may have such keys still.
+    """
+    if bool(keys) == bool(prefix):
+        raise click.UsageError(
+            "name the keys to delete, or give --prefix PREFIX (to delete all, use `infinistore purge`)"
+        )
+    from infinistore.blocking import delete_by_prefix
+
+    with target.open() as store:
+        if prefix is None:
+            deleted, lost = delete_files(store, list(dict.fromkeys(keys))), ""
+        else:
+            deleted, lost = delete_by_prefix(store, prefix)
+        missing = len(set(keys)) - deleted if prefix is None else 0
+        if as_json:
+            print_json({"deleted": deleted, "missing": missing})
+        else:
+            print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
+        demand_all_nodes(lost, "deleted")
+    if missing:
+        raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
+
+
+def _arguments(which: str) -> Callable[[Any], Any]:
+    """Return what gives a command its arguments; `which` keys a prefix names."""
+
+    def add(command: Any) -> Any:
+        prefix = click.option(
+            "--prefix", metavar="PREFIX", type=KEY, help=f"{which} every key that begins with PREFIX."
+        )
+        keys = click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
+        return keys(prefix(json_option(client_options(command))))
+
+    return add
+
+
+@click.command("pin", short_help="Keep keys from being evicted.")
+@click.option(
+    "--ttl", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Let the pins end after so many seconds. A key that is pinned for longer stays so.",
+)  # fmt: skip
+@_arguments("Pin")
+def pin(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: bool, target: Target) -> None:
+    """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`, or for
+    a time.
+
+    Exits with 1 if a KEY could not be pinned because it is not in memory, with --prefix
+    with 3 if a node of a cluster does not answer, which may have such keys. A file that
+    `put` stored in blocks is pinned with its blocks. All pinned keys together may take
+    --max-protected-ratio of the server's pool. A server that restarts forgets all pins.
+    """
+    _carry_out("pinned", lambda store: partial(store.pin, ttl_s=ttl), keys, prefix, as_json=as_json, target=target)
+
+
+@click.command("unpin", short_help="Let pinned keys be evicted again.")
+@_arguments("Unpin")
+def unpin(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
+    """Let KEYs, or all keys with a prefix, be evicted again.
+
+    Exits with 1 if a KEY was not pinned, with --prefix with 3 if a node of a cluster
+    does not answer, which may have such keys.
+    """
+    _carry_out("unpinned", lambda store: store.unpin, keys, prefix, as_json=as_json, target=target)
+
+
+def _carry_out(
+    done: str,
+    call_of: "Callable[[BlockingStore], Callable[[Iterable[str]], int]]",
+    keys: tuple[str, ...],
+    prefix: str | None,
+    *,
+    as_json: bool,
+    target: Target,
+) -> None:
+    if bool(keys) == bool(prefix):
+        raise click.UsageError("name the keys, or give --prefix PREFIX")
+    from infinistore.blocking import do_by_prefix
+
+    asked, lost = 0, ""
+    with target.open() as store:
+        call = call_of(store)
+        if prefix is None:
+            names = with_blocks(store, list(dict.fromkeys(keys)))
+            count, asked = call(names), len(names)
+        else:
+            count, lost = do_by_prefix(store, prefix, call)
+        missing = asked - count if prefix is None else 0
+        if as_json:
+            print_json({done: count, "missing": missing})
+        else:
+            print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
+        demand_all_nodes(lost, done)
+    if missing:
+        why = "are not in memory" if done == "pinned" else "were not pinned"
+        raise NegativeAnswer("" if as_json else f"{missing} of {asked} keys {why}")
+
+
+@click.command("stat", short_help="Show statistics.")
+@click.option(
+    "--details", is_flag=True,
+    help="With --json: also operations, connections, arenas, and keys by prefix.",
+)  # fmt: skip
+@json_option
+@client_options
+def stat(details: bool, as_json: bool, target: Target) -> None:
+    """Show the store's statistics, and the transport of this client.
+
+    --json uses the names of the table; sizes are in bytes, and a suffix of the name is
+    the unit of a time. Disks are there only if the store has some, by their number.
+    """
+    if details and not as_json:
+        raise click.UsageError("--details are lists: add --json, or see `infinistore monitor`")
+    with target.open() as store:
+        statistics = attrs.asdict(store.stats(details))
+    if not details:
+        del statistics["details"]
+    if statistics["disk"] is None:
+        del statistics["disk"]
+    if as_json:
+        print_json(statistics)
+    else:
+        print_table(("name", "value"), [(name, _shown(name, value)) for name, value in _leaves(statistics)])
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield from _leaves({str(index): one for index, one in enumerate(value)}, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return describe_size(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+_FRACTION = click.FloatRange(0, 1)
+
+
+@click.command("evict", short_help="Evict blocks now.")
+@click.option(
+    "--min", "low", metavar="FRACTION", type=_FRACTION, default=0.6, show_default=True,
+    help="Stop when this fraction of the pool is in use.",
+)  # fmt: skip
+@click.option(
+    "--max", "high", metavar="FRACTION", type=_FRACTION, default=0.8, show_default=True,
+    help="Do nothing unless more than this fraction is in use.",
+)  # fmt: skip
+@json_option
+@client_options
+def evict(low: float, high: float, as_json: bool, target: Target) -> None:
+    """Evict the least recently used blocks down to --min, if the pool exceeds --max."""
+    if low > high:
+        raise click.UsageError(f"--min {low:g} must not be above --max {high:g}")
+    with target.open() as store:
+        evicted = store.evict(low, high)
+    if as_json:
+        print_json({"evicted": evicted})
+    else:
+        print_line(f"evicted {evicted} {'block' if evicted == 1 else 'blocks'}")
+
+
+@click.command("purge", short_help="Delete every key.")
+@click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal.")
+@json_option
+@client_options
+def purge(yes: bool, as_json: bool, target: Target) -> None:
+    """Delete every key in the store."""
+    demand_yes(f"Delete every key of {target.url}?", yes=yes, warning="this deletes every key")
+    with target.open() as store:
+        deleted = store.purge()
+    if as_json:
+        print_json({"deleted": deleted})
+    else:
+        print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
