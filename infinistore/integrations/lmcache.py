@@ -39,8 +39,7 @@ from infinistore.integrations.internal.exact_reads import read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.pinned_loads import pin_loaded
 from infinistore.integrations.internal.read_ahead import read_ahead
-from infinistore.integrations.internal.read_outcomes import Outcome
-from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.record import Outcome, Record
 from infinistore.integrations.internal.store_settings import StoreSettings
 from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units

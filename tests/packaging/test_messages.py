@@ -20,7 +20,7 @@ COUNTS_BYTES = {
     *("cli/files.py", "demo/messages.py", "demo/display.py", "doctor/rdma.py", "server/management/selftest.py"),
     *(
         "tensors/tensor_blocks.py",
-        "integrations/internal/read_outcomes.py",
+        "integrations/internal/record.py",
         "protocol/codec.py",
         "protocol/client_connection.py",
         "protocol/server_connection.py",

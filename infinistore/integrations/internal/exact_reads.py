@@ -7,8 +7,7 @@ An engine wants the other blocks all the same.
 from collections.abc import Sequence
 
 from infinistore.aio import AsyncStore
-from infinistore.integrations.internal.read_outcomes import BAD_BLOCK, BAD_SIZE, Outcome, outcomes
-from infinistore.integrations.internal.record import Record
+from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
 
 __all__ = ["read_exactly"]
 
