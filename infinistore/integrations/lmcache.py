@@ -35,11 +35,9 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from infinistore import aio, blocking
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_read_ahead import read_ahead as read_ahead_blocking
-from infinistore.integrations.internal.exact_reads import read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
-from infinistore.integrations.internal.pinned_loads import pin_loaded
-from infinistore.integrations.internal.read_ahead import read_ahead
 from infinistore.integrations.internal.record import Outcome, Record
+from infinistore.integrations.internal.store_calls import pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.store_settings import StoreSettings
 from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units
