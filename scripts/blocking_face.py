@@ -28,17 +28,17 @@ IN_PARENTHESES = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 TRANSLATIONS = (
     Translation(
         "infinistore/integrations/internal/store_calls.py",
-        "infinistore/integrations/internal/blocking_exact_reads.py",
+        "infinistore/integrations/internal/blocking_store_calls.py",
         ((r"infinistore\.aio import", "infinistore.blocking import"),),
     ),
     Translation(
         "infinistore/integrations/internal/store_calls.py",
-        "infinistore/integrations/internal/blocking_read_ahead.py",
+        "infinistore/integrations/internal/blocking_store_calls.py",
         ((r"infinistore\.aio import", "infinistore.blocking import"),),
     ),
     Translation(
         "infinistore/integrations/internal/store_calls.py",
-        "infinistore/integrations/internal/blocking_pinned_loads.py",
+        "infinistore/integrations/internal/blocking_store_calls.py",
         ((r"infinistore\.aio import", "infinistore.blocking import"),),
     ),
     Translation(

@@ -34,7 +34,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed, LimitExceeded
-from infinistore.integrations.internal.blocking_read_ahead import read_ahead as read_ahead_blocking
+from infinistore.integrations.internal.blocking_store_calls import read_ahead as read_ahead_blocking
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.record import Outcome, Record
 from infinistore.integrations.internal.store_calls import pin_loaded, read_ahead, read_exactly

@@ -33,9 +33,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
-from infinistore.integrations.internal.blocking_exact_reads import read_exactly
-from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
-from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.record import Outcome, Record
 from infinistore.integrations.internal.store_settings import StoreSettings
 from infinistore.integrations.internal.weights import WeightFiles, weight_files

@@ -38,9 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
-from infinistore.integrations.internal.blocking_exact_reads import read_exactly
-from infinistore.integrations.internal.blocking_pinned_loads import pin_loaded
-from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.host_pages import HostPages, bytes_of
 from infinistore.integrations.internal.prefix_keys import fingerprint

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import attrs
 
 from infinistore.blocking import BlockingStore, PrefixMatch
-from infinistore.integrations.internal.blocking_read_ahead import read_ahead
+from infinistore.integrations.internal.blocking_store_calls import read_ahead
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.groups import Group, alignment, hash_tokens
 from infinistore.integrations.vllm.names import BlockNames
