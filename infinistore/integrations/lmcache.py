@@ -37,8 +37,8 @@ from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, Di
 from infinistore.integrations.internal.blocking_store_calls import read_ahead as read_ahead_blocking
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.record import Outcome, Record
+from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.store_calls import pin_loaded, read_ahead, read_exactly
-from infinistore.integrations.internal.store_settings import StoreSettings
 from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units
 

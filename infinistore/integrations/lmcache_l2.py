@@ -35,7 +35,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.record import Outcome, Record
-from infinistore.integrations.internal.store_settings import StoreSettings
+from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.weights import WeightFiles, weight_files
 
 __all__ = ["InfiniStoreL2Adapter"]

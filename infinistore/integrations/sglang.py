@@ -44,8 +44,8 @@ from infinistore.integrations.internal.host_pages import HostPages, bytes_of
 from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.record import Outcome, Record
 from infinistore.integrations.internal.resets import delete_all
+from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.sglang_facts import settings_of_engine, weights_of_engine
-from infinistore.integrations.internal.store_settings import StoreSettings
 
 __all__ = ["InfiniStoreHiCache"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.internal.retention_settings import RetentionSettings, is_time, known_settings
+from infinistore.integrations.internal.settings import RetentionSettings, is_time, known_settings
 
 __all__ = ["ConnectorSettings"]
 

@@ -505,7 +505,7 @@ def test_a_configuration_that_cannot_be_used_is_told_and_the_engine_goes_on(
 
 
 def test_a_configuration_error_is_one_of_ours() -> None:
-    from infinistore.integrations.internal.store_settings import StoreSettings
+    from infinistore.integrations.internal.settings import StoreSettings
 
     with pytest.raises(ConfigError, match=r"extra_config names no store; set url to infinistore://HOST:22345"):
         StoreSettings.from_mapping({}, where="extra_config", key_prefix="")
