@@ -5,10 +5,11 @@ and v2 interfaces (SGLang 0.5.23).
         "module_path": "infinistore.integrations.sglang", "class_name": "InfiniStoreHiCache", "interface_v1": 1,
         "url": "infinistore://127.0.0.1:22345"}'
 
-Pages move directly between SGLang's host pool and the store. Each part of a page in the
-pool (keys and values, or the single latent of MLA) is a block. A block's key contains
-model, weights, dtype, layout, parallel rank and the page's hash, so a hit can be used
-as it is.
+Pages move directly between SGLang's host pool and the store. Most pools say where the
+parts of a page lie in memory; these are read and written in place. Others copy a whole
+page, by an index, from and to a flat tensor. Each part of a page in the pool (keys and
+values, or the single latent of MLA) is a block. A block's key contains model, weights,
+dtype, layout, parallel rank and the page's hash, so a hit can be used as it is.
 Ranks of an MLA model hold the same data and share it.
 
 Hybrid models have further pools, of sliding windows or of states, which go by the v2
@@ -19,11 +20,12 @@ therefore raise nothing: they are misses, or pages that are not stored. They are
 counted, and logged once. `clear` alone says that it has failed.
 """
 
+import ctypes
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -35,19 +37,184 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.runtime_context import get_server_args
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
 from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
-from infinistore.integrations.internal.host_pages import HostPages, bytes_of
 from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.record import Outcome, Record
 from infinistore.integrations.internal.resets import delete_all
 from infinistore.integrations.internal.settings import StoreSettings
-from infinistore.integrations.internal.sglang_facts import settings_of_engine, weights_of_engine
+from infinistore.integrations.internal.weights import identity_of_files
 
-__all__ = ["InfiniStoreHiCache"]
+__all__ = ["HostPages", "InfiniStoreHiCache", "bytes_of", "settings_of_engine", "weights_of_engine"]
+
+
+_GEOMETRY = (
+    *("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *("num_mamba_layers", "temporal_dtype", "temporal_state_shape", "conv_dtype", "conv_state_shapes"),
+)
+"""Attributes of host pools that describe a page's layout; each kind has some."""
+
+
+class HostPages:
+    """Where a pool's pages lie. `reason` is empty if they are read in place, and else
+    says why not.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
+        self.reason = ""
+        self.sizes: list[int] = []
+        try:
+            _, self.sizes = _flat(*pool.get_page_buffer_meta(torch.arange(self.page_tokens)))
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            self.reason = str(error)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of a page's parts."""
+        return ["page"] if self.reason else [str(part) for part in range(len(self.sizes))]
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """What describes a page's layout."""
+        return {name: getattr(self.pool, name, None) for name in _GEOMETRY}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of the pool, as far as it is contiguous, for RDMA."""
+        names = ("kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer")
+        found = [getattr(self.pool, name, None) for name in names]
+        flat = [each for one in found for each in (one if isinstance(one, list | tuple) else [one])]
+        return [each for each in flat if isinstance(each, torch.Tensor) and each.is_contiguous() and each.nbytes]
+
+    def sources(self, keys: Sequence[str], indices: torch.Tensor) -> list[memoryview]:
+        """Return the parts of pages, to be stored; ValueError if `indices`, of tokens,
+        do not fit the keys.
+        """
+        if not self.reason:
+            return self._in_place(keys, indices)
+        return [bytes_of(self.pool.get_data_page(index, flat=True)) for index in self._first_tokens(keys, indices)]
+
+    def targets(self, keys: Sequence[str], indices: torch.Tensor) -> "Targets":
+        """Return buffers to load pages into; ValueError as `sources`."""
+        if not self.reason:
+            return Targets(self.pool, self._in_place(keys, indices), [], [])
+        pages = [self.pool.get_dummy_flat_data_page() for _ in keys]
+        return Targets(self.pool, list(map(bytes_of, pages)), pages, self._first_tokens(keys, indices))
+
+    def _in_place(self, keys: Sequence[str], indices: torch.Tensor) -> list[memoryview]:
+        pointers, sizes = _flat(*self.pool.get_page_buffer_meta(indices)) if len(indices) else ([], [])
+        if len(pointers) != len(keys) * len(self.sizes):
+            raise ValueError(f"the host pool has {len(pointers)} buffers for {len(keys)} pages of {len(self.sizes)}")
+        return list(map(_memory, pointers, sizes))
+
+    def _first_tokens(self, keys: Sequence[str], indices: torch.Tensor) -> list[int]:
+        if len(indices) != len(keys) * self.page_tokens:
+            raise ValueError(f"{len(indices)} indices for {len(keys)} pages of {self.page_tokens} tokens")
+        first: list[int] = indices[:: self.page_tokens].tolist()
+        return first
+
+
+class Targets:
+    """Buffers that pages are loaded into."""
+
+    def __init__(
+        self, pool: Any, buffers: list[memoryview], pages: list[torch.Tensor], first_tokens: list[int]
+    ) -> None:
+        self.buffers = buffers
+        self._pool = pool
+        self._pages = pages
+        self._first_tokens = first_tokens
+
+    def keep(self, loaded: Sequence[bool]) -> None:
+        """Copy the pages that were loaded into the pool, unless they are there."""
+        for page, index, is_loaded in zip(self._pages, self._first_tokens, loaded, strict=False):
+            if is_loaded:
+                self._pool.set_from_flat_data_page(index, page)
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """Return the memory of a tensor; ValueError if it is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError("a page that is not contiguous cannot be moved as it is")
+    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _flat(pointers: Sequence[Any], sizes: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Flatten: some pools return a list of pieces for each part of a page."""
+    if not any(isinstance(pointer, list | tuple) for pointer in pointers):
+        return list(pointers), list(sizes)
+    return [piece for part in pointers for piece in part], [size for part in sizes for size in part]
+
+
+@lru_cache(maxsize=256)
+def _array_type(size: int) -> Any:  # ctypes makes a new type each time, and keeps it
+    return ctypes.c_ubyte * size
+
+
+def _memory(pointer: int, size: int) -> memoryview:
+    return memoryview(_array_type(size).from_address(pointer)).cast("B")
+
+
+_FROM_FILES: Final = {
+    *("auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "gguf", "bitsandbytes"),
+    *("layered", "sharded_state", "presharded", "runai_streamer"),
+}
+"""The load formats with which SGLang reads the files of a model's path."""
+_SETTINGS: Final = (
+    *("dtype", "quantization", "quantization_param_path", "quantize_and_serve", "modelopt_quant", "rl_quant_profile"),
+    *("kv_cache_dtype", "mamba_ssm_dtype", "qsa_indexer_dtype", "json_model_override_args", "context_length"),
+    *("mm_process_config", "language_model_only", "model_impl", "speculative_algorithm", "speculative_num_steps"),
+    *("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
+)
+"""The arguments that change what a model computes, or what is kept of it."""
+
+
+def settings_of_engine() -> dict[str, object]:
+    """Return the arguments of this process's engine that change values; nothing if
+    SGLang has not told them.
+    """
+    engine = _engine()
+    return {} if engine is None else {name: getattr(engine, name, None) for name in _SETTINGS}
+
+
+def weights_of_engine() -> str:
+    """Return what stands for the weights of this process's engine: those of the model,
+    of a draft model, and of the adapters that it starts with, whose numbers are made of
+    their names and paths. Nothing if one of them is not known.
+    """
+    engine = _engine()
+    if engine is None or getattr(engine, "custom_weight_loader", None):
+        return ""
+    found = [
+        identity_of_files(where, revision=revision, cache=engine.download_dir) if load_format in _FROM_FILES else ""
+        for where, revision, load_format in _sources(engine)
+    ]
+    return " ".join(found) if all(found) else ""
+
+
+def _sources(engine: Any) -> Iterator[tuple[str, str | None, str]]:
+    """Yield path, revision and load format of all that is loaded."""
+    yield engine.model_path, engine.revision, engine.load_format
+    draft = engine.speculative_draft_model_path
+    if draft and draft != engine.model_path:
+        load_format = engine.speculative_draft_load_format or engine.load_format
+        yield draft, engine.speculative_draft_model_revision, load_format
+    for adapter in engine.lora_paths or ():
+        yield getattr(adapter, "lora_path", adapter), None, "auto"
+
+
+def _engine() -> Any:
+    try:
+        return get_server_args()
+    except ValueError:  # as of a cache without an engine
+        return None
+
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: make test-integrations")
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.internal.sglang_facts import settings_of_engine
+from infinistore.integrations.sglang import settings_of_engine
 from tests.bad_days.servers import ServerProcess
 from tests.integrations.sglang.test_hicache import hashes, host_pool, indices, running_backend, storage_config
 
-MODEL = "infinistore.integrations.internal.sglang_facts.get_server_args"
+MODEL = "infinistore.integrations.sglang.get_server_args"
 
 
 @pytest.fixture
