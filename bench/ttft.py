@@ -228,10 +228,8 @@ def read(bench: Bench) -> dict[str, float]:
 
     from infinistore import blocking
     from infinistore.integrations.internal.record import Record
-    from infinistore.integrations.vllm.groups import Group
-    from infinistore.integrations.vllm.names import block_names, layer_labels
+    from infinistore.integrations.vllm.blocks import Blocks, Group, Load, Step, block_names, layer_labels
     from infinistore.integrations.vllm.settings import ConnectorSettings
-    from infinistore.integrations.vllm.step import Blocks, Load, Step
     from infinistore.integrations.vllm.worker import WorkerSide
 
     config = json.loads((bench.model / "config.json").read_text())

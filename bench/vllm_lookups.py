@@ -29,8 +29,7 @@ from rich.table import Table
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.names import BlockNames, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, Group, block_names
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 
 MODELS = {

@@ -20,7 +20,7 @@ from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.host import start_thread
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.blocks import BlockNames
 
 __all__ = ["Announcement"]
 

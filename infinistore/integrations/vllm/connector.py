@@ -29,6 +29,7 @@ from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreExcepti
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.adapters import Adapters
 from infinistore.integrations.vllm.announcements import Announcement
+from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
 from infinistore.integrations.vllm.layout import Layout
@@ -39,7 +40,6 @@ from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.publisher import offer_dumps
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
-from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.unhashed import UnhashedInputs
 from infinistore.integrations.vllm.worker import WorkerSide
 

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
 from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks
-from infinistore.integrations.vllm.groups import Group
+from infinistore.integrations.vllm.blocks import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,9 +14,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from infinistore.errors import ConfigError
+from infinistore.integrations.vllm.blocks import BlockNames, Group, block_names, hash_tokens, is_uniform, layer_labels
 from infinistore.integrations.vllm.facts import model_facts, weights_of
-from infinistore.integrations.vllm.groups import Group, hash_tokens, is_uniform
-from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import attrs
 from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.integrations.internal.blocking_store_calls import read_ahead
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.groups import Group, alignment, hash_tokens
-from infinistore.integrations.vllm.names import BlockNames
+from infinistore.integrations.vllm.blocks import BlockNames, Group, alignment, hash_tokens
 
 __all__ = ["Found", "Lookup"]
 

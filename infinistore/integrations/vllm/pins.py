@@ -21,9 +21,8 @@ from typing import Final, TypeAlias
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ConfigError, InfiniStoreException, LimitExceeded
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.groups import Group, alignment, hash_tokens
+from infinistore.integrations.vllm.blocks import BlockNames, Group, alignment, hash_tokens
 from infinistore.integrations.vllm.lookup import block_hashes
-from infinistore.integrations.vllm.names import BlockNames
 
 __all__ = ["Pins", "read_prompts"]
 

@@ -24,12 +24,20 @@ from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
-from infinistore.integrations.vllm.groups import Group, alignment, hash_tokens, is_uniform
+from infinistore.integrations.vllm.blocks import (
+    BlockNames,
+    Blocks,
+    Group,
+    Load,
+    Save,
+    Step,
+    alignment,
+    hash_tokens,
+    is_uniform,
+)
 from infinistore.integrations.vllm.lookup import Found, Lookup, block_hashes
-from infinistore.integrations.vllm.names import BlockNames
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.pins import Pins
-from infinistore.integrations.vllm.step import Blocks, Load, Save, Step
 
 __all__ = ["Request", "SchedulerSide"]
 

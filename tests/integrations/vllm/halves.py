@@ -11,11 +11,9 @@ import torch
 
 from infinistore.blocking import BlockingStore
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
-from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
 __all__ = [

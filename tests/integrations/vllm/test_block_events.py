@@ -17,8 +17,8 @@ from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks, Sweeper
+from infinistore.integrations.vllm.blocks import Load, Step
 from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.step import Load, Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import BLOCK_TOKENS, MadeRequest, make_cache, make_names, make_scheduler, make_worker

@@ -15,7 +15,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.integrations.vllm.block_events import BlockEvents, Change
-from infinistore.integrations.vllm.groups import Group
+from infinistore.integrations.vllm.blocks import Group
 from tests.bad_days.servers import running_server_process
 
 from .dumps import following

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.groups import Group, alignment, hash_tokens
-from infinistore.integrations.vllm.names import BlockNames, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, alignment, block_names, hash_tokens
 from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import MadeRequest, make_scheduler, make_worker

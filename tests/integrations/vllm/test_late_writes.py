@@ -10,9 +10,9 @@ import pytest
 
 from infinistore import blocking
 from infinistore.errors import DiskFailed, StoreUnavailable
+from infinistore.integrations.vllm.blocks import Blocks, Save, Step
 from infinistore.integrations.vllm.deletion import Deletion
 from infinistore.integrations.vllm.late_writes import LateWrites
-from infinistore.integrations.vllm.step import Blocks, Save, Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import make_cache, make_names, make_record, make_worker, save

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
-from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.names import BlockNames, block_names, layer_labels
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.step import Step
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, make_scheduler, make_worker

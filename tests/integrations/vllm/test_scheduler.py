@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from infinistore.integrations.vllm.groups import Group
-from infinistore.integrations.vllm.names import BlockNames, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Load, Step, block_names
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.step import Load, Step
 from tests.cluster_client.clusters import Member
 from tests.integrations.disks import leave_on_disk, no_prefetch, wait_until_in_memory
 

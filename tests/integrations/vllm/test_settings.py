@@ -10,7 +10,7 @@ import pytest
 from infinistore.errors import ConfigError
 from infinistore.integrations import vllm
 from infinistore.integrations.internal.settings import known_settings
-from infinistore.integrations.vllm.names import layer_labels
+from infinistore.integrations.vllm.blocks import layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
 from .halves import make_names

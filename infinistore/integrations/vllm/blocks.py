@@ -1,4 +1,10 @@
-"""The keys of one engine's blocks.
+"""What the connector's scheduler half and its workers say to each other about blocks:
+in which group of layers they are, what they are called, and which are read and written.
+
+Each group of layers of a model has a table of blocks of its own. What a group needs
+after n tokens decides what is stored and read. Full attention needs every block; a
+sliding window, the blocks of the last tokens; local attention, those of the current
+chunk; a state (Mamba, linear attention), the one after the last block.
 
 A block of tokens is stored as one value for each layer and each tensor parallel shard
 of a layer. A layer can thus be written while the next one is computed, and each worker
@@ -9,6 +15,7 @@ reads its own shard.
 In a cluster, HASH begins with the hash tag of its group of blocks: `{TAG}HASH`.
 """
 
+import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 
@@ -16,7 +23,79 @@ import attrs
 
 from infinistore.integrations.internal.prefix_keys import fingerprint
 
-__all__ = ["BlockNames", "block_names", "layer_labels"]
+__all__ = [
+    "BlockNames",
+    "Blocks",
+    "Group",
+    "Load",
+    "Save",
+    "Step",
+    "alignment",
+    "block_names",
+    "hash_tokens",
+    "is_uniform",
+    "layer_labels",
+]
+
+
+@attrs.frozen
+class Group:
+    """Layers with the same table of blocks.
+
+    At most one of `window`, `chunk` and `state` is set; without any, the layers attend
+    to all tokens.
+    """
+
+    layers: tuple[str, ...]
+    """The labels of its layers, in computation order."""
+    block_tokens: int
+    index: int = 0
+    """Its place among vLLM's tables of blocks."""
+    window: int = 0
+    """How many tokens back its layers attend, the current one included, plus what vLLM
+    keeps besides."""
+    chunk: int = 0
+    """Its layers attend within chunks of so many tokens."""
+    state: bool = False
+    """Its layers keep one state, not keys and values of tokens."""
+    offered: bool = False
+    """vLLM says which states are complete; the table of blocks does not."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its layers attend to all tokens."""
+        return not (self.window or self.chunk or self.state)
+
+    def needed(self, tokens: int) -> range:
+        """Return the numbers of the blocks that the token after `tokens` needs.
+
+        `tokens` is a multiple of the block size.
+        """
+        end = tokens // self.block_tokens
+        if self.state:
+            first = max(0, tokens - 1)
+        elif self.window:
+            first = max(0, tokens - self.window + 1)
+        else:
+            first = tokens // self.chunk * self.chunk if self.chunk else 0
+        return range(min(first // self.block_tokens, end), end)
+
+
+def is_uniform(groups: Sequence[Group]) -> bool:
+    """Whether there is one group, which attends to all tokens."""
+    return len(groups) == 1 and groups[0].is_full
+
+
+def hash_tokens(groups: Iterable[Group]) -> int:
+    """Return how many tokens a hash stands for: each block ends with such a hash."""
+    return math.gcd(*(group.block_tokens for group in groups))
+
+
+def alignment(groups: Iterable[Group]) -> int:
+    """Return what a number of tokens to read is a multiple of: blocks of each group end
+    there.
+    """
+    return math.lcm(*(group.block_tokens for group in groups))
 
 
 @attrs.frozen
@@ -112,3 +191,48 @@ def layer_labels(names: Sequence[str]) -> dict[str, str]:
     if all(numbers.values()) and len(set(numbers.values())) == len(names):
         return numbers
     return {name: name for name in names}
+
+
+@attrs.frozen
+class Blocks:
+    """Blocks of one group of layers: what they are called, and where they are."""
+
+    hashes: list[str]
+    block_ids: list[int]
+    group: int = 0
+
+
+@attrs.frozen
+class Load:
+    """Read these blocks for a request in the background."""
+
+    request_id: str
+    parts: list[Blocks]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks of all groups."""
+        return [block_id for part in self.parts for block_id in part.block_ids]
+
+
+@attrs.frozen
+class Save:
+    """Write these blocks of a request, which are full at the end of this step."""
+
+    request_id: str
+    blocks: Blocks
+    number: int = 0
+    """If it is not 0, workers say when they have written them."""
+
+
+@attrs.frozen
+class Step:
+    """One step: loads, saves, preempted requests, whether anything is computed, and how
+    often the cache was reset before.
+    """
+
+    loads: list[Load] = attrs.field(factory=list)
+    saves: list[Save] = attrs.field(factory=list)
+    preempted: set[str] = attrs.field(factory=set)
+    computes: bool = False
+    resets: int = 0
