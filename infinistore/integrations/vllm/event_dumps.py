@@ -25,7 +25,7 @@ import zmq
 
 from infinistore.errors import ConfigError
 from infinistore.host import start_thread
-from infinistore.integrations.vllm.stored_blocks import Dump, Run, StoredBlocks
+from infinistore.integrations.vllm.block_events import Dump, Run, StoredBlocks
 
 __all__ = ["DumpAnswers", "DumpServer"]
 

@@ -24,8 +24,8 @@ from vllm.distributed.kv_events import (
 )
 
 from infinistore.errors import ConfigError
+from infinistore.integrations.vllm.block_events import Run, StoredBlocks
 from infinistore.integrations.vllm.event_dumps import DumpAnswers, DumpServer
-from infinistore.integrations.vllm.stored_blocks import Run, StoredBlocks
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig

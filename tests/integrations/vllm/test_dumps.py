@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.vllm.stored_blocks import StoredBlocks
+from infinistore.integrations.vllm.block_events import StoredBlocks
 from tests.ports import own_ports
 
 from .dumps import following

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinistore.integrations.vllm.stored_blocks import StoredBlocks
+from infinistore.integrations.vllm.block_events import StoredBlocks
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.integrations.vllm.stored_blocks import Dump, Run, StoredBlocks
+from infinistore.integrations.vllm.block_events import Dump, Run, StoredBlocks
 
 PLACES = ["GPU", "CPU", "STORAGE"]
 Path = tuple[int, ...]
