@@ -14,7 +14,7 @@ from infinistore.access.tenants_file import parse_tenants
 from infinistore.cli.files import MAGIC, parse_manifest
 from infinistore.cluster.documents import read_file
 from infinistore.config import load_server_config
-from infinistore.integrations.vllm.pins import read_prompts
+from infinistore.integrations.vllm.scheduler import read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.transports.registry import ENTRY_POINT_GROUP as TRANSPORTS
 from tests.documentation.blocks import PROJECT, Block, blocks

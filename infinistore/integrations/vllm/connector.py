@@ -36,9 +36,8 @@ from infinistore.integrations.vllm.layout import Layout
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
-from infinistore.integrations.vllm.pins import Pins, read_prompts
 from infinistore.integrations.vllm.publisher import offer_dumps
-from infinistore.integrations.vllm.scheduler import SchedulerSide
+from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.unhashed import UnhashedInputs
 from infinistore.integrations.vllm.worker import WorkerSide

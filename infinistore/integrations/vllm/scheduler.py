@@ -1,26 +1,47 @@
-"""The scheduler's half: looks up a request's blocks, and plans reads and writes.
+"""The scheduler's half: looks up a request's blocks, plans reads and writes, and pins
+what is worth keeping.
 
 It runs in the scheduler's thread, where a lookup delays all requests. Lookups therefore
 have a short deadline, and the client's circuit breaker protects against a store that
-does not answer. Every failure is a miss.
+does not answer. Every failure is a miss. A model of many layers has thousands of keys
+for a prompt, so of long prompts some keys of each block are asked for, a bounded number
+in all; a block of which others are missing is found out by the read, and computed.
 
 A lookup holds nothing: a worker holds what it cannot read at once. If some blocks are
 on disk only, the store is told to read them while vLLM allocates memory for them and
 waits for its turn.
 
-Of layers with a sliding window, only the blocks before some places in a prompt are
-stored: the multiples of `boundary_tokens`, its end, and where it departs from what was
-stored before. Of layers with a state, those states are stored that vLLM completes.
+One group that attends to all tokens takes one request. With other groups, a prompt can
+be used up to n tokens if each group has what it needs there: a second request asks
+which windows and states are stored. Of layers with a sliding window, only the blocks
+before some places in a prompt are stored: the multiples of `boundary_tokens`, its end,
+and where it departs from what was stored before. Of layers with a state, those states
+are stored that vLLM completes.
+
+Blocks of prompts that are worth keeping are pinned in the store: of system prompts in a
+list, and of requests with a high priority (`Pins`). A request says which blocks it
+begins with, so only prompts that are in use are pinned. They are pinned again every
+minute: a server that restarts forgets pins, and a block is there only when it has been
+written. Those of which no request has begun for `pin_s` are unpinned, as are the
+longest unused above a number of blocks. The store has a bound of its own, and what it
+refuses is tried again a minute later. Pins outlive the engine by about `pin_s`, so that
+it finds these blocks after a restart; then they end by themselves.
 """
 
+import json
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 
-from infinistore.blocking import BlockingStore
-from infinistore.errors import InfiniStoreException
+from infinistore.blocking import BlockingStore, PrefixMatch
+from infinistore.errors import ConfigError, InfiniStoreException, LimitExceeded
+from infinistore.integrations.internal.blocking_store_calls import read_ahead
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
@@ -35,11 +56,322 @@ from infinistore.integrations.vllm.blocks import (
     hash_tokens,
     is_uniform,
 )
-from infinistore.integrations.vllm.lookup import Found, Lookup, block_hashes
 from infinistore.integrations.vllm.observations import Observations
-from infinistore.integrations.vllm.pins import Pins
 
-__all__ = ["Request", "SchedulerSide"]
+__all__ = ["Found", "Lookup", "Pins", "Request", "SchedulerSide", "read_prompts"]
+
+
+_MOST_KEYS = 384
+"""How many keys a look-up asks for of a group; at least two of each block."""
+
+
+@attrs.define
+class Found:
+    """What a lookup found. Counts are of leading tokens."""
+
+    tokens: int = 0
+    """What can be used."""
+    full_tokens: int = 0
+    """What the groups that attend to all tokens have."""
+    stored: dict[int, set[int]] = attrs.field(factory=dict)
+    """The blocks that the other groups have, by the group's index."""
+
+
+class Lookup:
+    """Looks prompts up in a store, for these groups of layers."""
+
+    def __init__(self, store: BlockingStore, names: BlockNames, groups: Sequence[Group], record: Record) -> None:
+        self._store = store
+        self._names = names
+        self._record = record
+        self._unit = hash_tokens(groups)
+        self._alignment = alignment(groups)
+        self._full = [group for group in groups if group.is_full]
+        self._others = [group for group in groups if not group.is_full]
+
+    def find(self, hashes: Sequence[str], computed: int, *, most: int, reads: bool) -> Found:
+        """Look up the blocks with these hashes, of which an engine has the first
+        `computed` tokens, and can use the first `most`.
+
+        With `reads`, what is found after these is read ahead from a disk.
+        """
+        end, on_disk = self._leading(hashes, len(hashes) * self._unit)
+        found = Found(0, end)
+        if not end:
+            return found
+        found.stored, more_on_disk = self._stored(hashes, end)
+        found.tokens = self._usable(min(end, self._aligned(most)), found.stored)
+        if reads and on_disk + more_on_disk and found.tokens > computed:
+            keys = self._keys(hashes, computed, found.tokens)
+            read_ahead(self._store, PrefixMatch(len(keys), on_disk=on_disk + more_on_disk), keys, self._record)
+        return found
+
+    def _leading(self, hashes: Sequence[str], tokens: int) -> tuple[int, int]:
+        """Return up to where the groups that attend to all tokens seem complete, and
+        how many of their keys are on disk only.
+        """
+        end, on_disk = self._aligned(tokens), 0
+        for group in self._full:
+            if end:
+                of = self._of(group, hashes, range(end // group.block_tokens))
+                keys, each = self._names.some_keys(of, group.layers, most=_MOST_KEYS)
+                match = self._store.match_prefix(keys)
+                end = min(end, self._aligned(match // each * group.block_tokens))
+                on_disk += match - match.in_memory
+        return end, on_disk
+
+    def _stored(self, hashes: Sequence[str], end: int) -> tuple[dict[int, set[int]], int]:
+        """Return which blocks of the other groups seem to be stored, and how many of
+        their keys are on disk only.
+        """
+        parts = []
+        for group in self._others:
+            of = self._of(group, hashes, range(end // group.block_tokens))
+            parts.append((group, *self._names.some_keys(of, group.layers, most=_MOST_KEYS)))
+        keys = [key for _, asked, _ in parts for key in asked]
+        if not keys:
+            return {}, 0
+        there = self._store.exists_many(keys)
+        stored: dict[int, set[int]] = {}
+        first = 0
+        for group, asked, each in parts:
+            blocks = range(len(asked) // each)
+            stored[group.index] = {
+                number for number in blocks if all(there[first + number * each : first + (number + 1) * each])
+            }
+            first += len(asked)
+        return stored, there.on_disk
+
+    def _usable(self, end: int, stored: dict[int, set[int]]) -> int:
+        """Return the longest length up to `end` at which each group has what it
+        needs.
+        """
+        while end and not all(stored[group.index].issuperset(group.needed(end)) for group in self._others):
+            end -= self._alignment
+        return end
+
+    def _keys(self, hashes: Sequence[str], start: int, end: int) -> list[str]:
+        """Return all keys that a load of these tokens asks for."""
+        return [
+            key
+            for group in (*self._full, *self._others)
+            for key in self._names.all_keys(
+                self._of(group, hashes, [n for n in group.needed(end) if n >= start // group.block_tokens]),
+                group.layers,
+            )
+        ]
+
+    def _of(self, group: Group, hashes: Sequence[str], numbers: Sequence[int] | range) -> list[str]:
+        """Return the hashes of blocks of a group: each that of its last tokens."""
+        return block_hashes(group, hashes, numbers, self._unit)
+
+    def _aligned(self, tokens: int) -> int:
+        return tokens // self._alignment * self._alignment
+
+
+def block_hashes(group: Group, hashes: Sequence[str], numbers: Sequence[int] | range, unit: int) -> list[str]:
+    """Return the hashes of blocks of a group, where each hash is of `unit` tokens."""
+    each = group.block_tokens // unit
+    return [hashes[(number + 1) * each - 1] for number in numbers]
+
+
+_MOST_PROMPTS: Final = 1000
+_MOST_PINNED_KEYS: Final = 1024
+"""How many keys one call pins, and at least one block."""
+_SOON_S: Final = 1.0
+_AGAIN_S: Final = 60.0
+_LONGER_S: Final = 2 * _AGAIN_S
+"""By how much the store's pins outlive `pin_s`: none ends while it is renewed."""
+_TRIES: Final = 10
+"""How often a block is tried again that is not there yet, before the next minute."""
+
+_REMEDY: Final = (
+    "pins of engines that have ended count until their pin_s is over: `infinistore unpin --prefix vllm/` ends all pins"
+    " of vLLM, and engines that compute pin theirs again within a minute"
+)
+
+_Block: TypeAlias = tuple[int, str]
+"""The place of its group, and its hash."""
+
+
+def read_prompts(path: str, tokenize: Callable[[str], Sequence[int]]) -> list[list[int]]:
+    """Return the tokens of the prompts in a file: a JSON list of texts and of lists of
+    tokens.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+
+    def problem(what: str) -> ConfigError:
+        return ConfigError(f"kv_connector_extra_config: pin_prompts_file {path}: {what}")
+
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise problem(f"{error.strerror}; give a file that vLLM's scheduler can read") from None
+    except ValueError as error:
+        raise problem(f"it is no JSON ({error}); write a list of texts, or of lists of tokens") from None
+    if not isinstance(found, list) or len(found) > _MOST_PROMPTS:
+        raise problem(f"write a list of at most {_MOST_PROMPTS} prompts")
+    prompts = []
+    for number, prompt in enumerate(found):
+        if isinstance(prompt, str) and prompt:
+            prompts.append(list(tokenize(prompt)))
+        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            prompts.append(prompt)
+        else:
+            raise problem(f"entry {number} is neither a text nor a list of tokens")
+    return prompts
+
+
+class Pins:
+    """What is pinned for one engine, at most `most` blocks. One thread uses it; another
+    one asks the store, and waits by `pause`, which returns whether to stop.
+
+    `prompts` are token lists. A request that begins with one has that part pinned; if
+    it has at most the priority `priority`, all of its prompt (in vLLM, less is
+    earlier).
+    """
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        names: BlockNames,
+        groups: Sequence[Group],
+        record: Record,
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        priority: int | None = None,
+        pin_s: float = 3600.0,
+        most: int = 100_000,
+        clock: Callable[[], float],
+        pause: Callable[[float], bool] | None = None,
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._record = record
+        self._unit = hash_tokens(groups)
+        self._alignment = alignment(groups)
+        self._priority = priority
+        self._pin_s = pin_s
+        self._most = most
+        self._clock = clock
+        self.learn_groups(groups)
+        # The last token of a text can be another one when more text follows.
+        ends = {len(prompt): (len(prompt) - 1) // self._alignment * self._alignment for prompt in prompts}
+        heads = {tuple(prompt[: ends[len(prompt)]]) for prompt in prompts} - {()}
+        self._heads = sorted(heads, key=len, reverse=True)
+        self._used: OrderedDict[_Block, float] = OrderedDict()
+        """When a request last began with each block, in that order."""
+        self._due: OrderedDict[_Block, None] = OrderedDict()
+        """What the next job pins."""
+        self._unused: deque[_Block] = deque()
+        """What it unpins."""
+        self._again_s = clock() + _AGAIN_S
+        self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-pin")
+        self.job: Future[int] | None = None
+        """What the thread does, if it does something."""
+
+    def learn_groups(self, groups: Sequence[Group]) -> None:
+        """Learn of the layers of other stages of a pipeline."""
+        self._groups = list(groups)
+        most_layers = max((len(group.layers) for group in groups), default=1)
+        self._at_once = max(1, _MOST_PINNED_KEYS // max(1, most_layers * self._names.shards))
+
+    def worth(self, tokens: Sequence[int], prompt_tokens: int, priority: int) -> int:
+        """Return how many leading tokens of a request are worth a pin."""
+        if self._priority is not None and priority <= self._priority:
+            return prompt_tokens // self._alignment * self._alignment
+        beginning = tuple(tokens[: len(self._heads[0])]) if self._heads else ()
+        return next((len(head) for head in self._heads if beginning[: len(head)] == head), 0)
+
+    def use(self, hashes: Sequence[str], tokens: int) -> None:
+        """Note that a request begins with `tokens` tokens worth a pin; `hashes` are
+        those of its blocks.
+        """
+        now = self._clock()
+        for place, group in enumerate(self._groups):
+            for block_hash in block_hashes(group, hashes, group.needed(tokens), self._unit):
+                block = (place, block_hash)
+                if block not in self._used:
+                    self._due[block] = None
+                self._used[block] = now
+                self._used.move_to_end(block)
+        while len(self._used) > self._most:
+            self._drop(next(iter(self._used)))
+
+    def go_on(self) -> None:
+        """Note what the last job has done, and begin the next one if there is one."""
+        if self.job is not None and self.job.done():
+            for _ in range(self.job.result()):
+                self._unused.popleft()
+            self.job = None
+        now = self._clock()
+        if now >= self._again_s:
+            self._again_s = now + _AGAIN_S
+            for block, used_s in list(self._used.items()):
+                if used_s + self._pin_s < now:
+                    self._drop(block)
+            self._due = OrderedDict.fromkeys(self._used)
+        if self.job is None and (self._due or self._unused):
+            self.job = self._thread.submit(self._work, list(self._due), list(self._unused))
+            self._due = OrderedDict()
+
+    def close(self) -> None:
+        """End the thread. What is pinned stays so for a while."""
+        self._closing.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _drop(self, block: _Block) -> None:
+        del self._used[block]
+        self._due.pop(block, None)
+        self._unused.append(block)
+
+    def _work(self, due: Sequence[_Block], unused: Sequence[_Block]) -> int:
+        """Unpin and pin, in the thread. Return how many of `unused` were unpinned."""
+        unpinned = 0
+        try:
+            for blocks in self._parts(unused):
+                self._store.unpin(self._keys(blocks))
+                unpinned += len(blocks)
+            left, refused = self._pin(due)
+            for _ in range(_TRIES):  # they are being written
+                if not left or self._pause(_SOON_S):
+                    break
+                left, more = self._pin(left)
+                refused = refused or more
+        except InfiniStoreException as error:
+            self._record.failed("pin", error)
+        else:
+            if due and not refused:
+                self._record.succeeded("pin")
+        return unpinned
+
+    def _pin(self, due: Sequence[_Block]) -> tuple[list[_Block], bool]:
+        """Pin blocks. Return those that are not there, or not all of them, and whether
+        the store refused some.
+        """
+        left: list[_Block] = []
+        refused = False
+        for blocks in self._parts(due):
+            keys = self._keys(blocks)
+            try:
+                if self._store.pin(keys, ttl_s=self._pin_s + _LONGER_S) < len(keys):
+                    left += blocks
+            except LimitExceeded as error:  # others may be smaller, or be pinned already
+                self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))
+                refused = True
+        return left, refused
+
+    def _parts(self, blocks: Sequence[_Block]) -> Iterator[Sequence[_Block]]:
+        for first in range(0, len(blocks), self._at_once):
+            yield blocks[first : first + self._at_once]
+
+    def _keys(self, blocks: Sequence[_Block]) -> list[str]:
+        return [key for place, block in blocks for key in self._names.all_keys([block], self._groups[place].layers)]
+
 
 _ASK_AGAIN_S = 1.0
 """How long the result of a lookup counts for a waiting request."""

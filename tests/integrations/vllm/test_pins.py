@@ -18,7 +18,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.vllm.blocks import Group
-from infinistore.integrations.vllm.pins import Pins, read_prompts
+from infinistore.integrations.vllm.scheduler import Pins, read_prompts
 
 from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_record, make_scheduler
 
