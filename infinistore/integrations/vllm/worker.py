@@ -27,9 +27,9 @@ from infinistore.errors import DeadlineExceeded, InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import SavedBlocks
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Load, Step, is_uniform
-from infinistore.integrations.vllm.late_writes import LateWrites
 from infinistore.integrations.vllm.layer_cache import LayerCache
 from infinistore.integrations.vllm.observations import Observations
+from infinistore.integrations.vllm.resets import LateWrites
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.waiting_holds import WaitingHold, WaitingHolds
 from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks

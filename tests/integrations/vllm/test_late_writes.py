@@ -11,8 +11,7 @@ import pytest
 from infinistore import blocking
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.integrations.vllm.blocks import Blocks, Save, Step
-from infinistore.integrations.vllm.deletion import Deletion
-from infinistore.integrations.vllm.late_writes import LateWrites
+from infinistore.integrations.vllm.resets import Deletion, LateWrites
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import make_cache, make_names, make_record, make_worker, save
@@ -188,7 +187,7 @@ def test_a_deletion_that_fails_says_what_to_do(
     gone: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # vLLM's loggers keep what they get, if it is imported.
-    monkeypatch.setattr("infinistore.integrations.vllm.deletion.LOG", logging.getLogger("of.a.test"))
+    monkeypatch.setattr("infinistore.integrations.vllm.resets.LOG", logging.getLogger("of.a.test"))
     deletion = Deletion(gone, "vllm/a/", lambda: False)
     assert not deletion.delete()
     deletion.close()

@@ -56,7 +56,7 @@ def test_after_a_reset_no_request_reads_what_was_computed_before(
     """Of a request that goes on, of others, and of other engines, with new weights."""
     from . import made_engine
 
-    monkeypatch.setattr("infinistore.integrations.vllm.deletion.PAUSES_S", ())
+    monkeypatch.setattr("infinistore.integrations.vllm.resets.PAUSES_S", ())
     engine, before = opened(), store.stats().store.puts
     request = engine.submit(PROMPT, count=30)
     engine.step()
