@@ -2,7 +2,9 @@
 
 Reading: a thread reads a request's blocks directly into the KV cache while the engine
 computes for other requests. A block fails if any part of it is missing, has another
-size, or does not match its checksum; vLLM then computes it.
+size, or does not match its checksum; vLLM then computes it. A worker reads few requests
+at a time, and another thread holds what waits to be read, so that neither the engine
+nor a read waits for that; a load that begins at once needs no hold.
 
 Writing: after each layer, its full blocks go to a `LayerWriter`, which writes them from
 the KV cache in place while the next layer is computed. They must not be given to other
@@ -14,30 +16,143 @@ If there is anything but one group of layers that attend to all tokens, a load f
 a whole, because vLLM cannot compute a part of it.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import DeadlineExceeded, InfiniStoreException
+from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import SavedBlocks
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Load, Step, is_uniform
-from infinistore.integrations.vllm.layer_cache import LayerCache
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.resets import LateWrites
 from infinistore.integrations.vllm.settings import ConnectorSettings
-from infinistore.integrations.vllm.waiting_holds import WaitingHold, WaitingHolds
 from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WorkerSide"]
+__all__ = ["LayerCache", "WaitingHold", "WaitingHolds", "WorkerSide"]
+
+
+@attrs.frozen
+class LayerCache:
+    """The KV cache of one layer as bytes: block i is contiguous at i *
+    `stride_bytes`.
+    """
+
+    label: str
+    memory: "torch.Tensor"
+    view: memoryview | None
+    """The same, if it is host memory."""
+    block_bytes: int
+    stride_bytes: int
+
+    def block(self, number: int) -> memoryview:
+        """Return one block in host memory."""
+        assert self.view is not None
+        return self.view[number * self.stride_bytes : number * self.stride_bytes + self.block_bytes]
+
+    def copy(self, numbers: Sequence[int]) -> "torch.Tensor":
+        """Return a copy of some blocks, one behind the other."""
+        import torch
+
+        starts = [number * self.stride_bytes for number in numbers]
+        return torch.cat([self.memory[start : start + self.block_bytes] for start in starts])
+
+    @classmethod
+    def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
+        """View a layer's tensor, whose first dimension counts blocks, as blocks.
+
+        Raises:
+            ConfigError: a block is not contiguous.
+        """
+        import torch
+
+        if not isinstance(cache, torch.Tensor) or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
+            raise ConfigError(f"the KV cache of {name} does not consist of {num_blocks} blocks; it cannot be stored")
+        cache = cache.view(num_blocks, -1, *cache.shape[1:])  # a kernel may cut a block into several
+        size = cache.element_size()
+        block_bytes = math.prod(cache.shape[1:]) * size
+        spanned = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+        if spanned * size != block_bytes:
+            raise ConfigError(
+                f"a block of {name} is scattered over memory; choose a KV cache layout in which it is not, by the"
+                " environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        stride_bytes = cache.stride(0) * size
+        length = (num_blocks - 1) * stride_bytes + block_bytes
+        memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
+        memory.set_(cache.untyped_storage(), cache.storage_offset() * size, (length,), (1,))
+        array: Any = memory.numpy() if memory.device.type == "cpu" else None
+        view = None if array is None else memoryview(array)
+        return cls(label, memory, view, block_bytes, stride_bytes)
+
+
+@attrs.define
+class WaitingHold:
+    """What one load has in the store."""
+
+    token: str = ""
+    """Empty until it is placed, and where nothing could be held."""
+    is_over: bool = False
+
+
+class WaitingHolds:
+    """Places holds in a thread of its own, for at most `hold_s` each. Thread-safe."""
+
+    def __init__(self, store: BlockingStore, record: Record, hold_s: float) -> None:
+        self._store = store
+        self._record = record
+        self._hold_s = hold_s
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-hold")
+
+    def begin(self, keys: Callable[[], list[str]]) -> WaitingHold:
+        """Hold the leading keys that are there, soon."""
+        hold = WaitingHold()
+        self._thread.submit(self._place, hold, keys)
+        return hold
+
+    def end(self, hold: WaitingHold) -> None:
+        """Release a hold, or do not place it if that has not been done yet."""
+        with self._lock:
+            hold.is_over = True
+            token, hold.token = hold.token, ""
+        self._release(token)
+
+    def close(self) -> None:
+        """Place no more; what is held ends by itself."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _place(self, hold: WaitingHold, keys: Callable[[], list[str]]) -> None:
+        if hold.is_over:
+            return
+        try:
+            token = self._store.match_prefix(keys(), hold_s=self._hold_s).hold
+        except InfiniStoreException as error:
+            self._record.failed("hold", error)
+            return
+        self._record.succeeded("hold")
+        with self._lock:
+            if not hold.is_over:
+                hold.token = token
+                return
+        self._release(token)
+
+    def _release(self, token: str) -> None:
+        if token:
+            try:
+                self._store.release_hold(token)
+            except InfiniStoreException as error:
+                self._record.failed("release of a hold", error)
+
 
 _READ_BYTES = 64 * 1024 * 1024
 """Size of one read."""

@@ -16,8 +16,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded, StoreUnavailable
 from infinistore.integrations.vllm.blocks import Blocks, Load, Save, Step
 from infinistore.integrations.vllm.observations import Observations, merged
-from infinistore.integrations.vllm.waiting_holds import WaitingHolds
-from infinistore.integrations.vllm.worker import WorkerSide
+from infinistore.integrations.vllm.worker import WaitingHolds, WorkerSide
 from tests.bad_days.held import held_after
 from tests.cluster_client.clusters import Member
 
