@@ -27,11 +27,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.adapters import Adapters
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
-from infinistore.integrations.vllm.layout import Layout
+from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
@@ -39,7 +38,6 @@ from infinistore.integrations.vllm.publisher import offer_dumps
 from infinistore.integrations.vllm.resets import Deletion
 from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
-from infinistore.integrations.vllm.unhashed import UnhashedInputs
 from infinistore.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:

@@ -1,9 +1,31 @@
-"""What of vLLM's KV cache is stored, and under which names."""
+"""What of vLLM's KV cache is stored, under which names, and what the values of a block
+depend on besides its tokens: the model, settings of vLLM that change what the model
+computes, and inputs.
 
-from typing import TYPE_CHECKING, Any
+Whatever is missing here lets an engine read blocks that are wrong for it, and whatever
+is here without need keeps engines from sharing.
+
+Two kinds of input have names that say too little. A LoRA adapter is known by a number,
+a name and a path, and what is there may be trained again: so its identity is the
+content of its files. vLLM reads these when a request with that number comes, or a while
+before, and again if it had no room to keep them. So if files change later, nobody knows
+which ones vLLM computes with, and requests with that adapter are computed as without a
+store.
+
+Images, videos and sounds get a number instead of a hash if neither vLLM's prefix cache
+nor its cache of processed inputs is on, for which it would need the hash. Each process
+counts from the same number on, so that the same name is another image in another
+engine, and after a restart. Requests with them are computed as without a store, too.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -14,15 +36,275 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from infinistore.errors import ConfigError
+from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
+from infinistore.integrations.internal.weights import WeightFiles, identity_of_files, weight_files
 from infinistore.integrations.vllm.blocks import BlockNames, Group, block_names, hash_tokens, is_uniform, layer_labels
-from infinistore.integrations.vllm.facts import model_facts, weights_of
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-__all__ = ["Layout"]
+__all__ = ["Adapters", "Layout", "UnhashedInputs", "model_facts", "weights_of"]
+
+
+LOG = logging.getLogger("vllm.infinistore")
+
+_ROPE_BY_LENGTH: Final = {"longrope", "su", "dynamic"}
+"""Rotary embeddings that vLLM makes from `max_model_len`, for all models or some."""
+_INPUTS_BY_LENGTH: Final = {
+    "Dots3NoteForCausalLM",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
+}
+"""Models whose images or videos are scaled to fit into `max_model_len`."""
+_FROM_FILES: Final = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "sharded_state"),
+    *("runai_streamer", "runai_streamer_sharded"),
+}
+"""The load formats with which vLLM reads the files of a model's path."""
+_TUNING: Final = "attn_temperature_tuning"
+_LENGTH: Final = "--max-model-len"
+
+
+def model_facts(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
+    """Return what must match for two engines to compute the same values. `name` is what
+    the model is called.
+
+    Settings of which a model makes no use are not among it.
+    """
+    model = vllm_config.model_config
+    config = _config_as_loaded(model)
+    return {
+        "model": name,
+        "config": fingerprint_of_config(config),
+        "classes": [config.get("architectures"), model.model_class_overrides],
+        "quantization": [model.quantization, model.quantization_config],
+        "dtype": model.dtype,
+        **_by_length(model, config),
+        **_of_inputs(model),
+        **_of_draft(vllm_config, name),
+    }
+
+
+def weights_of(vllm_config: "VllmConfig") -> str:
+    """Return what stands for all weights that vLLM has loaded, those of a draft model
+    among them; nothing if it cannot be known: they have no files, or are elsewhere, or
+    are replaced while vLLM runs.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if vllm_config.weight_transfer_config is not None:
+        return ""
+    found = [_identity(model, load)]
+    for part in _parts(model.hf_config.to_dict()):  # such as Ultravox, of two other models
+        others = [part[name] for name in ("audio_model_id", "text_model_id") if part.get(name)]
+        found += [identity_of_files(where, cache=load.download_dir) for where in others]
+    if (guessing := _guessing(vllm_config)) is not None:
+        found.append(_identity(guessing.draft_model_config, guessing.draft_load_config or load))
+    return " ".join(found) if all(found) else ""
+
+
+def _identity(model: "ModelConfig", load: "LoadConfig") -> str:
+    if load.load_format not in _FROM_FILES or model.model_weights:
+        return ""
+    return identity_of_files(model.model, revision=model.revision, cache=load.download_dir)
+
+
+def _config_as_loaded(model: "ModelConfig") -> dict[str, Any]:
+    """Return the model's configuration as vLLM has it before the model is built.
+
+    Some models change it while they are built, which happens in the workers' processes
+    and not in the scheduler's. So it is loaded again, as vLLM's `ModelConfig` does it.
+    """
+    config: dict[str, Any]
+    try:
+        given = model.hf_overrides
+        parts = {} if callable(given) else {name: value for name, value in given.items() if isinstance(value, dict)}
+        loaded = get_config(
+            model.hf_config_path or model.model,
+            model.trust_remote_code,
+            model._hf_config_revision or model.revision,
+            model.code_revision,
+            model.config_format,
+            hf_overrides_kw={} if callable(given) else {k: v for k, v in given.items() if k not in parts},
+            hf_overrides_fn=given if callable(given) else None,
+            token=model.hf_token,
+        )
+        model._apply_dict_overrides(loaded, parts)
+        config = loaded.to_dict()
+    except Exception as error:  # noqa: BLE001 - what it reads is vLLM's matter, and the model runs without it
+        LOG.warning(
+            "InfiniStore: the model's configuration cannot be read again, and is taken as it is: if this model changes"
+            " it when it is built, nothing that is stored is found: %s",
+            " ".join(str(error).split()) or type(error).__name__,
+        )
+        config = model.hf_config.to_dict()
+    return config
+
+
+def _by_length(model: "ModelConfig", config: Mapping[str, Any]) -> dict[str, object]:
+    """Return the longest length that vLLM allows, if values depend on it."""
+    facts: dict[str, object] = {}
+    parts = list(_parts(config))
+    if any(_TUNING in part for part in parts):
+        # Llama 4 computes with it if this says so, else if the length is above a limit.
+        told = {**model.try_get_generation_config(), **model.override_generation_config}
+        if _TUNING in told:
+            facts["attention temperature tuning"] = told[_TUNING]
+        else:
+            facts[_LENGTH] = model.max_model_len
+    rotations = {str(part.get("rope_type") or part.get("type")) for part in parts}
+    if rotations & _ROPE_BY_LENGTH or _INPUTS_BY_LENGTH.intersection(config.get("architectures") or ()):
+        facts[_LENGTH] = model.max_model_len
+    return facts
+
+
+def _parts(value: object) -> Iterator[Mapping[str, Any]]:
+    """Return a configuration and all that are in it."""
+    if isinstance(value, Mapping):
+        yield value
+        for part in value.values():
+            yield from _parts(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+
+
+def _of_inputs(model: "ModelConfig") -> dict[str, object]:
+    """Return what images, videos and sounds are processed with. vLLM's hashes of them
+    include what a request asks for, and nothing of the engine's own settings.
+    """
+    settings = model.multimodal_config
+    if settings is None:
+        return {}
+    pruned = settings.video_pruning_rate
+    facts = {
+        "--mm-processor-kwargs": settings.mm_processor_kwargs,
+        "--video-pruning-rate": pruned,
+        "--video-pruning-method": settings.video_pruning_method if pruned else None,
+        "--mm-encoder-attn-dtype": settings.mm_encoder_attn_dtype,
+        "--mm-encoder-fp8-scale-path": settings.mm_encoder_fp8_scale_path,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _guessing(vllm_config: "VllmConfig") -> "SpeculativeConfig | None":
+    """Return the settings of a draft model with layers of its own in the cache."""
+    guessing = vllm_config.speculative_config
+    if guessing is None or not (guessing.uses_draft_kv_cache() or guessing.method == "custom_class"):
+        return None
+    return guessing
+
+
+def _of_draft(vllm_config: "VllmConfig", name: str) -> dict[str, object]:
+    """Return what the layers of a draft model depend on. They are stored like others,
+    so that an engine without them could not read what one with them asks for.
+    """
+    guessing = _guessing(vllm_config)
+    if guessing is None:
+        return {}
+    draft = guessing.draft_model_config
+    facts = {
+        "draft method": guessing.method,
+        "draft model": name if draft.model == vllm_config.model_config.model else draft.model,
+        "draft quantization": draft.quantization,
+        "draft dtype": draft.dtype,
+        "draft cache dtype": guessing.kv_cache_dtype,
+        "draft layers": draft.get_total_num_hidden_layers(),
+        "draft states": getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None),
+        # Each layer predicts from what the one before it predicted.
+        "draft tokens": guessing.num_speculative_tokens if guessing.use_multi_module_mtp() else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+@attrs.frozen
+class _Adapter:
+    path: str
+    files: WeightFiles
+
+
+class Adapters:
+    """The adapters of an engine, and of its requests."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        settings = vllm_config.lora_config
+        self._dtype = "" if settings is None else str(settings.lora_dtype)
+        self._seen: dict[int, _Adapter | None] = {}  # by vLLM's numbers; None: it is not known what vLLM has
+        self._identities: dict[str, str] = {}  # by request
+
+    def are_unknown(self, request: Any) -> bool:
+        """Return whether a request has an adapter of which nobody knows what it is. The
+        answer is the same until the request is forgotten.
+        """
+        if request.lora_request is None:
+            return False
+        if request.request_id not in self._identities:
+            self._identities[request.request_id] = self._identify(request.lora_request)
+        return not self._identities[request.request_id]
+
+    def identity(self, request: Any) -> str:
+        """Return what stands for the adapter of a request; nothing without one."""
+        return self._identities.get(request.request_id, "")
+
+    def forget(self, request: Any) -> None:
+        """Forget a request. Its adapter is remembered."""
+        self._identities.pop(request.request_id, None)
+
+    def _identify(self, lora: "LoRARequest") -> str:
+        files = weight_files(lora.lora_path)
+        now = None if files is None or lora.load_inplace else _Adapter(lora.lora_path, files)
+        number = lora.lora_int_id
+        is_first = number not in self._seen
+        known = self._seen.setdefault(number, now)
+        if now is not None and known == now and (identity := now.files.identity()):
+            return f"{identity} {self._dtype} {lora.is_3d_lora_weight}"
+        self._seen[number] = None
+        if is_first or known is not None:
+            LOG.warning(
+                "InfiniStore: requests with the adapter %s are computed, and nothing of them is stored: %s",
+                lora.lora_name,
+                "it is replaced in place; load another version from a path of its own, under a name of its own"
+                if lora.load_inplace
+                else "it has no files that can be read"
+                if files is None
+                else "it was replaced since vLLM loaded it; load another version under a name of its own",
+            )
+        return ""
+
+
+_NUMBERED: Final = re.compile(r"(^|:)renderer\d+-mm-\d+-")
+"""A name with a number. One that vLLM has for an adapter begins with that and a
+colon."""
+
+
+class UnhashedInputs:
+    """Knows which requests have such inputs, and warns of the first."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        inputs = vllm_config.model_config.multimodal_config
+        without = inputs is not None and inputs.mm_processor_cache_gb == 0
+        self._all = without and not vllm_config.cache_config.enable_prefix_caching
+        self._told = False
+
+    def are_in(self, request: Any) -> bool:
+        """Return whether a request has inputs that have no hash: keys of its blocks
+        would not tell them apart.
+        """
+        inputs = request.mm_features
+        # A name may also come from a process whose settings are not known here.
+        if not inputs or not (self._all or any(_NUMBERED.search(one.identifier) for one in inputs)):
+            return False
+        if not self._told:
+            self._told = True
+            LOG.warning(
+                "InfiniStore: requests with images, videos or sounds are computed, and nothing of them is stored: vLLM"
+                " does not hash them; start it with --enable-prefix-caching, or with --mm-processor-cache-gb above 0"
+            )
+        return True
 
 
 _UNKNOWN_WEIGHTS = (

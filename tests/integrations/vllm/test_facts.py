@@ -43,7 +43,7 @@ def engine(folder: Path, config: dict[str, Any], *, length: int = 2048, **given:
 
 
 def facts_of(config: Any) -> dict[str, object]:
-    from infinistore.integrations.vllm.facts import model_facts
+    from infinistore.integrations.vllm.layout import model_facts
 
     return model_facts(config, "made")
 

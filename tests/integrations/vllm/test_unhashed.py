@@ -105,7 +105,7 @@ def config_of(*, caching: bool, cache_gb: float | None) -> Any:
 def test_inputs_are_unhashed_if_vllm_needs_no_hash_or_if_they_are_named_so(
     told: list[str], caching: bool, cache_gb: float | None, identifier: str | None, unhashed: bool
 ) -> None:
-    from infinistore.integrations.vllm.unhashed import UnhashedInputs
+    from infinistore.integrations.vllm.layout import UnhashedInputs
 
     inputs = UnhashedInputs(config_of(caching=caching, cache_gb=cache_gb))
 
