@@ -29,12 +29,11 @@ from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreExcepti
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.blocks import Step
-from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, teller_of
+from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
 from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
 from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
-from infinistore.integrations.vllm.publisher import offer_dumps
 from infinistore.integrations.vllm.resets import Deletion
 from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings

@@ -48,7 +48,7 @@ def removed(names: Sequence[int], medium: str = "GPU") -> Any:
 
 @contextmanager
 def publishing(folder: Path, **options: Any) -> Iterator[Any]:
-    from infinistore.integrations.vllm.publisher import DumpingPublisher
+    from infinistore.integrations.vllm.kv_events import DumpingPublisher
 
     given = {"dump_endpoint": f"ipc://{folder}/dumps", "dump_blocks": MOST, "endpoint": f"ipc://{folder}/live"}
     publisher = DumpingPublisher(0, **{**given, "replay_endpoint": f"ipc://{folder}/replay", **options})
@@ -106,8 +106,7 @@ class MadePublisher:
     """Without sockets."""
 
     def __init__(self, most: int = MOST, clock: Callable[[], float] = lambda: 0.0) -> None:
-        from infinistore.integrations.vllm.event_dumps import DumpAnswers
-        from infinistore.integrations.vllm.publisher import batch_of, follow
+        from infinistore.integrations.vllm.kv_events import DumpAnswers, batch_of, follow
 
         self.blocks = StoredBlocks(most=most)
         self._follow = follow
@@ -279,7 +278,7 @@ def zmq_constant(name: str) -> Any:
 
 
 def test_one_that_does_not_read_has_few_parts_waiting_and_sees_which_are_missing(tmp_path: Path) -> None:
-    from infinistore.integrations.vllm.event_dumps import DumpServer
+    from infinistore.integrations.vllm.kv_events import DumpServer
 
     made = MadePublisher()
     made.tell(stored(range(1, 60_001)))
@@ -328,7 +327,7 @@ def test_vllms_replay_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_in_use_is_told_by_the_name_of_the_setting(tmp_path: Path) -> None:
-    from infinistore.integrations.vllm.event_dumps import DumpServer
+    from infinistore.integrations.vllm.kv_events import DumpServer
 
     (port,) = own_ports(1)
     server = DumpServer(f"tcp://127.0.0.1:{port}", MadePublisher().answers)
@@ -346,7 +345,7 @@ def test_an_address_that_is_in_use_is_told_by_the_name_of_the_setting(tmp_path: 
     ],
 )
 def test_dumps_need_events(config: Any, complaint: str) -> None:
-    from infinistore.integrations.vllm.publisher import offer_dumps
+    from infinistore.integrations.vllm.kv_events import offer_dumps
 
     with pytest.raises(ConfigError, match=complaint):
         offer_dumps(config, "ipc://dumps", 10)
@@ -358,7 +357,7 @@ def test_vllms_scheduler_creates_the_publisher_that_gives_dumps(
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import EventPublisherFactory
 
-    from infinistore.integrations.vllm.publisher import DumpingPublisher, offer_dumps
+    from infinistore.integrations.vllm.kv_events import DumpingPublisher, offer_dumps
 
     for _ in range(2):  # two engines in turn
         config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/live")

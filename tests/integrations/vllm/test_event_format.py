@@ -126,7 +126,7 @@ def test_the_rules_of_routers_in_go_take_a_dump(router: str) -> None:
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
 
-    from infinistore.integrations.vllm.publisher import batch_of, follow
+    from infinistore.integrations.vllm.kv_events import batch_of, follow
 
     blocks = StoredBlocks(most=10)
     told = msgspec.msgpack.Decoder(KVEventBatch).decode(published("adapter", [5, 7], 9)).events
