@@ -1,12 +1,17 @@
-"""vLLM's class: forwards vLLM's calls to the two halves of the connector."""
+"""vLLM's class: forwards vLLM's calls to the two halves of the connector; what it can
+see of a MultiConnector that it is a part of; and its statistics in vLLM's log and among
+its Prometheus metrics.
+"""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -23,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
@@ -31,9 +37,7 @@ from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
 from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
-from infinistore.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
-from infinistore.integrations.vllm.observations import Observations
-from infinistore.integrations.vllm.outer import check_load_failures, outer_connector
+from infinistore.integrations.vllm.observations import COUNTERS, TIMES, Observations, merged
 from infinistore.integrations.vllm.resets import Deletion
 from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -41,9 +45,99 @@ from infinistore.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["InfiniStoreConnector"]
+__all__ = ["ConnectorMetrics", "ConnectorStats", "InfiniStoreConnector", "check_load_failures", "outer_connector"]
+
+
+def check_load_failures(transfer: "KVTransferConfig") -> None:
+    """Refuse a MultiConnector in which a failed read would fail its request.
+
+    vLLM's scheduler reads the MultiConnector's own configuration. A connector gets a
+    copy of its part and cannot change the rest. It can see the rest only in a worker,
+    and vLLM creates the workers before the scheduler.
+    """
+    top = outer_connector(transfer)
+    if top is None or not transfer.is_kv_consumer:
+        return
+    if top.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"within {top.kv_connector}, a read that fails would fail the request, not be computed: add"
+            ' "kv_load_failure_policy": "recompute" to --kv-transfer-config,'
+            f' beside "kv_connector": "{top.kv_connector}"'
+        )
+
+
+def outer_connector(transfer: "KVTransferConfig") -> "KVTransferConfig | None":
+    """Return the configuration of the connector that this one is a part of, in a
+    worker.
+    """
+    current = get_current_vllm_config_or_none()
+    top = None if current is None else current.kv_transfer_config
+    return None if top is None or top.kv_connector == transfer.kv_connector else top
+
+
+_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class ConnectorStats(KVConnectorStats):
+    """What `Observations.take` returned, added up over workers and time."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another's."""
+        self.data = merged(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counters, and the mean of each time in milliseconds."""
+        if self.is_empty():
+            return {}
+        means = {f"mean {name} (ms)": round(1e3 * fmean(times), 3) for name, times in self.data["times"].items()}
+        return {**self.data["counters"], **means}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was observed."""
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """Counters `vllm:infinistore_NAME` and histograms `vllm:infinistore_NAME_seconds`,
+    for each engine.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        make_counter: Any = self._counter_cls
+        make_histogram: Any = self._histogram_cls
+        self._counters = {
+            name: self._each(make_counter(f"vllm:infinistore_{name}", meaning, labelnames=self._labelnames))
+            for name, meaning in COUNTERS.items()
+        }
+        self._histograms = {
+            name: self._each(
+                make_histogram(
+                    f"vllm:infinistore_{name}_seconds", meaning, labelnames=self._labelnames, buckets=_BUCKETS_S
+                )
+            )
+            for name, meaning in TIMES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine observed."""
+        for name, amount in transfer_stats_data.get("counters", {}).items():
+            self._counters[name][engine_idx].inc(amount)
+        for name, times in transfer_stats_data.get("times", {}).items():
+            for seconds in times:
+                self._histograms[name][engine_idx].observe(seconds)
+
+    def _each(self, metric: Any) -> dict[int, Any]:
+        engines: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
+        return engines
+
 
 LOG = logging.getLogger("vllm.infinistore")
 """A child of vLLM's logger, which determines level, format and destination."""

@@ -17,8 +17,7 @@ OBSERVED = {"counters": {"hit_tokens": 64, "read_bytes": 4096}, "times": {"look_
 
 
 def test_the_log_has_counters_and_mean_times() -> None:
-    from infinistore.integrations.vllm.connector import InfiniStoreConnector
-    from infinistore.integrations.vllm.metrics import ConnectorStats
+    from infinistore.integrations.vllm.connector import ConnectorStats, InfiniStoreConnector
 
     stats = InfiniStoreConnector.build_kv_connector_stats(OBSERVED)
     stats.aggregate(ConnectorStats(OBSERVED))
@@ -32,8 +31,7 @@ def test_the_log_has_counters_and_mean_times() -> None:
 def test_prometheus_gets_counters_and_histograms_of_each_engine() -> None:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-    from infinistore.integrations.vllm.connector import InfiniStoreConnector
-    from infinistore.integrations.vllm.metrics import ConnectorMetrics
+    from infinistore.integrations.vllm.connector import ConnectorMetrics, InfiniStoreConnector
 
     registry = CollectorRegistry()
 
@@ -58,7 +56,7 @@ def test_a_multi_connector_finds_the_class_of_statistics_that_come_from_another_
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
     import infinistore.integrations.vllm.connector
-    from infinistore.integrations.vllm.metrics import ConnectorStats
+    from infinistore.integrations.vllm.connector import ConnectorStats
 
     assert infinistore.integrations.vllm.connector.__name__
     stats = MultiConnector.build_kv_connector_stats({"InfiniStoreConnector": OBSERVED})
