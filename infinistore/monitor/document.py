@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 
 from infinistore.monitor.model import Snapshot
-from infinistore.monitor.quantiles import Quantile
-from infinistore.monitor.rates import OperationRow
+from infinistore.monitor.rates import OperationRow, Quantile
 from infinistore.monitor.sections import shown_alarms
 from infinistore.statistics import Stats
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from infinistore.monitor.quantiles import Quantile
+from infinistore.monitor.rates import Quantile
 
 __all__ = ["UNKNOWN", "count", "duration", "latency", "percent", "rate", "size", "size_rate"]
 

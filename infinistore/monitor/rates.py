@@ -1,4 +1,5 @@
-"""Rates between two samples of a server: differences of counters per second.
+"""Rates between two samples of a server: differences of counters per second; and
+percentiles of a histogram, interpolated; beyond the outer bounds only a bound.
 
 Rates are never negative. `is_restart` detects samples of different runs of the server;
 the other functions require samples of the same run.
@@ -6,18 +7,64 @@ the other functions require samples of the same run.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
-from typing import Final
+from itertools import pairwise, zip_longest
+from typing import Final, Literal
 
 import attrs
 
-from infinistore.monitor.quantiles import Quantile, quantile
-from infinistore.statistics import ClientStatistics, DiskStatistics, OperationStatistics, Stats
+from infinistore.statistics import LATENCY_BOUNDS_S, ClientStatistics, DiskStatistics, OperationStatistics, Stats
 
 __all__ = [
-    "ClientRow", "DiskRow", "OperationRow", "Rates", "Sample", "busiest", "client_rows", "disk_rows", "elapsed_s",
-    "is_restart", "operation_rows", "rates",
-]  # fmt: skip
+    "ClientRow",
+    "DiskRow",
+    "OperationRow",
+    "Quantile",
+    "Rates",
+    "Sample",
+    "busiest",
+    "client_rows",
+    "disk_rows",
+    "elapsed_s",
+    "is_restart",
+    "operation_rows",
+    "quantile",
+    "rates",
+]
+
+
+@attrs.frozen
+class Quantile:
+    """A quantile of latencies.
+
+    `bound` is "" for a value interpolated between two bounds of the histogram, "<" for
+    a value in the first bucket (at most `value_s`), and ">" for a value beyond the last
+    bound (more than `value_s`).
+    """
+
+    value_s: float
+    bound: Literal["", "<", ">"] = ""
+
+
+def quantile(counts: Sequence[int], part: float) -> Quantile | None:
+    """Return the quantile `part` (0 to 1) of a histogram; None if it is empty.
+
+    `counts` has one number per bound in `LATENCY_BOUNDS_S` and one more, as in
+    `OperationStatistics.latency_counts`. Values are assumed to be evenly distributed in
+    their bucket.
+    """
+    rank = part * sum(counts)
+    below = 0
+    edges = (0.0, *LATENCY_BOUNDS_S)
+    for index, (low_s, high_s) in enumerate(pairwise(edges)):
+        count = counts[index] if index < len(counts) else 0
+        if count and below + count >= rank:
+            if index == 0:
+                return Quantile(high_s, "<")
+            share = (rank - below) / count
+            return Quantile(min(max(low_s, low_s + share * (high_s - low_s)), high_s))
+        below += count
+    return Quantile(edges[-1], ">") if sum(counts) > 0 else None
+
 
 _OK: Final = "ok"
 _SHORTEST_S: Final = 1e-6  # dividing by less may overflow a float

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.document import document
 from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
-from infinistore.monitor.quantiles import Quantile, quantile
-from infinistore.monitor.rates import is_restart
+from infinistore.monitor.rates import Quantile, is_restart, quantile
 from infinistore.sizes import GIB, MIB
 from infinistore.statistics import LATENCY_BOUNDS_S, DrainStatistics, EvictionStatistics, Stats
 

@@ -19,7 +19,7 @@ from infinistore.monitor.app import still
 from infinistore.monitor.controls import ClientOrder, Controls
 from infinistore.monitor.lines import ASCII, UNICODE, Glyphs, fit, line, memory_map, sparkline
 from infinistore.monitor.model import Lost, Model, Snapshot
-from infinistore.monitor.quantiles import Quantile
+from infinistore.monitor.rates import Quantile
 from infinistore.monitor.view import screen
 from infinistore.sizes import GIB
 from infinistore.statistics import ArenaStatistics, PrefixStatistics, Stats
