@@ -9,11 +9,10 @@ from rich.text import Text
 from infinistore.errors import StoreUnavailable
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
-from infinistore.monitor.live import LiveScreen
 from infinistore.monitor.model import Model, Snapshot
 from infinistore.monitor.sampling import Pace, Source, sample
 from infinistore.monitor.tenants import tenant_lines
-from infinistore.monitor.terminal import Terminal
+from infinistore.monitor.terminal import LiveScreen, Terminal
 from infinistore.monitor.view import screen
 
 __all__ = ["report", "still", "take_two", "watch"]

@@ -1,15 +1,21 @@
-"""The terminal: all changes are undone, and writing never blocks the program.
+"""The terminal, and a live screen on it: Trio tasks that draw, read keys and handle
+signals.
 
-While entered, it shows the alternate screen, hides the cursor, and passes on keys one
-by one without echo. `leave` restores everything, however the program ends. Only changed
-lines are written, which suits slow links.
+While entered, the terminal shows the alternate screen, hides the cursor, and passes on
+keys one by one without echo. `leave` restores everything, however the screen ends: by a
+key, a signal or an error. Writing never blocks the program, and only changed lines are
+written, which suits slow links.
+
+Each task of a live screen waits for one kind of event. What is shown, and what keys
+mean, is up to a `Scene`.
 """
 
 import os
+import signal
 import termios
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import trio
 from rich.color import ColorSystem
@@ -17,10 +23,13 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from infinistore.monitor.keys import KeyParser
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Terminal"]
+__all__ = ["LiveScreen", "Scene", "Terminal"]
+
 
 _ENTER: Final = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # alternate screen, no cursor, cleared
 _LEAVE: Final = b"\x1b[m\x1b[?25h\x1b[?1049l"
@@ -174,3 +183,106 @@ def _key_by_key(before: list[Any]) -> list[Any]:
     settings[_INPUT_FLAGS] &= ~termios.IXON  # Ctrl-S would freeze the screen
     settings[_CONTROL][termios.VMIN], settings[_CONTROL][termios.VTIME] = 1, 0
     return settings
+
+
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_KEY_BYTES: Final = 1024
+
+
+class Scene(Protocol):
+    """What a live screen shows."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether a key has ended it."""
+
+    def press(self, key: str) -> bool:
+        """Obey a key; return whether it changes anything."""
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        """Return what to show now."""
+
+
+class LiveScreen:
+    """A scene on a terminal, and the tasks that change it."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.exit_code = 0
+        self._scene = scene
+        self._changed = trio.Event()
+        self._changed.set()  # there is a first screen to draw
+        self._scope = trio.CancelScope()
+
+    def changed(self) -> None:
+        """Have the scene drawn again."""
+        self._changed.set()
+
+    async def run(self, terminal: Terminal, input_fd: int | None) -> None:
+        """Run until a key, a signal, or the end of the terminal."""
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._obey_signals, terminal)
+                if input_fd is not None:
+                    nursery.start_soon(self._read_keys, input_fd)
+                nursery.start_soon(self._draw, terminal)
+
+    async def _draw(self, terminal: Terminal) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed = trio.Event()
+            width, height = terminal.size
+            try:
+                await terminal.draw(self._scene.lines(width, height))
+            except OSError:
+                self._end(128 + signal.SIGHUP)  # the terminal is gone, as the signal will say
+
+    async def _read_keys(self, input_fd: int) -> None:
+        parser = KeyParser()
+        while True:
+            await trio.lowlevel.wait_readable(input_fd)
+            try:
+                data = os.read(input_fd, _KEY_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                self._end(128 + signal.SIGHUP)
+                return
+            for key in parser.feed(data):
+                self._press(key)
+
+    def _press(self, key: str) -> None:
+        if self._scene.press(key):
+            if self._scene.ended:
+                self._end(0)
+            self._changed.set()
+
+    def _end(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self._scope.cancel()
+
+    async def _obey_signals(self, terminal: Terminal, *, task_status: trio.TaskStatus[None]) -> None:
+        watched = (*_STOP_SIGNALS, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
+        with trio.open_signal_receiver(*watched) as signals:
+            task_status.started()
+            async for number in signals:
+                if number in _STOP_SIGNALS:
+                    self._end(128 + number)
+                elif number == signal.SIGTSTP:
+                    terminal.leave()
+                    with _default_action(signal.SIGTSTP):
+                        os.kill(os.getpid(), signal.SIGTSTP)  # the program stops here until it is continued
+                    terminal.enter()
+                elif number == signal.SIGCONT:
+                    terminal.enter()  # another program may have used the terminal
+                else:
+                    terminal.resized()
+                self._changed.set()
+
+
+@contextmanager
+def _default_action(number: int) -> Iterator[None]:
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)

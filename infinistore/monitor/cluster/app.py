@@ -15,9 +15,8 @@ from infinistore.monitor.cluster.sampling import ClusterWatch
 from infinistore.monitor.cluster.view import screen, shown_rows
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
-from infinistore.monitor.live import LiveScreen
 from infinistore.monitor.sampling import Source
-from infinistore.monitor.terminal import Terminal
+from infinistore.monitor.terminal import LiveScreen, Terminal
 
 __all__ = ["report", "still", "take_two", "watch"]
 
