@@ -1,19 +1,22 @@
-"""Converts samples of a server to the contents of a screen. Pure; the caller has a
-clock.
+"""Converts samples of a server to the contents of a screen, warnings for operators
+among them. Pure; the caller has a clock.
 
 `Model` keeps only what a screen can show: the last samples for latencies and warnings,
 and one `Point` of history per sample. A restarted server begins a new series; the
 history remains, with a gap. Rates are never negative.
+
+Each warning describes the problem with its numbers and, where useful, a remedy.
+Warnings cover several samples, so that they do not flicker.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 
-from infinistore.monitor.alarms import Alarm, alarms
+from infinistore.monitor import figures
 from infinistore.monitor.rates import (
     ClientRow,
     DiskRow,
@@ -29,9 +32,173 @@ from infinistore.monitor.rates import (
     rates,
 )
 from infinistore.monitor.tenants import Tenants, TenantsModel
-from infinistore.statistics import Stats
+from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, Stats
 
-__all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Lost", "Model", "Point", "Snapshot"]
+__all__ = ["Alarm", "HISTORY_POINTS", "Lost", "Model", "Point", "Snapshot", "WINDOW_SAMPLES", "alarms"]
+
+
+_NEARLY_FULL: Final = 0.9
+_NEAR_LIMIT: Final = 0.8
+
+Severity = Literal["error", "warning", "notice"]
+
+
+@attrs.frozen
+class Alarm:
+    """One warning. `kind` is for programs, `text` for people."""
+
+    kind: str
+    severity: Severity
+    text: str
+
+
+def alarms(oldest: Sample, now: Sample) -> tuple[Alarm, ...]:
+    """Return the warnings, the worst first.
+
+    `oldest` and `now` are samples of one run of a server.
+    """
+    recent = rates(oldest, now)
+    found = [
+        *_state_alarms(now.stats),
+        *_damage_alarms(oldest.stats, now.stats),
+        *_error_alarms(oldest, now, recent),
+        *_connection_alarms(oldest.stats, now.stats),
+        *_room_alarms(now.stats, recent),
+        *_disk_alarms(oldest, now),
+        *_pin_alarms(now.stats),
+    ]
+    order: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
+    return tuple(sorted(found, key=lambda alarm: order[alarm.severity]))
+
+
+def _state_alarms(now: Stats) -> Iterator[Alarm]:
+    if now.details is not None and now.details.state == "draining":
+        yield Alarm("draining", "warning", "the server is draining: it accepts nobody and stops when requests are done")
+    if now.drain is not None and now.drain.state == "draining":
+        yield Alarm("drain", "notice", f"the node drains: {_progress(now.drain)}")
+    if now.drain is not None and now.drain.state == "drained":
+        yield Alarm("drain", "notice", f"the node has drained, and stays out until it is added: {_progress(now.drain)}")
+
+
+def _progress(drain: DrainStatistics) -> str:
+    groups = f"{drain.moved_groups + drain.skipped_groups} of {drain.groups} groups"
+    done = f"{figures.size(drain.done_bytes)} of {figures.size(drain.size_bytes)}"
+    failed = f", {drain.failed_groups} could not be moved" if drain.failed_groups else ""
+    left = "" if drain.left_s is None else f", about {figures.duration(round(drain.left_s))} left"
+    return f"{groups}, {done}{failed}{left}"
+
+
+def _damage_alarms(before: Stats, now: Stats) -> Iterator[Alarm]:
+    drops = now.store.checksum_drops
+    if drops:
+        fresh = drops > before.store.checksum_drops
+        blocks = "block was" if drops == 1 else "blocks were"
+        text = f"{figures.count(drops)} {blocks} dropped since the start: the bytes did not match the checksum"
+        yield Alarm("checksum_drops", "error" if fresh else "warning", text)
+
+
+def _error_alarms(oldest: Sample, now: Sample, recent: Rates | None) -> Iterator[Alarm]:
+    if recent is None or not recent.errors:
+        return
+    failed = _failures(now.stats.details) - _failures(oldest.stats.details)
+    named = ", ".join(f"{name} {figures.rate(times / recent.elapsed_s)}" for name, times in failed.most_common(3))
+    share = recent.errors / recent.requests if recent.requests else 1.0
+    of_all = f" ({figures.percent(min(1.0, share))} of requests)"
+    text = f"{figures.rate(recent.errors)} errors a second{of_all}" + (f": {named}" if named else "")
+    yield Alarm("errors", "error" if share >= 0.5 else "warning", text)
+
+
+def _failures(details: ServerDetails | None) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for one in details.operations if details is not None else ():
+        if one.outcome != "ok":
+            counted[one.outcome] += one.count
+    return counted
+
+
+def _connection_alarms(before: Stats, now: Stats) -> Iterator[Alarm]:
+    if now.server is None:
+        return
+    most = now.details.max_connections if now.details is not None else None
+    refused = now.server.connections_refused - (before.server.connections_refused if before.server is not None else 0)
+    if refused > 0:
+        text = f"{figures.count(refused)} connections were refused just now: close some, or raise --max-connections"
+        yield Alarm("connections_refused", "error", text)
+    elif most and now.server.connections_open >= _NEAR_LIMIT * most:
+        text = f"{figures.count(now.server.connections_open)} of {figures.count(most)} connections are open"
+        yield Alarm("connections", "warning", f"{text}; --max-connections is the limit")
+
+
+def _room_alarms(now: Stats, recent: Rates | None) -> Iterator[Alarm]:
+    store = now.store
+    evicted = {} if recent is None else recent.evicted
+    free = max(0, store.capacity_bytes - store.used_bytes)
+    if evicted.get("fragmentation", 0):
+        text = f"evicts {figures.rate(evicted['fragmentation'])} blocks/s because free room is scattered"
+        largest = figures.size(store.allocator.largest_free_extent_bytes)
+        yield Alarm("fragmentation", "warning", f"{text}: {figures.size(free)} free, the largest piece {largest}")
+    used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
+    making_room = evicted.get("on_demand", 0) + evicted.get("periodic", 0)
+    if making_room and not store.growable_bytes:
+        # Eviction is normal for a cache; if it is also nearly full, its writers wait.
+        text = f"the pool is {figures.percent(used)} full and evicts {figures.rate(making_room)} blocks/s"
+        yield Alarm("evicting", "warning" if used >= _NEARLY_FULL else "notice", text)
+    elif used >= _NEARLY_FULL:
+        growing = f"; it may grow by {figures.size(store.growable_bytes)}" if store.growable_bytes else ""
+        yield Alarm("nearly_full", "notice", f"the pool is {figures.percent(used)} full{growing}")
+    if store.quarantined_bytes:
+        text = f"{figures.size(store.quarantined_bytes)} wait for {store.quarantined_clients} clients that were lost"
+        yield Alarm("quarantine", "notice", text)
+
+
+def _pin_alarms(now: Stats) -> Iterator[Alarm]:
+    limit = now.details.max_pinned_bytes if now.details is not None else None
+    near = (
+        [one for one in now.details.clients if limit and one.pinned_bytes >= _NEAR_LIMIT * limit] if now.details else []
+    )
+    if limit and near:
+        most = max(near, key=lambda one: one.pinned_bytes)
+        others = f" (and {len(near) - 1} more)" if len(near) > 1 else ""
+        text = f"{most.name}{others} pins {figures.size(most.pinned_bytes)} of the {figures.size(limit)} that one may"
+        yield Alarm("pinned", "warning", text)
+
+
+def _disk_alarms(oldest: Sample, now: Sample) -> Iterator[Alarm]:
+    tier = now.stats.disk
+    if tier is None:
+        return
+    before = oldest.stats.disk or tier
+    for one in tier.disks:
+        failed = one.state in ("read-only", "off")
+        if one.alarm:
+            yield Alarm("disk", "error" if failed else "warning", f"{one.path}: {one.alarm}")
+        if one.hung_jobs and not failed:
+            text = f"{one.path}: {figures.count(one.hung_jobs)} reads and writes are late; it gets no others meanwhile"
+            yield Alarm("disk_hangs", "warning", text)
+    yield from _disk_error_alarms(before, tier)
+    skipped = tier.skipped_blocks - before.skipped_blocks
+    elapsed = elapsed_s(oldest, now)
+    if skipped > 0 and elapsed > 0:
+        text = f"{figures.rate(skipped / elapsed)} blocks/s are not written to disk: {figures.size(tier.queued_bytes)}"
+        yield Alarm("disk_skips", "notice", f"{text} wait, and the disks take no more")
+    if tier.unsafe_keys:
+        text = f"{figures.count(tier.unsafe_keys)} deleted keys may come back: a disk that has them cannot be written"
+        yield Alarm("disk_deletions", "error", f"{text}; wipe it before it is used again")
+
+
+def _disk_error_alarms(before: DiskTierStatistics, now: DiskTierStatistics) -> Iterator[Alarm]:
+    earlier = {one.path: one for one in before.disks}
+    for one in now.disks:
+        old = earlier.get(one.path, one)
+        fresh = {
+            "reads failed": one.read_errors - old.read_errors,
+            "writes failed": one.write_errors - old.write_errors,
+            "blocks did not match their checksum": one.damaged_blocks - old.damaged_blocks,
+        }
+        said = [f"{figures.count(times)} {what}" for what, times in fresh.items() if times > 0]
+        if said:
+            yield Alarm("disk_errors", "warning", f"{one.path}: {', '.join(said)} just now; check the disk")
+
 
 HISTORY_POINTS: Final = 512
 """Length of the history: more than the widest screen shows."""

@@ -12,10 +12,9 @@ from typing import Final
 from rich.text import Text
 
 from infinistore.monitor import figures
-from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
 from infinistore.monitor.lines import Column, Glyphs, Part, fit, join, line, memory_map, sparkline, table, visible
-from infinistore.monitor.model import Kept, Snapshot
+from infinistore.monitor.model import Alarm, Kept, Snapshot
 from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.statistics import ArenaStatistics, PrefixStatistics
 

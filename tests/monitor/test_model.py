@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.document import document
-from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
+from infinistore.monitor.model import HISTORY_POINTS, Alarm, Model, Snapshot
 from infinistore.monitor.rates import Quantile, is_restart, quantile
 from infinistore.sizes import GIB, MIB
 from infinistore.statistics import LATENCY_BOUNDS_S, DrainStatistics, EvictionStatistics, Stats

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from infinistore.cluster.membership import NodeState
 from infinistore.monitor import figures
-from infinistore.monitor.alarms import Alarm
 from infinistore.monitor.cluster.controls import HELP, ClusterControls, NodeOrder
 from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow, Total, total
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
+from infinistore.monitor.model import Alarm
 from infinistore.monitor.sections import alarm_lines, first_line, keys_line
 from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
