@@ -10,7 +10,7 @@ import attrs
 
 from infinistore.monitor.model import Snapshot
 from infinistore.monitor.rates import OperationRow, Quantile
-from infinistore.monitor.sections import shown_alarms
+from infinistore.monitor.view import shown_alarms
 from infinistore.statistics import Stats
 
 __all__ = ["document"]

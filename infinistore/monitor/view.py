@@ -1,38 +1,447 @@
-"""The layout of the screen for a terminal size. Pure: snapshot and size in, lines out.
+"""The screen: its parts, each as lines that fit a width, and their layout for a
+terminal size. Pure: snapshot and size in, lines out.
 
 From 60 x 16 on it is the full screen, with two columns from 160 cells on. Below that it
 has only the most important figures, and below 12 x 4 only a message. Every size gives
 exactly `height` lines of at most `width` cells.
+
+Numbers have columns of fixed width, so that nothing moves when they change. If a server
+does not report a figure, its place says so.
 """
 
+import textwrap
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Final
 
 import attrs
 from rich.text import Text
 
 from infinistore.monitor import figures
-from infinistore.monitor.controls import HELP, Controls
-from infinistore.monitor.lines import UNICODE, Glyphs, Part, join, line, memory_map, sparkline
-from infinistore.monitor.model import Snapshot
-from infinistore.monitor.sections import (
-    activity_lines,
-    arena_lines,
-    client_lines,
-    disk_lines,
-    flow_lines,
-    footer_line,
-    header_line,
-    operation_lines,
-    pool_line,
-    prefix_lines,
-    shown_alarms,
-    state_part,
-    status_lines,
+from infinistore.monitor.controls import HELP, ClientOrder, Controls, PrefixOrder
+from infinistore.monitor.lines import (
+    UNICODE,
+    Column,
+    Glyphs,
+    Part,
+    fit,
+    join,
+    line,
+    memory_map,
+    sparkline,
+    table,
+    visible,
 )
+from infinistore.monitor.model import Alarm, Kept, Snapshot
+from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.monitor.tenants import Tenants, tenant_lines
-from infinistore.statistics import DiskTierStatistics
+from infinistore.statistics import ArenaStatistics, DiskTierStatistics, PrefixStatistics
 
-__all__ = ["screen"]
+__all__ = [
+    "activity_lines",
+    "alarm_lines",
+    "arena_lines",
+    "client_lines",
+    "disk_lines",
+    "first_line",
+    "flow_lines",
+    "footer_line",
+    "header_line",
+    "keys_line",
+    "operation_lines",
+    "pool_line",
+    "prefix_lines",
+    "screen",
+    "shown_alarms",
+    "state_part",
+    "status_lines",
+]
+
+
+_STYLES: Final = {"error": "bold red", "warning": "yellow", "notice": ""}
+_RESTART_SHOWN: Final = timedelta(minutes=1)
+_LABEL: Final = 10
+_DISK_STATES: Final = {"off": 0, "read-only": 1, "recovering": 2, "healthy": 3}
+_ALWAYS: Final = ("put", "get")
+_KINDS: Final = ("put", "get", "match_prefix", "exists", "delete", "release_hold", "list_keys", "evict", "purge")
+
+
+def state_part(snapshot: Snapshot) -> Part:
+    """The state of the server in a word or two."""
+    if snapshot.lost is not None:
+        return f"NO ANSWER since {snapshot.lost.since:%H:%M:%S}", "bold red"
+    if snapshot.stats is None:
+        return "connecting", "dim"
+    state = snapshot.stats.details.state if snapshot.stats.details is not None else "serving"
+    return state, "green" if state == "serving" else "yellow"
+
+
+def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyphs) -> Text:
+    """Address, state and uptime of the server; interval and age of the figures."""
+    left: list[Part] = [("infinistore ", "bold"), (snapshot.url, "cyan"), ("  ", ""), state_part(snapshot)]
+    if snapshot.stats is not None and snapshot.stats.server is not None and snapshot.lost is None:
+        left.append((f"  up {figures.duration(snapshot.stats.server.uptime_s)}", ""))
+    return first_line(left, snapshot.at, controls, width, glyphs)
+
+
+def first_line(left: Sequence[Part], at: datetime | None, controls: Controls, width: int, glyphs: Glyphs) -> Text:
+    """What is shown, then the interval and the age of the figures."""
+    right: list[Part] = [(" PAUSED ", "reverse")] if controls.paused else []
+    right.append((f"  every {figures.duration(controls.interval_s)}", "dim"))
+    right.append((f"  {at:%H:%M:%S}" if at is not None else "", ""))
+    right_width = sum(len(text) for text, _ in right)
+    left_width = max(0, width - right_width)
+    return join(line(left, left_width, glyphs), line(right, width - left_width, glyphs), left_width)
+
+
+def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
+    """All warnings, including the monitor's own about a lost or restarted server."""
+    found: list[Alarm] = []
+    if snapshot.lost is not None:
+        times = "once" if snapshot.lost.attempts == 1 else f"{figures.count(snapshot.lost.attempts)} times"
+        figures_of = f"; figures are of {snapshot.at:%H:%M:%S}" if snapshot.at is not None else ""
+        text = f"{snapshot.lost.reason} (tried {times}{figures_of})"
+        found.append(Alarm("lost", "error", text))
+    elif snapshot.restarted_at and snapshot.at and snapshot.at - snapshot.restarted_at < _RESTART_SHOWN:
+        text = f"another process serves; seen at {snapshot.restarted_at:%H:%M:%S}{_cost(snapshot.kept)}"
+        found.append(Alarm("restarted", "notice", text))
+    return found + list(snapshot.alarms if snapshot.lost is None else ())
+
+
+def _cost(kept: Kept | None) -> str:
+    """What is gone since another process serves, as far as the number of keys tells."""
+    if kept is None or kept.after >= kept.before:
+        return ""
+    if not kept.after:
+        return f". All {figures.count(kept.before)} keys are gone"
+    return f". Of {figures.count(kept.before)} keys, {figures.count(kept.after)} are left"
+
+
+def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines of warnings, the worst first."""
+    found = shown_alarms(snapshot)
+    if snapshot.lost is not None and height > 1:  # the reason matters most: show it in full
+        said = visible(found[0].text, glyphs)
+        wrapped = textwrap.wrap(said, max(1, width - 2), max_lines=height, placeholder=glyphs.ellipsis)
+        made = [
+            line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
+            for index, text in enumerate(wrapped)
+        ]
+        return (made + [Text(end="")] * height)[:height]
+    calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
+    return alarm_lines(found, calm, width, height, glyphs)
+
+
+def alarm_lines(found: Sequence[Alarm], calm: str, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines of warnings, one each; `calm` is said if there is none."""
+    made = [line([("! ", _STYLES[one.severity]), (one.text, _STYLES[one.severity])], width, glyphs) for one in found]
+    if not found:
+        made = [line([(calm, "dim")], width, glyphs)]
+    if len(made) > height > 0:
+        more = f"  +{len(made) - height} more"
+        kept = found[height - 1]
+        style = _STYLES[kept.severity]
+        last = line([("! ", style), (kept.text, style)], width - len(more), glyphs)
+        made = [*made[: height - 1], join(last, Text(more, "yellow"), width - len(more))]
+    return (made + [Text(end="")] * height)[:height]
+
+
+def pool_line(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
+    """The usage of the pool in numbers."""
+    if snapshot.stats is None:
+        return line([(fit("pool", _LABEL, glyphs), "cyan"), (figures.UNKNOWN, "")], width, glyphs)
+    store = snapshot.stats.store
+    used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else None
+    largest = figures.size(store.allocator.largest_free_extent_bytes)
+    parts: list[Part] = [
+        (fit("pool", _LABEL, glyphs), "cyan"),
+        (f"{figures.percent(used):>7}", "bold"),
+        (f"  {figures.size(store.used_bytes):>8} of {figures.size(store.capacity_bytes):>8}", ""),
+        (f"  {figures.count(store.keys):>7} keys", ""),
+        ("  largest free", "dim"),
+        (f" {largest:>8}", ""),
+    ]
+    if store.growable_bytes:
+        parts += [("  may grow", "dim"), (f" {figures.size(store.growable_bytes):>8}", "")]
+    if width >= 120:
+        parts += [("  allocator ", "dim"), (store.allocator.name, ""), ("  over ", "dim")]
+        parts += [(snapshot.stats.transport, ""), (f" ({snapshot.stats.transport_reason})", "dim")]
+    return line(parts, width, glyphs)
+
+
+def arena_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: the arenas as a map of memory."""
+    cells = max(1, width - _LABEL - 8)
+    if snapshot.stats is None or height <= 0:
+        return [Text(end="")] * height
+    store, details = snapshot.stats.store, snapshot.stats.details
+    if details is None or not details.arenas:  # one bar, filled from the left
+        used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
+        full = round(used * cells)
+        bar = glyphs.shades[-1] * full + glyphs.shades[0] * (cells - full)
+        made = [_map_row("in use", bar, used, width, glyphs)]
+    elif len(details.arenas) == 1:
+        made = _spread_arena(details.arenas[0], cells, min(height, 4), width, glyphs)
+    else:
+        a_row = -(-len(details.arenas) // height)
+        groups = [details.arenas[first : first + a_row] for first in range(0, len(details.arenas), a_row)]
+        made = [_arena_row(group, cells, width, glyphs) for group in groups]
+    return (made + [Text(end="")] * height)[:height]
+
+
+def _map_row(label: str, cells: str, used: float | None, width: int, glyphs: Glyphs) -> Text:
+    percent = figures.percent(used) if used is not None else ""
+    return line([(fit(label, _LABEL, glyphs), "dim"), (cells, "cyan"), (f" {percent:>7}", "")], width, glyphs)
+
+
+def _spread_arena(arena: ArenaStatistics, cells: int, rows: int, width: int, glyphs: Glyphs) -> list[Text]:
+    shades = memory_map(arena.fill, cells * rows, glyphs)
+    used = arena.used_bytes / arena.length_bytes if arena.length_bytes else 0.0
+    return [
+        _map_row("arena 0" if row == 0 else "", shades[row * cells : (row + 1) * cells], used if row == 0 else None,
+                 width, glyphs)
+        for row in range(rows)
+    ]  # fmt: skip
+
+
+def _arena_row(arenas: Sequence[ArenaStatistics], cells: int, width: int, glyphs: Glyphs) -> Text:
+    first, last = arenas[0].index, arenas[-1].index
+    label = f"arena {first}" if first == last else f"{first} to {last}"
+    each = (cells - (len(arenas) - 1)) // len(arenas)
+    averages = [arena.used_bytes / arena.length_bytes if arena.length_bytes else 0.0 for arena in arenas]
+    if each >= 1:
+        shades = " ".join(memory_map(arena.fill, each, glyphs) for arena in arenas)
+    else:
+        shades = memory_map(averages, cells, glyphs)
+    length = sum(arena.length_bytes for arena in arenas)
+    used = sum(arena.used_bytes for arena in arenas) / length if length else 0.0
+    return _map_row(label, shades.ljust(cells), used, width, glyphs)
+
+
+def disk_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: a heading, and a row per disk, the worst state first."""
+    if height <= 0:
+        return []
+    tier = snapshot.stats.disk if snapshot.stats is not None else None
+    waiting = figures.size(tier.queued_bytes if tier is not None else None)
+    columns = (
+        Column(f"disk, {waiting} due", 0, right=False, keeps_end=True),
+        Column("state", 10, right=False), Column("used", 6, rank=1), Column("of", 8, rank=4),
+        Column("read/s", 8), Column("write/s", 8), Column("hits/s", 7, rank=3), Column("queue", 6, rank=2),
+        Column("errors", 6),
+    )  # fmt: skip
+    rows = sorted(snapshot.disks, key=lambda row: _DISK_STATES.get(row.state, 0))
+    return table(columns, [_disk_cells(row) for row in rows], width, height, glyphs)
+
+
+def _disk_cells(row: DiskRow) -> tuple[str, ...]:
+    return (
+        row.path,
+        row.state,
+        figures.percent(row.used_bytes / row.capacity_bytes if row.capacity_bytes else None),
+        figures.size(row.capacity_bytes),
+        figures.size(row.read_bytes_per_s),
+        figures.size(row.written_bytes_per_s),
+        figures.rate(row.hits_per_s),
+        figures.count(row.queue) if row.queue else "",
+        figures.count(row.errors) if row.errors else "",
+    )
+
+
+def flow_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    """Three lines: bytes in, bytes out, and hits, now and as history."""
+    now = snapshot.rates
+    spark = max(0, width - _LABEL - 11 - 18)
+    shown = list(snapshot.history)[-spark:] if spark else []
+    span = figures.duration(sum(point.span_s for point in shown)) if shown else ""
+    lines = []
+    for label, value, values in (
+        ("in", now.received_bytes if now else None, [point.received_bytes for point in shown]),
+        ("out", now.sent_bytes if now else None, [point.sent_bytes for point in shown]),
+    ):
+        peak = max((one for one in values if one is not None), default=0.0)
+        note = f"  peak {figures.size_rate(peak):>10}" if peak else ""
+        lines.append(_flow_line(label, figures.size_rate(value), sparkline(values, spark, peak, glyphs), note))
+    rates = [point.hit_rate for point in shown]
+    hits = figures.percent(now.hit_rate if now else None)
+    lines.append(_flow_line("hits", hits, sparkline(rates, spark, 1.0, glyphs), f"  last {span:>10}" if span else ""))
+    return [line(parts, width, glyphs) for parts in lines]
+
+
+def _flow_line(label: str, value: str, bars: str, note: str) -> list[Part]:
+    return [(f"{label:<{_LABEL}}", "cyan"), (f"{value:>10}", "bold"), (" ", ""), (bars, "green"), (note, "dim")]
+
+
+def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: a heading, and a row per kind of request."""
+    span = snapshot.latency_span_s
+    took = "since start" if span is None else f"over {figures.duration(max(1, round(span)))}"
+    columns = (
+        Column("requests", 14, right=False), Column("a second", 9), Column("bytes/s", 10, rank=2),
+        Column("errors/s", 8, rank=1), Column("p50", 7), Column("p90", 7, rank=3), Column("p99", 7),
+        Column(took, 0, right=False, rank=4),
+    )  # fmt: skip
+    if snapshot.stats is not None and snapshot.stats.details is None:
+        return _untold("requests by kind", snapshot, width, height, glyphs)
+    rows = [_operation_cells(row) for row in _chosen_operations(snapshot, height - 1)]
+    return table(columns, rows, width, height, glyphs)
+
+
+def _chosen_operations(snapshot: Snapshot, most: int) -> list[OperationRow]:
+    """Puts and gets, and the most frequent of the other kinds of late, in a fixed
+    order.
+    """
+    order = [*_ALWAYS, *snapshot.busiest, *(row.kind for row in snapshot.operations)]
+    chosen = sorted(snapshot.operations, key=lambda row: order.index(row.kind))[: max(0, most)]
+    return sorted(chosen, key=lambda row: (_KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS), row.kind))
+
+
+def _operation_cells(row: OperationRow) -> tuple[str, ...]:
+    return (
+        row.kind.replace("_", " "),
+        figures.rate(row.per_s),
+        figures.size(row.bytes_per_s) if row.bytes_per_s else "",
+        figures.rate(row.errors_per_s) if row.errors_per_s else "",
+        figures.latency(row.p50),
+        figures.latency(row.p90),
+        figures.latency(row.p99),
+        "",
+    )
+
+
+def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    """Two lines: evictions and deletions, and pins."""
+    evicted = snapshot.rates.evicted if snapshot.rates is not None else {}
+    first: list[Part] = [(f"{'evicted/s':<{_LABEL}}", "cyan")]
+    for name, cause in (
+        ("on demand", "on_demand"),
+        ("fragmented", "fragmentation"),
+        ("periodic", "periodic"),
+        ("manual", "manual"),
+    ):
+        first += [(f"  {name}", "dim"), (f"{figures.rate(evicted.get(cause)):>7}", "")]
+    second: list[Part] = [(f"{'pinned':<{_LABEL}}", "cyan")]
+    if snapshot.stats is not None:
+        store = snapshot.stats.store
+        second += [(f" {figures.size(store.pinned_bytes):>8}", "")]
+        for name, number in (("leases", store.leases), ("holds", store.holds), ("writes", store.reservations)):
+            second += [(f"  {name}", "dim"), (f"{figures.count(number):>6}", "")]
+        second += [(" of", "dim"), (f" {figures.size(store.reserved_bytes):>8}", "")]
+    return [line(first, width, glyphs), line(second, width, glyphs)]
+
+
+def client_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: a heading, and the filtered and sorted clients."""
+    if height <= 0:
+        return []
+    if snapshot.stats is not None and snapshot.stats.details is None:
+        return _untold("clients", snapshot, width, height, glyphs)
+    rows = sorted(
+        (row for row in snapshot.clients if controls.shows(row.name)),
+        key=lambda row: _client_key(row, controls.client_order),
+        reverse=controls.reversed,
+    )
+    columns = (
+        Column(f"client, by {controls.client_order.value}", 0, right=False),
+        Column("conns", 5, rank=2), Column("over", 4, right=False, rank=4),
+        Column("requests/s", 10, rank=1), Column("in", 10), Column("out", 10), Column("pinned", 8, rank=3),
+        Column("errors", 7, rank=5),
+    )  # fmt: skip
+    return table(columns, [_client_cells(row) for row in rows], width, height, glyphs)
+
+
+def _client_key(row: ClientRow, order: ClientOrder) -> tuple[float, str]:
+    largest = {
+        ClientOrder.TRAFFIC: row.recent_bytes_per_s,
+        ClientOrder.REQUESTS: row.recent_requests_per_s,
+        ClientOrder.PINNED: row.pinned_bytes,
+        ClientOrder.ERRORS: row.errors,
+        ClientOrder.NAME: 0.0,
+    }[order]
+    return -largest, row.name
+
+
+def _client_cells(row: ClientRow) -> tuple[str, ...]:
+    return (
+        row.name,
+        figures.count(row.connections),
+        row.transport,
+        figures.rate(row.requests_per_s),
+        figures.size_rate(row.received_bytes_per_s),
+        figures.size_rate(row.sent_bytes_per_s),
+        figures.size(row.pinned_bytes) if row.pinned_bytes else "",
+        figures.count(row.errors) if row.errors else "",
+    )
+
+
+def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """Exactly `height` lines: a heading, and the filtered and sorted prefixes."""
+    if height <= 0:
+        return []
+    if snapshot.stats is not None and snapshot.stats.details is None:
+        return _untold("keys by prefix", snapshot, width, height, glyphs)
+    known = snapshot.stats.details.prefixes if snapshot.stats is not None and snapshot.stats.details is not None else []
+    rows = sorted(
+        (one for one in known if controls.shows(one.prefix)),
+        key=lambda one: _prefix_key(one, controls.prefix_order),
+        reverse=controls.reversed,
+    )
+    total = sum(one.payload_bytes for one in known)
+    cells = [
+        (
+            one.prefix or "(no separator)",
+            figures.count(one.keys),
+            figures.size(one.payload_bytes),
+            figures.percent(one.payload_bytes / total if total else None),
+            figures.percent(one.payload_error_bytes / one.payload_bytes) if one.payload_error_bytes else "",
+        )
+        for one in rows
+    ]
+    columns = (
+        Column(f"prefix, by {controls.prefix_order.value}", 0, right=False),
+        Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1), Column("+-", 8, rank=2),
+    )  # fmt: skip
+    return table(columns, cells, width, height, glyphs)
+
+
+def _prefix_key(one: PrefixStatistics, order: PrefixOrder) -> tuple[int, str]:
+    largest = {PrefixOrder.BYTES: one.payload_bytes, PrefixOrder.KEYS: one.keys, PrefixOrder.NAME: 0}[order]
+    return -largest, one.prefix
+
+
+def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    server = snapshot.stats.server if snapshot.stats is not None else None
+    release = f" ({server.version})" if server is not None else ""
+    said = line([(what, "cyan"), (f"  not told by this server{release}; a newer one does", "dim")], width, glyphs)
+    return ([said] + [Text(end="")] * height)[:height]
+
+
+def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
+    """The keys, or the filter that is being typed."""
+    back = [("Esc", "back")] if controls.in_cluster else []
+    other = [] if controls.in_cluster else [("t", "store" if controls.tenants else "tenants")]
+    return keys_line(controls, [*back, ("s", "sort"), *other], width, glyphs)
+
+
+def keys_line(controls: Controls, own: Sequence[tuple[str, str]], width: int, glyphs: Glyphs) -> Text:
+    """The keys, `own` among those of all screens, or the filter that is being typed."""
+    if controls.typing is not None:
+        hint = "  Enter keeps it, Esc drops it"
+        return line([("filter: ", "cyan"), (controls.typing, "bold"), ("_", "blink"), (hint, "dim")], width, glyphs)
+    if not controls.has_keyboard:
+        return line([("no keys: standard input is no terminal. Ctrl-C quits", "dim")], width, glyphs)
+    parts: list[Part] = []
+    if controls.filter:
+        parts.append((f'only "{controls.filter}"   ', "yellow"))
+    if controls.reversed:
+        parts.append(("reversed   ", "yellow"))
+    pause = "go on" if controls.paused else "pause"
+    for key, meaning in (("q", "quit"), ("?", "help"), *own, ("/", "filter"), ("p", pause), ("+ -", "interval")):
+        if sum(len(text) for text, _ in parts) + len(key) + 1 + len(meaning) > width:
+            break  # omit partial words
+        parts += [(f"{key} ", "bold"), (f"{meaning}   ", "dim")]
+    return line(parts, width, glyphs)
+
 
 _FULL: Final = (60, 16)
 _TINY: Final = (12, 4)

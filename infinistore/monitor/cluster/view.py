@@ -17,7 +17,7 @@ from infinistore.monitor.cluster.controls import HELP, ClusterControls, NodeOrde
 from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow, Total, total
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
 from infinistore.monitor.model import Alarm
-from infinistore.monitor.sections import alarm_lines, first_line, keys_line
+from infinistore.monitor.view import alarm_lines, first_line, keys_line
 from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
 
