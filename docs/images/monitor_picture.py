@@ -15,9 +15,9 @@ import attrs
 import trio
 from pictures import recorder, write
 
+from infinistore.monitor.app import Pace, Source, sample
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.model import HISTORY_POINTS, Model, Snapshot
-from infinistore.monitor.sampling import Pace, Source, sample
 from infinistore.monitor.view import screen
 
 HERE = Path(__file__).resolve().parent

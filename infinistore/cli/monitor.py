@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from infinistore.cluster.locate import ClusterUrl
+    from infinistore.monitor.app import Source
     from infinistore.monitor.lines import Glyphs
-    from infinistore.monitor.sampling import Source
 
 __all__ = ["command"]
 
@@ -196,7 +196,7 @@ def _print_now(made: dict[str, Any]) -> None:
 def _source(target: Target, address: str | None) -> "Source":
     from urllib.parse import parse_qs, urlsplit
 
-    from infinistore.monitor.sampling import Source
+    from infinistore.monitor.app import Source
 
     url = address or target.url
     try:

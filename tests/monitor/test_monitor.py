@@ -16,8 +16,8 @@ import trio
 
 from infinistore import StoreUnavailable, blocking
 from infinistore.monitor import app
+from infinistore.monitor.app import Pace, Source
 from infinistore.monitor.model import Model
-from infinistore.monitor.sampling import Pace, Source
 from tests import warm
 from tests.ports import own_ports
 

@@ -19,9 +19,9 @@ from infinistore.cluster.membership import Node, StaticMembership
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import InfiniStoreException
+from infinistore.monitor.app import Pace, Source
 from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow
 from infinistore.monitor.model import Model
-from infinistore.monitor.sampling import Pace, Source
 
 __all__ = ["ClusterWatch"]
 
