@@ -152,7 +152,7 @@ class _Cluster:
         import trio
 
         from infinistore.monitor.cluster.app import report
-        from infinistore.monitor.cluster.document import document
+        from infinistore.monitor.cluster_view import document
 
         write = lambda snapshot: _print_now(document(snapshot))  # noqa: E731
         trio.run(report, self.source, self.url, self.interval_s, write)
@@ -161,7 +161,7 @@ class _Cluster:
         import trio
 
         from infinistore.monitor.cluster.app import take_two
-        from infinistore.monitor.cluster.document import document
+        from infinistore.monitor.cluster_view import document
 
         return document(trio.run(take_two, self.source, self.url, self.interval_s))
 

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.monitor import keys
 from infinistore.monitor.cluster.app import still
-from infinistore.monitor.cluster.controls import ClusterControls, NodeOrder
-from infinistore.monitor.cluster.document import document
-from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow, total
-from infinistore.monitor.cluster.view import screen, shown_rows
+from infinistore.monitor.cluster_view import (
+    ClusterControls,
+    ClusterSnapshot,
+    NodeOrder,
+    NodeRow,
+    document,
+    screen,
+    shown_rows,
+    total,
+)
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import ASCII, UNICODE
 from infinistore.sizes import GIB

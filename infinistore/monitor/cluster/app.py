@@ -10,10 +10,8 @@ from rich.text import Text
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.monitor.app import Source
-from infinistore.monitor.cluster.controls import ClusterControls
-from infinistore.monitor.cluster.model import ClusterSnapshot
 from infinistore.monitor.cluster.sampling import ClusterWatch
-from infinistore.monitor.cluster.view import screen, shown_rows
+from infinistore.monitor.cluster_view import ClusterControls, ClusterSnapshot, screen, shown_rows
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.terminal import LiveScreen, Terminal

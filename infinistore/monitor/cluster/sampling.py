@@ -20,7 +20,7 @@ from infinistore.cluster_io.memberships import RunningMembership, make_membershi
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import InfiniStoreException
 from infinistore.monitor.app import Pace, Source
-from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow
+from infinistore.monitor.cluster_view import ClusterSnapshot, NodeRow
 from infinistore.monitor.model import Model
 
 __all__ = ["ClusterWatch"]

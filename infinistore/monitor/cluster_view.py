@@ -1,27 +1,210 @@
-"""The layout of a cluster's screen for a terminal size. Pure: snapshot and size in,
-lines out.
+"""The screen of a cluster: its nodes, what each does, and the sum; its keys; and the
+same as plain values for `--json`. Pure: snapshot and size in, lines out.
 
 The first lines say what the view is and what is wrong; a table has a row for each node
 and scrolls so that the selected one is seen; the last row is the sum. Every size gives
-exactly `height` lines of at most `width` cells.
+exactly `height` lines of at most `width` cells. While a node is open, its screen has
+the keys that the screen of a store always has.
+
+In the document, names end in their unit. What is not known is None.
 """
 
-from typing import Final
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any, Final
 
 import attrs
 from rich.text import Text
 
-from infinistore.cluster.membership import NodeState
-from infinistore.monitor import figures
-from infinistore.monitor.cluster.controls import HELP, ClusterControls, NodeOrder
-from infinistore.monitor.cluster.model import ClusterSnapshot, NodeRow, Total, total
+from infinistore.cluster.membership import Node, NodeState
+from infinistore.monitor import figures, keys
+from infinistore.monitor.controls import Controls
+from infinistore.monitor.document import document as store_document
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
-from infinistore.monitor.model import Alarm
+from infinistore.monitor.model import Alarm, Snapshot
+from infinistore.monitor.rates import Rates
 from infinistore.monitor.view import alarm_lines, first_line, keys_line
 from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
 
-__all__ = ["cluster_alarms", "screen", "shown_rows"]
+__all__ = [
+    "ClusterControls",
+    "ClusterSnapshot",
+    "HELP",
+    "NodeOrder",
+    "NodeRow",
+    "Total",
+    "cluster_alarms",
+    "document",
+    "screen",
+    "shown_rows",
+    "total",
+]
+
+
+@attrs.frozen
+class NodeRow:
+    """One node. What a silent one did last is still in `snapshot`."""
+
+    node: Node
+    snapshot: Snapshot
+    age_s: float | None = None
+    """For how long it has not answered; None if it never has."""
+    silent_s: float | None = None
+    """For how long it has been silent; None if it answers, or was asked just now."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has answered, and still does."""
+        return self.age_s is not None and self.silent_s is None
+
+    @property
+    def rates(self) -> Rates | None:
+        """What it does now; None if that is not known."""
+        return self.snapshot.rates if self.answers else None
+
+
+@attrs.frozen
+class ClusterSnapshot:
+    """The contents of a screen."""
+
+    url: str
+    at: datetime
+    kind: str
+    """Where the view comes from: "static", "file" or "etcd"."""
+    epoch: int
+    copies: int
+    view_age_s: float
+    """For how long nothing has confirmed the view."""
+    problem: str
+    """What keeps a newer view from coming; empty if nothing does."""
+    rows: Sequence[NodeRow] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Total:
+    """The sum of the nodes that answer. None is unknown."""
+
+    nodes: int
+    answering: int
+    weight: int
+    """Of all nodes."""
+    keys: int | None
+    used_bytes: int | None
+    capacity_bytes: int | None
+    disk_used_bytes: int | None
+    disk_capacity_bytes: int | None
+    requests: float | None
+    received_bytes: float | None
+    sent_bytes: float | None
+    hit_rate: float | None
+
+
+def total(rows: Sequence[NodeRow]) -> Total:
+    """Add the nodes up."""
+    found = [one.snapshot.stats for one in rows if one.answers and one.snapshot.stats is not None]
+    rates = [one.rates for one in rows if one.rates is not None]
+    disks = [disk for stats in found if stats.disk is not None for disk in stats.disk.disks]
+    reads = sum(one.reads for one in rates)
+    hits = sum(one.reads * one.hit_rate for one in rates if one.hit_rate is not None)
+
+    def added(of: Callable[[Rates], float]) -> float | None:
+        return sum(map(of, rates)) if rates else None
+
+    return Total(
+        nodes=len(rows),
+        answering=sum(one.answers for one in rows),
+        weight=sum(one.node.weight for one in rows),
+        keys=_added(one.store.keys for one in found),
+        used_bytes=_added(one.store.used_bytes for one in found),
+        capacity_bytes=_added(one.store.capacity_bytes for one in found),
+        disk_used_bytes=_added(one.used_bytes for one in disks),
+        disk_capacity_bytes=_added(one.capacity_bytes for one in disks),
+        requests=added(lambda one: one.requests),
+        received_bytes=added(lambda one: one.received_bytes),
+        sent_bytes=added(lambda one: one.sent_bytes),
+        hit_rate=hits / reads if reads > 0 else None,
+    )
+
+
+def _added(values: Iterable[int]) -> int | None:
+    several = list(values)
+    return sum(several) if several else None
+
+
+_PAGE_ROWS: Final = 10
+_STEPS: Final = {
+    keys.UP: -1, keys.DOWN: 1, "k": -1, "j": 1, keys.PAGE_UP: -_PAGE_ROWS, keys.PAGE_DOWN: _PAGE_ROWS,
+}  # fmt: skip
+
+HELP: Final = (
+    ("q, Ctrl-C", "quit"),
+    ("up, down", "select a node; also k and j, page up and page down, home and end"),
+    ("Enter", "the screen of the selected node; Esc or Backspace leads back"),
+    ("s", "sort nodes by: name, requests, memory"),
+    ("r", "reverse the order"),
+    ("/", "show only nodes with a text in their name or address"),
+    ("p, space", "pause the screen; samples are still taken"),
+    ("+ -", "sample less often, more often"),
+    ("?, h", "this help; any key leaves it"),
+)
+
+
+class NodeOrder(enum.Enum):
+    """Sort orders of nodes; all except the name are descending."""
+
+    NAME = "name"
+    REQUESTS = "requests"
+    MEMORY = "memory"
+
+
+@attrs.frozen
+class ClusterControls:
+    """The user's choices. `screen` has those that every screen has."""
+
+    screen: Controls = attrs.field(factory=Controls)
+    order: NodeOrder = NodeOrder.NAME
+    selected: str = ""
+    """The id of a node; of one that is not shown, the next one by its name counts."""
+    opened: str | None = None
+    """The node whose screen is shown."""
+
+    def place(self, shown: Sequence[str]) -> int:
+        """Return which of the shown nodes is selected."""
+        if self.selected in shown:
+            return shown.index(self.selected)
+        return max(0, min(len(shown) - 1, sum(one < self.selected for one in shown)))
+
+    def press(self, key: str, shown: Sequence[str]) -> "ClusterControls":
+        """Return the state after a key; `shown` are the nodes in order, by their id."""
+        if self.screen.typing is not None or self.screen.help:
+            return self._press_screen(key)
+        if self.opened is not None:
+            if key == keys.BACKSPACE or (key == keys.ESCAPE and not self.screen.filter):
+                return attrs.evolve(self, opened=None, screen=attrs.evolve(self.screen, filter="", in_cluster=False))
+            return self._press_screen(key)
+        if key == keys.ENTER and shown:
+            selected = shown[self.place(shown)]
+            # A filter of nodes is none of clients and prefixes.
+            screen = attrs.evolve(self.screen, filter="", in_cluster=True)
+            return attrs.evolve(self, selected=selected, opened=selected, screen=screen)
+        if key in _STEPS or key in (keys.HOME, keys.END):
+            return self._move(key, shown)
+        if key == "s":
+            members = list(NodeOrder)
+            return attrs.evolve(self, order=members[(members.index(self.order) + 1) % len(members)])
+        return self._press_screen(key)
+
+    def _move(self, key: str, shown: Sequence[str]) -> "ClusterControls":
+        if not shown:
+            return self
+        place = {keys.HOME: 0, keys.END: len(shown) - 1}.get(key, self.place(shown) + _STEPS.get(key, 0))
+        return attrs.evolve(self, selected=shown[max(0, min(len(shown) - 1, place))])
+
+    def _press_screen(self, key: str) -> "ClusterControls":
+        return attrs.evolve(self, screen=self.screen.press(key))
+
 
 _TINY: Final = (12, 4)
 _ROOMY: Final = 16
@@ -194,3 +377,50 @@ def _silence(row: NodeRow) -> str:
 def _style(row: NodeRow, *, is_selected: bool) -> str:
     style = "red" if row.silent_s is not None else "" if row.node.state is NodeState.SERVING else "yellow"
     return f"{style} reverse".strip() if is_selected else style
+
+
+def document(snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """Return a snapshot as a JSON object."""
+    sums = total(snapshot.rows)
+    return {
+        "at": snapshot.at.isoformat(timespec="milliseconds"),
+        "url": snapshot.url,
+        "kind": snapshot.kind,
+        "epoch": snapshot.epoch,
+        "copies": snapshot.copies,
+        "view_age_s": snapshot.view_age_s,
+        "problem": snapshot.problem,
+        "warnings": [attrs.asdict(alarm) for alarm in cluster_alarms(snapshot)],
+        "total": {
+            "nodes": sums.nodes,
+            "answering": sums.answering,
+            "weight": sums.weight,
+            "keys": sums.keys,
+            "used_bytes": sums.used_bytes,
+            "capacity_bytes": sums.capacity_bytes,
+            "disk_used_bytes": sums.disk_used_bytes,
+            "disk_capacity_bytes": sums.disk_capacity_bytes,
+            "hit_rate": sums.hit_rate,
+            "per_s": {
+                "requests": sums.requests,
+                "received_bytes": sums.received_bytes,
+                "sent_bytes": sums.sent_bytes,
+            },
+        },
+        "nodes": [_node(row) for row in snapshot.rows],
+    }
+
+
+def _node(row: NodeRow) -> dict[str, Any]:
+    node = row.node
+    return {
+        "id": node.id,
+        "address": node.address,
+        "state": node.state.value,
+        "weight": node.weight,
+        "zone": node.zone,
+        "answers": row.answers,
+        "age_s": row.age_s,
+        "silent_s": row.silent_s,
+        "server": store_document(row.snapshot),
+    }
