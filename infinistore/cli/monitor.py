@@ -143,7 +143,7 @@ class _Cluster:
     def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
         import trio
 
-        from infinistore.monitor.cluster.app import watch
+        from infinistore.monitor.cluster import watch
 
         run = partial(watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
         return trio.run(run, self.source, self.url, self.interval_s)
@@ -151,7 +151,7 @@ class _Cluster:
     def report(self) -> None:
         import trio
 
-        from infinistore.monitor.cluster.app import report
+        from infinistore.monitor.cluster import report
         from infinistore.monitor.cluster_view import document
 
         write = lambda snapshot: _print_now(document(snapshot))  # noqa: E731
@@ -160,7 +160,7 @@ class _Cluster:
     def document(self) -> dict[str, Any]:
         import trio
 
-        from infinistore.monitor.cluster.app import take_two
+        from infinistore.monitor.cluster import take_two
         from infinistore.monitor.cluster_view import document
 
         return document(trio.run(take_two, self.source, self.url, self.interval_s))
@@ -168,7 +168,7 @@ class _Cluster:
     def lines(self, size: "_Size", glyphs: "Glyphs") -> "list[Text]":
         import trio
 
-        from infinistore.monitor.cluster.app import still, take_two
+        from infinistore.monitor.cluster import still, take_two
 
         return still(trio.run(take_two, self.source, self.url, self.interval_s), self.interval_s, size[0], glyphs)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.monitor import keys
-from infinistore.monitor.cluster.app import still
+from infinistore.monitor.cluster import still
 from infinistore.monitor.cluster_view import (
     ClusterControls,
     ClusterSnapshot,
