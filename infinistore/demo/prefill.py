@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 import infinistore
-from infinistore.demo.content import block_content
-from infinistore.demo.layout import KVLayout, block_key, chunk_names
+from infinistore.demo.layout import KVLayout, block_content, block_key, chunk_names
 from infinistore.demo.load import PrefixLoader
 from infinistore.demo.messages import Finished, Job, LayerDone, Setup, send_event
 from infinistore.demo.worker import run_worker
