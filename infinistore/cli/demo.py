@@ -120,7 +120,7 @@ def command(
 
     Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip
-    from infinistore.demo.failure import DemoError
+    from infinistore.demo.messages import DemoError
 
     if url is not None and pool_bytes is not None:
         raise click.UsageError(
@@ -173,7 +173,7 @@ def _run(settings: DemoSettings, prepared: tuple[str, str], console: "Console") 
     import trio
 
     from infinistore.demo.display import Display
-    from infinistore.demo.failure import expected_error
+    from infinistore.demo.messages import expected_error
     from infinistore.demo.run import run_demo
 
     async def run() -> "DemoResult | signal.Signals":

@@ -8,10 +8,9 @@ would use `infinistore.blocking.open_store`; see `examples/blocking_client.py`.
 
 from typing import TYPE_CHECKING
 
-from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import chunk_names
 from infinistore.demo.load import PrefixLoader
-from infinistore.demo.messages import Finished, Job, Setup
+from infinistore.demo.messages import DemoError, Finished, Job, Setup
 from infinistore.demo.worker import run_worker
 
 if TYPE_CHECKING:

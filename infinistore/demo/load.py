@@ -12,9 +12,8 @@ import trio
 from attrs import frozen
 
 import infinistore
-from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, first_difference
-from infinistore.demo.messages import LayerDone, Matched, send_event
+from infinistore.demo.messages import DemoError, LayerDone, Matched, send_event
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore, PrefixMatch

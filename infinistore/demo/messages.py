@@ -1,4 +1,5 @@
-"""Messages between the demonstration and its workers: one JSON object per line.
+"""Messages between the demonstration and its workers: one JSON object per line; and
+expected failures, which a worker reports with the last of them.
 
 The demonstration writes a `Setup`, followed by `Job`s, to a worker's standard input.
 The worker writes events to its standard output: `Ready` once, then for each job
@@ -19,8 +20,10 @@ from cattrs.preconf.json import JsonConverter, make_converter
 from cattrs.strategies import configure_tagged_union
 
 from infinistore.demo.layout import KVLayout
+from infinistore.errors import InfiniStoreException
 
 __all__ = [
+    "DemoError",
     "Event",
     "Failed",
     "Finished",
@@ -35,8 +38,33 @@ __all__ = [
     "decode_event",
     "decode_order",
     "encode_order",
+    "expected_error",
     "send_event",
 ]
+
+
+class DemoError(Exception):
+    """The demonstration cannot continue, or a byte was wrong. The message is
+    one line.
+    """
+
+
+def expected_error(group: BaseExceptionGroup[BaseException]) -> DemoError | InfiniStoreException | None:
+    """Return the first expected error in `group`, to be reported in one line.
+
+    None if the group contains another error, which is a bug.
+    """
+    expected, unexpected = group.split((DemoError, InfiniStoreException))
+    if expected is None or unexpected is not None:
+        return None
+    error = _first(expected)
+    assert isinstance(error, DemoError | InfiniStoreException)
+    return error
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
 
 _MAX_LINE_BYTES = 16 << 20
 

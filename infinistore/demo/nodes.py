@@ -16,9 +16,8 @@ from attrs import frozen
 
 import infinistore
 from infinistore.demo.display import Display
-from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_keys, chunk_names
-from infinistore.demo.messages import Finished, Job
+from infinistore.demo.messages import DemoError, Finished, Job
 from infinistore.demo.own_cluster import OwnCluster
 from infinistore.demo.processes import WorkerProcess
 from infinistore.demo.result import JoinResult, LossResult, NodesResult

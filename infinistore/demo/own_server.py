@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from infinistore.demo.failure import DemoError
+from infinistore.demo.messages import DemoError
 from infinistore.demo.processes import ServerProcess, start_server
 from infinistore.demo.settings import DISK_RATIO
 from infinistore.disk_settings import DiskPlace

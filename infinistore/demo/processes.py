@@ -18,8 +18,8 @@ from pathlib import Path
 
 import trio
 
-from infinistore.demo.failure import DemoError
 from infinistore.demo.messages import (
+    DemoError,
     Event,
     Failed,
     Finished,

@@ -17,9 +17,8 @@ import trio
 from attrs import frozen
 
 from infinistore.demo.display import Display
-from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_keys, chunk_names
-from infinistore.demo.messages import Job
+from infinistore.demo.messages import DemoError, Job
 from infinistore.demo.own_server import OwnServer
 from infinistore.demo.processes import WorkerProcess
 from infinistore.demo.result import RestartResult

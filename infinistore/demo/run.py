@@ -21,9 +21,8 @@ import trio
 
 import infinistore
 from infinistore.demo.display import Display, Plan
-from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.layout import KVLayout
-from infinistore.demo.messages import Event, Job, Setup
+from infinistore.demo.messages import DemoError, Event, Job, Setup, expected_error
 from infinistore.demo.nodes import ClusterActs, wait_for_view
 from infinistore.demo.own_cluster import OwnCluster, own_cluster
 from infinistore.demo.own_server import OwnServer, own_server

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import trio
 
 import infinistore
-from infinistore.demo.failure import DemoError, expected_error
 from infinistore.demo.messages import (
+    DemoError,
     Failed,
     Finished,
     Job,
@@ -24,6 +24,7 @@ from infinistore.demo.messages import (
     Ready,
     Setup,
     decode_order,
+    expected_error,
     send_event,
 )
 

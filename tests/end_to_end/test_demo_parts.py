@@ -19,9 +19,18 @@ from trio.testing import memory_stream_pair
 
 from infinistore import blocking
 from infinistore.demo.display import Display, Plan
-from infinistore.demo.failure import DemoError
 from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, chunk_names, first_difference
-from infinistore.demo.messages import Job, LayerDone, LineReader, Matched, Setup, Work, decode_order, encode_order
+from infinistore.demo.messages import (
+    DemoError,
+    Job,
+    LayerDone,
+    LineReader,
+    Matched,
+    Setup,
+    Work,
+    decode_order,
+    encode_order,
+)
 from infinistore.demo.restart import other_prompts
 from infinistore.demo.result import gigabytes_per_s
 from infinistore.demo.run import tokens_that_fit
