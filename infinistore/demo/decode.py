@@ -9,9 +9,8 @@ would use `infinistore.blocking.open_store`; see `examples/blocking_client.py`.
 from typing import TYPE_CHECKING
 
 from infinistore.demo.layout import chunk_names
-from infinistore.demo.load import PrefixLoader
 from infinistore.demo.messages import DemoError, Finished, Job, Setup
-from infinistore.demo.worker import run_worker
+from infinistore.demo.worker import PrefixLoader, run_worker
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore

@@ -19,9 +19,8 @@ import trio
 
 import infinistore
 from infinistore.demo.layout import KVLayout, block_content, block_key, chunk_names
-from infinistore.demo.load import PrefixLoader
 from infinistore.demo.messages import Finished, Job, LayerDone, Setup, send_event
-from infinistore.demo.worker import run_worker
+from infinistore.demo.worker import PrefixLoader, run_worker
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
