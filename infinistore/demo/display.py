@@ -26,8 +26,7 @@ from infinistore.statistics import Stats
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from infinistore.demo.own_server import OwnServer
-    from infinistore.demo.processes import ServerProcess
+    from infinistore.demo.processes import OwnServer, ServerProcess
     from infinistore.demo.text import Prompt
 
 __all__ = ["Display", "Plan"]

@@ -19,8 +19,7 @@ from attrs import frozen
 from infinistore.demo.display import Display
 from infinistore.demo.layout import KVLayout, block_keys, chunk_names
 from infinistore.demo.messages import DemoError, Job
-from infinistore.demo.own_server import OwnServer
-from infinistore.demo.processes import WorkerProcess
+from infinistore.demo.processes import OwnServer, WorkerProcess
 from infinistore.demo.result import RestartResult
 from infinistore.demo.settings import CONTEXT_TOKENS
 from infinistore.demo.text import VOCABULARY_SIZE, Prompt

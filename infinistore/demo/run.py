@@ -25,8 +25,7 @@ from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import DemoError, Event, Job, Setup, expected_error
 from infinistore.demo.nodes import ClusterActs, wait_for_view
 from infinistore.demo.own_cluster import OwnCluster, own_cluster
-from infinistore.demo.own_server import OwnServer, own_server
-from infinistore.demo.processes import WorkerProcess, start_worker
+from infinistore.demo.processes import OwnServer, WorkerProcess, own_server, start_worker
 from infinistore.demo.restart import RestartAct
 from infinistore.demo.result import DemoResult, PromptResult
 from infinistore.demo.settings import CONTEXT_TOKENS, DemoSettings
