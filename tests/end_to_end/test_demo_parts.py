@@ -31,9 +31,8 @@ from infinistore.demo.messages import (
     decode_order,
     encode_order,
 )
-from infinistore.demo.restart import other_prompts
 from infinistore.demo.result import gigabytes_per_s
-from infinistore.demo.run import tokens_that_fit
+from infinistore.demo.run import other_prompts, tokens_that_fit
 from infinistore.demo.text import VOCABULARY_SIZE, Prompt, pieces, sample_text_file, token_ids, two_prompts
 from infinistore.sizes import GIB, KIB, MIB
 from infinistore.statistics import DiskStatistics, DiskTierStatistics, Stats
