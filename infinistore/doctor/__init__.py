@@ -7,8 +7,7 @@ changes nothing. The command line prints the findings.
 from collections.abc import Iterator
 
 from infinistore.doctor.disk import examine_disk
-from infinistore.doctor.findings import Finding, Level, worst
-from infinistore.doctor.host import Host, this_host
+from infinistore.doctor.findings import Finding, Host, Level, this_host, worst
 from infinistore.doctor.kernel import examine_kernel
 from infinistore.doctor.memory import examine_memory
 from infinistore.doctor.numa import examine_numa

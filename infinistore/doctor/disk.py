@@ -7,8 +7,7 @@ from typing import Final
 
 import attrs
 
-from infinistore.doctor.findings import Finding, bad, good, warning
-from infinistore.doctor.host import Host
+from infinistore.doctor.findings import Finding, Host, bad, good, warning
 from infinistore.sizes import GIB, describe_size
 
 __all__ = ["examine_disk"]

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 
 from infinistore.config import ServerConfig
-from infinistore.doctor.findings import Finding, bad, good, warning
-from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.doctor.findings import UNLIMITED, Finding, Host, bad, good, warning
 from infinistore.sizes import MIB, describe_size
 
 __all__ = ["examine_kernel", "kernel_version"]

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 
 from infinistore.config import ServerConfig
-from infinistore.doctor.findings import Finding, bad, good, warning
-from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.doctor.findings import UNLIMITED, Finding, Host, bad, good, warning
 from infinistore.host import available_memory, free_huge_pages
 from infinistore.sizes import describe_size
 

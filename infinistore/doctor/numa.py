@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from infinistore.doctor.findings import Finding, good, warning
-from infinistore.doctor.host import Host
+from infinistore.doctor.findings import Finding, Host, good, warning
 from infinistore.host import nodes_here, parse_list
 from infinistore.sizes import KIB, describe_size
 

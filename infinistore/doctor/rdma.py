@@ -5,8 +5,7 @@ from contextlib import suppress
 
 import attrs
 
-from infinistore.doctor.findings import Finding, Level, bad, good, warning
-from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.doctor.findings import UNLIMITED, Finding, Host, Level, bad, good, warning
 from infinistore.doctor.kernel import kernel_version
 from infinistore.doctor.numa import gpus
 from infinistore.sizes import MIB, describe_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from infinistore.doctor import Host, Software
-from infinistore.doctor.host import UNLIMITED
+from infinistore.doctor.findings import UNLIMITED
 
 HEALTHY = {
     "proc/meminfo": "MemAvailable:  120000000 kB\nHugePages_Total:       0\nHugePages_Free:        0\n",

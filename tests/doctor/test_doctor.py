@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from infinistore.doctor import Finding, Level, Software, Wanted, examine, this_host, this_software, worst
-from infinistore.doctor.host import UNLIMITED, Host
+from infinistore.doctor.findings import UNLIMITED, Host
 from infinistore.transports.rdma.choice import NoRdma
 
 from .machines import SOFTWARE, machine, with_memfd_problem
