@@ -6,11 +6,8 @@ changes nothing. The command line prints the findings.
 
 from collections.abc import Iterator
 
-from infinistore.doctor.disk import examine_disk
 from infinistore.doctor.findings import Finding, Host, Level, this_host, worst
-from infinistore.doctor.kernel import examine_kernel
-from infinistore.doctor.memory import examine_memory
-from infinistore.doctor.numa import examine_numa
+from infinistore.doctor.machine import examine_disk, examine_kernel, examine_memory, examine_numa
 from infinistore.doctor.rdma import examine_rdma
 from infinistore.doctor.software import Software, examine_software, this_software
 from infinistore.transports.rdma.choice import Wanted

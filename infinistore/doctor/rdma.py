@@ -6,8 +6,7 @@ from contextlib import suppress
 import attrs
 
 from infinistore.doctor.findings import UNLIMITED, Finding, Host, Level, bad, good, warning
-from infinistore.doctor.kernel import kernel_version
-from infinistore.doctor.numa import gpus
+from infinistore.doctor.machine import gpus, kernel_version
 from infinistore.sizes import MIB, describe_size
 from infinistore.transports.rdma.choice import NoRdma, Wanted, choose, judge_gids, judge_port
 from infinistore.transports.rdma.devices import (

@@ -6,7 +6,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from infinistore.doctor import Finding, Level, Wanted
-from infinistore.doctor.numa import examine_numa
+from infinistore.doctor.machine import examine_numa
 from infinistore.doctor.rdma import examine_rdma
 from infinistore.transports.rdma.devices import (
     Gid,
