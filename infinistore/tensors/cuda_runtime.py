@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinistore.client.extension import cuda_driver
-from infinistore.tensors.device_copies import Pieces
+from infinistore.tensors.copies import Pieces
 from infinistore.tensors.errors import CudaError
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import attrs
 
 from infinistore.client import Registration
 from infinistore.client.extension import in_thread
-from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
+from infinistore.tensors.copies import CpuCopies, CudaCopies, DeviceCopies, MappedArena
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
-from infinistore.tensors.device_copies import CpuCopies, DeviceCopies
 from infinistore.tensors.tensor_blocks import TensorBlocks
 
 if TYPE_CHECKING:

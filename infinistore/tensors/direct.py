@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from infinistore.client.extension import DeviceBatch, DeviceMemory
-from infinistore.tensors.cuda_copies import CudaCopies
+from infinistore.tensors.copies import CudaCopies
 from infinistore.tensors.devices import Transfer
 
 if TYPE_CHECKING:

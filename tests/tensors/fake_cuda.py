@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from infinistore.kept_errors import KeptError
+from infinistore.tensors.copies import Pieces
 from infinistore.tensors.cuda_runtime import TorchCuda
-from infinistore.tensors.device_copies import Pieces
 
 __all__ = ["FakeCuda", "FakeStream", "PyTorchCopies"]
 

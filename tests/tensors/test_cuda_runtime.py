@@ -16,8 +16,8 @@ import torch
 
 from infinistore.errors import InfiniStoreException
 from infinistore.tensors import CudaError
+from infinistore.tensors.copies import Pieces, addresses_of
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
-from infinistore.tensors.device_copies import Pieces, addresses_of
 from tests.tensors.contents import random_bytes
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -14,8 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.core.arena import Arena, Mapping, create_arena
-from infinistore.tensors.cuda_copies import CudaCopies, MappedArena, Runtime
-from infinistore.tensors.device_copies import CpuCopies, DeviceCopies, Pieces, addresses_of, merge
+from infinistore.tensors.copies import (
+    CpuCopies,
+    CudaCopies,
+    DeviceCopies,
+    MappedArena,
+    Pieces,
+    Runtime,
+    addresses_of,
+    merge,
+)
 from infinistore.tensors.tensor_blocks import TensorBlocks, blocks_to_read, blocks_to_write
 from tests.tensors.contents import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda, FakeStream, PyTorchCopies

@@ -23,7 +23,7 @@ from infinistore.tensors import (
     read_blocks,
     write_blocks,
 )
-from infinistore.tensors.cuda_copies import CudaCopies, MappedArena
+from infinistore.tensors.copies import CudaCopies, MappedArena
 from tests.bad_days.servers import ServerHere
 from tests.tensors.conftest import GatedStore, open_kind
 from tests.tensors.contents import as_bytes, random_bytes

@@ -25,7 +25,7 @@ from infinistore.tensors import (
     read_blocks,
     write_blocks,
 )
-from infinistore.tensors.cuda_copies import CudaCopies
+from infinistore.tensors.copies import CudaCopies
 from infinistore.tensors.tensor_blocks import TensorBlocks
 from tests.clients.rdma_serving import best_url, rdma_url, serving
 from tests.server.running import RunningServer
