@@ -29,8 +29,7 @@ from infinistore.tensors.block_memory import (
     sources,
     targets,
 )
-from infinistore.tensors.devices import Staging, Transfer, any_on_device, pin_pool
-from infinistore.tensors.direct import direct_batch
+from infinistore.tensors.devices import Staging, Transfer, any_on_device, direct_batch, pin_pool
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore

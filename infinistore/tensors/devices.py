@@ -1,4 +1,10 @@
-"""Which copies suit which tensor, and staging memory for devices."""
+"""Which way suits which tensor: the copies of its device, with staging memory, or an
+RDMA card that moves the blocks without a copy.
+
+The latter is possible if the tensor is on a GPU and its memory is registered with the
+store, RDMA is in use, and every block is contiguous. All other blocks are copied by way
+of the host.
+"""
 
 import os
 import threading
@@ -9,7 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 import attrs
 
 from infinistore.client import Registration
-from infinistore.client.extension import in_thread
+from infinistore.client.extension import DeviceBatch, DeviceMemory, in_thread
 from infinistore.tensors.copies import CpuCopies, CudaCopies, DeviceCopies, MappedArena
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
 from infinistore.tensors.tensor_blocks import TensorBlocks
@@ -20,7 +26,8 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
     from infinistore.client import AsyncStore
 
-__all__ = ["Staging", "Transfer", "any_on_device", "beside_loop", "make_transfer", "pin_pool"]
+__all__ = ["Staging", "Transfer", "any_on_device", "beside_loop", "direct_batch", "make_transfer", "pin_pool"]
+
 
 _T = TypeVar("_T")
 
@@ -141,3 +148,32 @@ class Staging:
         if self._registration is not None:
             self._registration.close()
         self._registration = self._memory = None
+
+
+def direct_batch(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer]) -> DeviceBatch | None:
+    """Return the blocks of these tensors in place, if RDMA can move all of them."""
+    blocks: list[DeviceMemory] = []
+    waits: list[tuple[CudaCopies, object]] = []
+    for transfer in batch:
+        tensor, starts = transfer.blocks.tensor, transfer.blocks.starts
+        if not isinstance(transfer.copies, CudaCopies) or starts is None:
+            return None
+        first, size, ordinal = (
+            tensor.untyped_storage().data_ptr(),
+            transfer.blocks.block_bytes,
+            tensor.device.index or 0,
+        )
+        # The first block first: where it is not registered, the others are not looked
+        # at.
+        if starts and not store.has_registered([DeviceMemory(first + starts[0], size, ordinal, tensor)]):
+            return None
+        blocks += [DeviceMemory(first + start, size, ordinal, tensor) for start in starts]
+        waits.append((transfer.copies, transfer.after))
+    if not blocks or not store.has_registered(blocks):
+        return None
+
+    def wait() -> None:
+        for copies, event in waits:
+            copies.wait(event)
+
+    return DeviceBatch([key for transfer in batch for key in transfer.blocks.keys], blocks, wait)

@@ -28,8 +28,7 @@ from infinistore.tensors.block_memory import (
     sources,
     targets,
 )
-from infinistore.tensors.devices import Staging, Transfer, any_on_device, beside_loop, pin_pool
-from infinistore.tensors.direct import direct_batch
+from infinistore.tensors.devices import Staging, Transfer, any_on_device, beside_loop, direct_batch, pin_pool
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
