@@ -15,8 +15,7 @@ first tensor arrives.
 
 from infinistore.tensors.blocks import read_blocks, write_blocks
 from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing, CudaError
-from infinistore.tensors.layer_loader import LayerLoader
-from infinistore.tensors.layer_writer import LayerWriter, LayerWriterStatistics, Ticket
+from infinistore.tensors.layers import LayerLoader, LayerWriter, LayerWriterStatistics, Ticket
 
 __all__ = [
     "BlockSizeMismatch",

@@ -58,6 +58,6 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         may.wait()
         put_blocks(*arguments)
 
-    monkeypatch.setattr("infinistore.tensors.layer_writer.put_blocks", put_when_it_may)
+    monkeypatch.setattr("infinistore.tensors.layers.put_blocks", put_when_it_may)
     yield may
     may.set()
