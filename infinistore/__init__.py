@@ -46,9 +46,16 @@ if TYPE_CHECKING:  # the same names, where a type checker and an editor look for
     from infinistore import aio, blocking
     from infinistore.client import open_store
     from infinistore.dropin.arguments import Desc
-    from infinistore.dropin.config import LINK_ETHERNET, LINK_IB, TYPE_RDMA, TYPE_TCP, ClientConfig, ServerConfig
+    from infinistore.dropin.config import (
+        LINK_ETHERNET,
+        LINK_IB,
+        TYPE_RDMA,
+        TYPE_TCP,
+        ClientConfig,
+        Logger,
+        ServerConfig,
+    )
     from infinistore.dropin.connection import InfinityConnection
-    from infinistore.dropin.logger import Logger
     from infinistore.dropin.registered_server import evict_cache, get_kvmap_len, purge_kv_map, register_server
     from infinistore.server import serve
 
@@ -105,7 +112,7 @@ _LAZY_NAMES = {
     "ClientConfig": "infinistore.dropin.config",
     "Desc": "infinistore.dropin.arguments",
     "InfinityConnection": "infinistore.dropin.connection",
-    "Logger": "infinistore.dropin.logger",
+    "Logger": "infinistore.dropin.config",
     "ServerConfig": "infinistore.dropin.config",
     "evict_cache": "infinistore.dropin.registered_server",
     "get_kvmap_len": "infinistore.dropin.registered_server",

@@ -1,8 +1,13 @@
-"""`ClientConfig` and `ServerConfig`: settings in the names and units of the original.
+"""`ClientConfig` and `ServerConfig`, settings in the names and units of the original;
+and `Logger`, its logger, on top of `logging`.
 
-Both take keywords, can be changed by attribute afterwards, and are checked by
-`verify()`. Unknown keywords are ignored, as in the original, whose programs pass all
-flags of their command line. A keyword that looks like a misspelt setting is an error.
+Both configurations take keywords, can be changed by attribute afterwards, and are
+checked by `verify()`. Unknown keywords are ignored, as in the original, whose programs
+pass all flags of their command line. A keyword that looks like a misspelt setting is an
+error.
+
+Messages go to the logger `infinistore`. The program configures their destination
+(`logging.basicConfig`); until then, Python prints warnings and errors to stderr.
 """
 
 import logging
@@ -17,12 +22,51 @@ from infinistore import config as native
 from infinistore.client import StoreOptions
 from infinistore.client.extension import is_cluster_url, parse_cluster_url, parse_url
 from infinistore.config import server_settings
-from infinistore.dropin.logger import LOG_LEVELS
 from infinistore.errors import ConfigError
 from infinistore.settings import near
 from infinistore.sizes import GIB, KIB
 
-__all__ = ["LINK_ETHERNET", "LINK_IB", "TYPE_RDMA", "TYPE_TCP", "ClientConfig", "ServerConfig"]
+__all__ = ["ClientConfig", "LINK_ETHERNET", "LINK_IB", "LOG_LEVELS", "Logger", "ServerConfig", "TYPE_RDMA", "TYPE_TCP"]
+
+
+LOG_LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+_package_log = logging.getLogger("infinistore")
+
+
+class Logger:
+    """Logs any object as text."""
+
+    @staticmethod
+    def info(msg: object) -> None:
+        """Log at level INFO."""
+        _package_log.info("%s", msg)
+
+    @staticmethod
+    def debug(msg: object) -> None:
+        """Log at level DEBUG."""
+        _package_log.debug("%s", msg)
+
+    @staticmethod
+    def error(msg: object) -> None:
+        """Log at level ERROR."""
+        _package_log.error("%s", msg)
+
+    @staticmethod
+    def warn(msg: object) -> None:
+        """Log at level WARNING."""
+        _package_log.warning("%s", msg)
+
+    @staticmethod
+    def set_log_level(level: str) -> None:
+        """Set the lowest level to log: "error", "warning", "info" or "debug".
+
+        Raises:
+            ConfigError: an unknown level.
+        """
+        if level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
+        _package_log.setLevel(LOG_LEVELS[level])
+
 
 TYPE_RDMA: Final = "RDMA"
 TYPE_TCP: Final = "TCP"

@@ -25,8 +25,7 @@ from infinistore.dropin.arguments import (
     keys_and_offsets,
     whole_number,
 )
-from infinistore.dropin.config import TYPE_RDMA, ClientConfig
-from infinistore.dropin.logger import Logger
+from infinistore.dropin.config import TYPE_RDMA, ClientConfig, Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
 from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
 from infinistore.sizes import in_units
