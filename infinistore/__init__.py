@@ -45,7 +45,6 @@ from infinistore.version import __version__
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
     from infinistore.client import open_store
-    from infinistore.dropin.arguments import Desc
     from infinistore.dropin.config import (
         LINK_ETHERNET,
         LINK_IB,
@@ -55,7 +54,7 @@ if TYPE_CHECKING:  # the same names, where a type checker and an editor look for
         Logger,
         ServerConfig,
     )
-    from infinistore.dropin.connection import InfinityConnection
+    from infinistore.dropin.connection import Desc, InfinityConnection
     from infinistore.dropin.registered_server import evict_cache, get_kvmap_len, purge_kv_map, register_server
     from infinistore.server import serve
 
@@ -110,7 +109,7 @@ _LAZY_NAMES = {
     "TYPE_RDMA": "infinistore.dropin.config",
     "TYPE_TCP": "infinistore.dropin.config",
     "ClientConfig": "infinistore.dropin.config",
-    "Desc": "infinistore.dropin.arguments",
+    "Desc": "infinistore.dropin.connection",
     "InfinityConnection": "infinistore.dropin.connection",
     "Logger": "infinistore.dropin.config",
     "ServerConfig": "infinistore.dropin.config",
