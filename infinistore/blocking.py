@@ -15,11 +15,11 @@ from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
 __all__ = [
+    "PASSES_WHILE_BLOCKS_MOVE",
     "BlockingLease",
     "BlockingReservation",
     "BlockingStore",
     "Found",
-    "PASSES_WHILE_BLOCKS_MOVE",
     "Prefetched",
     "PrefixMatch",
     "Registration",

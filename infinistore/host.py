@@ -27,10 +27,10 @@ from infinistore.settings import declare, integer
 
 __all__ = [
     "FORKED",
-    "Forkable",
     "MOST_NODES",
-    "MemoryLimit",
     "NO_THREAD",
+    "Forkable",
+    "MemoryLimit",
     "available_memory",
     "bind_memory",
     "bind_process",

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 __all__ = [
+    "LATENCY_BOUNDS_S",
     "AllocatorStatistics",
     "ArenaStatistics",
     "ClientStatistics",
@@ -25,7 +26,6 @@ __all__ = [
     "DiskStatistics",
     "DiskTierStatistics",
     "EvictionStatistics",
-    "LATENCY_BOUNDS_S",
     "ListedNode",
     "MembershipStatistics",
     "NodeStatistics",

@@ -32,16 +32,6 @@ TRANSLATIONS = (
         ((r"infinistore\.aio import", "infinistore.blocking import"),),
     ),
     Translation(
-        "infinistore/integrations/internal/store_calls.py",
-        "infinistore/integrations/internal/blocking_store_calls.py",
-        ((r"infinistore\.aio import", "infinistore.blocking import"),),
-    ),
-    Translation(
-        "infinistore/integrations/internal/store_calls.py",
-        "infinistore/integrations/internal/blocking_store_calls.py",
-        ((r"infinistore\.aio import", "infinistore.blocking import"),),
-    ),
-    Translation(
         "infinistore/tensors/transfers.py",
         "infinistore/tensors/blocking_transfers.py",
         (

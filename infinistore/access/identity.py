@@ -15,10 +15,10 @@ from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 __all__ = [
     "ALL_ROLES",
     "BLOCK_ROLES",
-    "Credentials",
     "DEFAULT_IDENTITY",
     "DEFAULT_ROLES",
     "DEFAULT_TENANT",
+    "Credentials",
     "Identity",
     "Proof",
     "Role",

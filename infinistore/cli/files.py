@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
 __all__ = [
-    "BadManifest",
     "DEFAULT_BLOCK_BYTES",
     "MAGIC",
     "MAX_BLOCKS",
     "MAX_MANIFEST_BYTES",
+    "BadManifest",
     "Manifest",
     "StoredFile",
     "delete_files",

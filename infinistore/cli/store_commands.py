@@ -45,8 +45,8 @@ __all__ = [
 
 
 def silent_nodes(store: "BlockingStore") -> str:
-    """Return their ids, separated by commas; nothing if the store is no cluster, or
-    does not tell.
+    """Return the ids of the nodes of a cluster that do not answer, separated by commas;
+    nothing if the store is no cluster, or does not tell.
     """
     try:
         cluster = store.stats().cluster if store.is_cluster else None

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
 __all__ = [
-    "Options",
     "SCHEMES",
+    "Options",
     "Scheme",
     "StoreUrl",
     "make_options",

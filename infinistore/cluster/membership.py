@@ -15,9 +15,9 @@ from attrs.validators import ge, in_, le
 
 __all__ = [
     "DEFAULT_WEIGHT",
-    "Listener",
     "MOST_COPIES",
     "MOST_WEIGHT",
+    "Listener",
     "Membership",
     "Node",
     "NodeState",

@@ -19,12 +19,12 @@ from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import StoreUnavailable
 
 __all__ = [
-    "Apart",
     "MOST_WITHOUT_NUMPY",
     "PLACEMENT_VERSION",
+    "SLOTS",
+    "Apart",
     "Placement",
     "Rendezvous",
-    "SLOTS",
     "hash_tag",
     "machine_of",
     "slot_of",

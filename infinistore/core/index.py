@@ -31,10 +31,10 @@ from typing import Any, TypeAlias
 from infinistore.allocators.base import Extent
 
 __all__ = [
+    "NO_CHECKSUM",
     "Entry",
     "Index",
     "KeySample",
-    "NO_CHECKSUM",
     "arena_of",
     "checksum_of",
     "extent_of",

@@ -39,7 +39,7 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.errors import LimitExceeded
 
-__all__ = ["HAZARDS_PER_BLOCK", "HazardPins", "Holds", "MOST_WAITING_RATIO", "PinTable", "Retired"]
+__all__ = ["HAZARDS_PER_BLOCK", "MOST_WAITING_RATIO", "HazardPins", "Holds", "PinTable", "Retired"]
 
 
 class PinTable:

@@ -33,11 +33,11 @@ from infinistore.tenant_limits import check_tenant_name
 
 __all__ = [
     "FORMAT",
+    "READERS",
     "GroupLayout",
     "GroupStates",
     "HeldBlocks",
     "PoolState",
-    "READERS",
     "Sections",
     "TenantState",
     "cut",

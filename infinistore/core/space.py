@@ -31,7 +31,7 @@ from infinistore.core.retention import Retention
 from infinistore.errors import OutOfMemory, ValueTooLarge
 from infinistore.sizes import in_units
 
-__all__ = ["EXTRA_STEPS", "EvictionCause", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "Growth", "Space"]
+__all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "EvictionCause", "Growth", "Space"]
 
 
 class Growth:

@@ -40,6 +40,7 @@ from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
 __all__ = [
+    "SESSION_SHIFT",
     "Counters",
     "Durable",
     "Event",
@@ -47,7 +48,6 @@ __all__ = [
     "Log",
     "Lost",
     "Reclaim",
-    "SESSION_SHIFT",
     "Segment",
     "SegmentState",
     "Segments",

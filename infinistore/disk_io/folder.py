@@ -29,11 +29,11 @@ from infinistore.host import let_go_in_child
 from infinistore.sizes import MIB, format_size, in_units
 
 __all__ = [
-    "DiskFolder",
     "NEW",
     "SEGMENTS",
     "SUPERBLOCK",
     "TENANTS",
+    "DiskFolder",
     "TenantFolders",
     "is_disk",
     "lock_holder",

@@ -48,7 +48,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.host import FORKED, let_go_in_child, start_thread
 from infinistore.sizes import MIB
 
-__all__ = ["DiskThreads", "PIECE_BYTES", "Piece", "ThreadRunner", "Transfer"]
+__all__ = ["PIECE_BYTES", "DiskThreads", "Piece", "ThreadRunner", "Transfer"]
 
 
 PIECE_BYTES: Final = 2 * MIB

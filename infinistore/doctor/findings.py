@@ -17,7 +17,7 @@ from typing import Final
 
 import attrs
 
-__all__ = ["Finding", "Host", "Level", "UNLIMITED", "bad", "good", "this_host", "warning", "worst"]
+__all__ = ["UNLIMITED", "Finding", "Host", "Level", "bad", "good", "this_host", "warning", "worst"]
 
 
 class Level(enum.Enum):

@@ -49,7 +49,7 @@ from infinistore.integrations.internal.resets import delete_all
 from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.weights import identity_of_files
 
-__all__ = ["HostPages", "InfiniStoreHiCache", "bytes_of", "settings_of_engine", "weights_of_engine"]
+__all__ = ["InfiniStoreHiCache"]
 
 
 _GEOMETRY = (

@@ -29,9 +29,9 @@ from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
 
 __all__ = [
+    "HELP",
     "ClusterControls",
     "ClusterSnapshot",
-    "HELP",
     "NodeOrder",
     "NodeRow",
     "Total",

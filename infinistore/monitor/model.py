@@ -34,7 +34,7 @@ from infinistore.monitor.rates import (
 from infinistore.monitor.tenants import Tenants, TenantsModel
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, Stats
 
-__all__ = ["Alarm", "HISTORY_POINTS", "Lost", "Model", "Point", "Snapshot", "WINDOW_SAMPLES", "alarms"]
+__all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Alarm", "Lost", "Model", "Point", "Snapshot", "alarms"]
 
 
 _NEARLY_FULL: Final = 0.9

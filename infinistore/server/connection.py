@@ -66,13 +66,13 @@ if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
 __all__ = [
-    "ClientTables",
-    "Conversation",
-    "Holdings",
     "INTERNAL_ERROR",
     "JOINED_BYTES",
     "LINGER_S",
     "MOST_OPEN",
+    "ClientTables",
+    "Conversation",
+    "Holdings",
     "SessionLimits",
     "Traffic",
     "linger",

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUDIT_LOGGER",
-    "AuditLog",
-    "HasTenants",
     "ORIGIN",
     "PRIVATE",
+    "AuditLog",
+    "HasTenants",
     "Reload",
     "Reloads",
     "Renewable",

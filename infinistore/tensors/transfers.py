@@ -6,7 +6,7 @@ mapped into this process:
 * On the CPU, each block contiguous: the store moves them from and to the tensor.
 * On the CPU, scattered: by way of a contiguous copy.
 * On a GPU, in memory that is registered for RDMA: between the GPU and the server (see
-  `direct`).
+  `direct_batch`).
 * On a device, with the pool mapped: between the device and the pool, under a
   reservation or a lease.
 * On a device otherwise: by way of host memory that suits the device.

@@ -34,12 +34,12 @@ from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda import DeviceMemory
 
 __all__ = [
+    "LOST",
     "Budget",
     "CallInView",
     "ClusterCalls",
     "Counters",
     "Handlers",
-    "LOST",
     "NodeHedge",
     "error_of",
     "is_lost",

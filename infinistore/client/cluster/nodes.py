@@ -22,7 +22,7 @@ from infinistore.cluster.placement import Placement
 from infinistore.errors import ConfigError
 from infinistore.host import FORKED, let_go_in_child
 
-__all__ = ["AnswerTimes", "NodeStore", "Nodes", "OpenStore", "PING", "ViewInUse", "part_of"]
+__all__ = ["PING", "AnswerTimes", "NodeStore", "Nodes", "OpenStore", "ViewInUse", "part_of"]
 
 
 _MEAN_GAIN: Final = 1 / 8

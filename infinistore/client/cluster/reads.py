@@ -53,8 +53,8 @@ from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
 __all__ = [
-    "Hedge",
     "MOST_WARMING_BYTES",
+    "Hedge",
     "exists",
     "hedges_for",
     "lease",

@@ -28,7 +28,7 @@ from infinistore.host import start_thread
 from infinistore.protocol.effects import Exchange, Pause
 from infinistore.sizes import in_units
 
-__all__ = ["CopyThreads", "LEAST_BATCH_BYTES", "PAUSE_BYTES", "copy_blocks", "hash_blocks"]
+__all__ = ["LEAST_BATCH_BYTES", "PAUSE_BYTES", "CopyThreads", "copy_blocks", "hash_blocks"]
 
 
 PAUSE_BYTES = 4 * 1024 * 1024

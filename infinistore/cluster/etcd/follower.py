@@ -31,7 +31,7 @@ from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.membership import Node, NodeState, View
 
-__all__ = ["Departures", "Follower", "LEASE_S", "PROBE_S", "READ_AGAIN_S"]
+__all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Departures", "Follower"]
 
 
 class Departures:

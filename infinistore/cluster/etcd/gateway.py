@@ -20,6 +20,8 @@ import h11
 from infinistore.sizes import in_units
 
 __all__ = [
+    "MOST_ANSWER_BYTES",
+    "NOT_FOUND_CODE",
     "Answer",
     "Change",
     "EtcdMisbehaved",
@@ -27,8 +29,6 @@ __all__ = [
     "Found",
     "HttpConversation",
     "Item",
-    "MOST_ANSWER_BYTES",
-    "NOT_FOUND_CODE",
     "Outcome",
     "Request",
     "authenticate",

@@ -1,3 +1,4 @@
+# Generated from store_calls.py by scripts/generate.py: change that one instead.
 """The calls of a store as an engine wants them: a failure costs hits, and is counted.
 
 `read_exactly` reads into buffers of exact size, and tells hits, misses and bad blocks
@@ -21,9 +22,6 @@ from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcom
 __all__ = ["pin_loaded", "read_ahead", "read_exactly"]
 
 
-# Generated from exact_reads.py by scripts/generate.py: change that one instead.
-
-
 def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[Outcome]:
     """Read blocks, each of which has to fill its buffer.
 
@@ -43,9 +41,6 @@ def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], 
     return outcomes(items, sizes, record)
 
 
-# Generated from read_ahead.py by scripts/generate.py: change that one instead.
-
-
 def read_ahead(store: BlockingStore, match: PrefixMatch, keys: Iterable[str], record: Record) -> None:
     """Begin to read `keys`, those that a load of the match will ask for, unless the
     whole match is in memory. Does not wait for a disk, and never fails.
@@ -58,9 +53,6 @@ def read_ahead(store: BlockingStore, match: PrefixMatch, keys: Iterable[str], re
         record.failed("prefetch", error)
     else:
         record.succeeded("prefetch")
-
-
-# Generated from pinned_loads.py by scripts/generate.py: change that one instead.
 
 
 def pin_loaded(store: BlockingStore, keys: Iterable[str], pin_s: float | None, record: Record) -> None:

@@ -12,13 +12,12 @@ the next layer. A request whose prompt has a stored prefix gets its blocks from 
 store, while other requests run. Blocks that cannot be read are computed: a store that
 is lost, slow or full costs time, never correctness.
 
-Modules: `settings` (`kv_connector_extra_config`), `names` (keys), `step` (messages from
-the scheduler to the workers), `scheduler` and `worker` (the two halves of the
-connector, independent of vLLM), `late_writes` (what workers write while the cache is
-reset), `block_events` and `stored_blocks` (what routers are told, now and when they
-come late), and `connector`, vLLM's class. Only the last one and
-what it is made of, such as `kv_events` and `publisher`, need vLLM; it is imported on
-first use.
+Modules: `settings` (`kv_connector_extra_config`), `blocks` (keys, and messages from the
+scheduler to the workers), `scheduler` and `worker` (the two halves of the connector,
+independent of vLLM), `resets` (what is deleted when the cache is reset), `block_events`
+(what routers are told, now and when they come late), and `connector`, vLLM's class.
+Only the last one and what it is made of, such as `layout` and `kv_events`, need vLLM;
+it is imported on first use.
 """
 
 from importlib.metadata import PackageNotFoundError, version

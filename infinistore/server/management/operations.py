@@ -32,10 +32,10 @@ from infinistore.server.security import ORIGIN, PRIVATE
 from infinistore.version import __version__
 
 __all__ = [
+    "PROBES",
     "Access",
     "Handler",
     "Operation",
-    "PROBES",
     "Schema",
     "application_of",
     "document",

@@ -34,9 +34,9 @@ from infinistore.statistics import Stats, summed
 from infinistore.transports.sockets.trio_streams import connect_unix
 
 __all__ = [
-    "Answer",
     "OPERATIONS",
     "SHARD_METRICS",
+    "Answer",
     "ShardsManagement",
     "ask",
     "merge_clients",

@@ -37,7 +37,7 @@ from infinistore.server.take_over.memory import (
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["Keeping", "Kept", "SOCKET", "forget_kept", "make_keeping", "name_of_sockets", "open_kept"]
+__all__ = ["SOCKET", "Keeping", "Kept", "forget_kept", "make_keeping", "name_of_sockets", "open_kept"]
 
 
 SOCKET = "socket-"
