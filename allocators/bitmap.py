@@ -29,8 +29,6 @@ from bitarray.util import zeros
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.allocators.runs import UnitMap
 
-__all__ = ["BitmapAllocator"]
-
 _SMALL_BLOCK_BYTES = 512 * 1024
 """Blocks below this gain from lying side by side: they are moved, sent or registered as
 one span."""

@@ -5,8 +5,6 @@ from typing import Any
 
 from infinistore.allocators.base import Allocator, Extent
 
-__all__ = ["ContractViolation", "IntervalModel", "require"]
-
 
 class ContractViolation(AssertionError):
     """An allocator breaks the contract. The message names the rule, and what was

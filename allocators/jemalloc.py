@@ -37,8 +37,6 @@ from infinistore.allocators.runs import UnitMap
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.sizes import in_units
 
-__all__ = ["JemallocAllocator"]
-
 _LIBRARY = "libjemalloc.so.2"
 _TUNABLE = "glibc.rtld.optional_static_tls"
 _STATIC_TLS_BYTES = 16384

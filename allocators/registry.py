@@ -17,8 +17,6 @@ from importlib.metadata import EntryPoint, entry_points
 from infinistore.allocators.base import Allocator
 from infinistore.errors import ConfigError
 
-__all__ = ["ENTRY_POINT_GROUP", "allocator_class", "allocator_names", "create_allocator", "prepare_process"]
-
 ENTRY_POINT_GROUP = "infinistore.allocators"
 
 _BUILT_IN = {

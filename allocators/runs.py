@@ -16,8 +16,6 @@ from itertools import chain, pairwise
 from bitarray import bitarray
 from bitarray.util import zeros
 
-__all__ = ["WINDOW_UNITS", "UnitMap"]
-
 _SHORT_HOLE_UNITS = 64
 """Below this, holes are found by shifting the map against itself; from here on by
 looking for zero bytes."""

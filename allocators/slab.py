@@ -27,8 +27,6 @@ from bitarray.util import zeros
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.allocators.runs import UnitMap
 
-__all__ = ["SlabAllocator"]
-
 _PAGE_UNITS = 16
 """Units per page, in a pool that is large enough."""
 

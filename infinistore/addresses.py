@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 from infinistore.settings import FALSE_WORDS, TRUE_WORDS, Kind, path
 
-__all__ = ["DEFAULT_SERVICE_PORT", "default_socket_path", "host_and_port", "is_loopback", "socket_place", "with_port"]
-
 DEFAULT_SERVICE_PORT: Final = 22345
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, less its final zero
 

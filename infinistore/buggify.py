@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from enum import Enum
 from random import Random
 
-__all__ = ["Buggify", "Point"]
-
 
 class Point(Enum):
     """What may happen, and seldom does. Each is legal."""

@@ -41,22 +41,6 @@ from infinistore.settings import (
 )
 from infinistore.sizes import GIB, KIB, MIB, format_size
 
-__all__ = [
-    "MOST_SHARDS",
-    "SMALLEST_POOL_BYTES",
-    "ServerConfig",
-    "conflicts_of_cluster",
-    "conflicts_of_security",
-    "conflicts_of_shards",
-    "load",
-    "load_server_config",
-    "misspelt_variables",
-    "registers_in_etcd",
-    "server_settings",
-    "source_of",
-]
-
-
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 
 

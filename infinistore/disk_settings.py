@@ -15,16 +15,6 @@ from infinistore.errors import ConfigError
 from infinistore.settings import Kind, path
 from infinistore.sizes import GIB, MIB, format_size, parse_size
 
-__all__ = [
-    "ADMISSIONS",
-    "DESCRIPTORS_OF_A_DISK",
-    "MOST_OPEN_FILES",
-    "SMALLEST_DISK_BYTES",
-    "DiskPlace",
-    "check_numpy",
-    "disk_places",
-]
-
 ADMISSIONS: Final = ("lazy", "eager", "second-use")
 """When a block is written to disk: once a quarter of the pool has been put after it, at
 once, or when it was read once."""

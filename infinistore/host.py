@@ -25,26 +25,6 @@ import attrs
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.settings import declare, integer
 
-__all__ = [
-    "FORKED",
-    "MOST_NODES",
-    "NO_THREAD",
-    "Forkable",
-    "MemoryLimit",
-    "available_memory",
-    "bind_memory",
-    "bind_process",
-    "cores_of",
-    "free_huge_pages",
-    "let_go_in_child",
-    "no_thread",
-    "nodes_here",
-    "numa_node",
-    "parse_list",
-    "start_thread",
-]
-
-
 NO_THREAD = (RuntimeError, MemoryError)
 """What Python raises if the system refuses a thread."""
 

@@ -13,8 +13,6 @@ exception each time.
 
 import copy
 
-__all__ = ["KeptError"]
-
 
 class KeptError:
     """An error's class, arguments, attributes and notes, without traceback and cause.

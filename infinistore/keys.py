@@ -9,16 +9,6 @@ request.
 from collections.abc import Iterable, Sequence
 from typing import AnyStr
 
-__all__ = [
-    "MAX_JOINED_KEYS",
-    "MAX_KEY_BYTES",
-    "CheckedKeys",
-    "check_distinct",
-    "check_keys",
-    "join_keys",
-    "split_keys",
-]
-
 MAX_KEY_BYTES = 1024
 MAX_JOINED_KEYS = 1_000_000
 _SEPARATOR = "\0"

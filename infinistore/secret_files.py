@@ -19,9 +19,6 @@ from typing import Final
 
 from infinistore.errors import ConfigError
 
-__all__ = ["MAX_TOKEN_BYTES", "clean_token", "locked", "read_text", "read_token", "replace_text"]
-
-
 _log = logging.getLogger("infinistore")
 MAX_TOKEN_BYTES: Final = 1024
 

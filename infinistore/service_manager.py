@@ -21,8 +21,6 @@ import trio
 
 from infinistore.errors import ConfigError
 
-__all__ = ["ANSWER_S", "ServiceManager"]
-
 _log = logging.getLogger("infinistore.server")
 FIRST_DESCRIPTOR: Final = 3
 _BEAT_S: Final = 10.0

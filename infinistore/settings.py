@@ -19,32 +19,6 @@ import attrs
 from infinistore.errors import ConfigError
 from infinistore.sizes import format_size, parse_size
 
-__all__ = [
-    "ADAPTIVE",
-    "FALSE_WORDS",
-    "TRUE_WORDS",
-    "VARIABLE_PREFIX",
-    "Kind",
-    "RefusedSetting",
-    "Setting",
-    "Spin",
-    "choice",
-    "declare",
-    "integer",
-    "integer_or_off",
-    "markdown_table",
-    "near",
-    "number",
-    "path",
-    "settings_of",
-    "size",
-    "spinning",
-    "switch",
-    "text",
-    "url_options",
-]
-
-
 VARIABLE_PREFIX: Final = "INFINISTORE_"
 _METADATA_KEY: Final = "infinistore.setting"
 ADAPTIVE: Final = "adaptive"

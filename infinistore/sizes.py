@@ -8,8 +8,6 @@ what `format_size` writes, to the byte.
 import re
 from typing import Final
 
-__all__ = ["GIB", "KIB", "MIB", "TIB", "describe_size", "format_size", "in_units", "parse_size"]
-
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -13,8 +13,6 @@ from typing import Final
 
 import attrs
 
-__all__ = ["DEFAULT_GROUP", "MAX_NAME_LENGTH", "TenantLimits", "TenantStatistics", "check_tenant_name", "why_no_places"]
-
 MAX_NAME_LENGTH: Final = 64
 DEFAULT_GROUP: Final = "default"
 """The trust group of a tenant whose group is not named."""

@@ -44,7 +44,7 @@ _CLONE_PARENT: Final = 0x8000
 _ABOVE_ALL: Final = 1000
 """Descriptors from here on are in the way of none that a program is given."""
 _OURS: Final = dict(os.environ)
-"""The parent's environment: not one that a test changed before it asked for the parent."""
+"""The parent's environment, which no test changed before it asked for the parent."""
 
 
 class _Program(NamedTuple):

@@ -14,8 +14,6 @@ import trio
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.protocol.effects import Exchange, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
 
-__all__ = ["DescriptorStream", "React", "ReactingStream", "Stream", "can_react", "drive"]
-
 _T = TypeVar("_T")
 React: TypeAlias = Callable[[int], int | None]
 """Does something about so many bytes that have come, in one step. Returns None to have

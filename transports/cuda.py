@@ -36,20 +36,6 @@ from infinistore.transports.rdma.verbs import Device, NoRdma, Region
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Cuda",
-    "CudaDriver",
-    "DeviceMemory",
-    "DeviceSpan",
-    "Dmabuf",
-    "RegisteredDeviceMemory",
-    "current_gpu",
-    "gpu_place",
-    "load_cuda",
-    "record_event",
-    "wait_for_event",
-]
-
 
 class DeviceMemory:
     """A span of a GPU's memory, which `owner` keeps alive. `ordinal` is the GPU's

@@ -18,8 +18,6 @@ import attrs
 
 from infinistore.errors import ConfigError
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Transport", "installed_transports", "load_transport", "transport_names"]
-
 ENTRY_POINT_GROUP: Final = "infinistore.transports"
 BUILT_IN: Final = ("rdma", "shm", "inline")
 """The transports that client and server bring themselves. No entry point replaces

@@ -12,8 +12,6 @@ from typing import Final, TypeAlias
 
 import attrs
 
-__all__ = ["MOST_SOURCES", "Audit", "Fields"]
-
 Fields: TypeAlias = Mapping[str, object]
 _BURST: Final = 100
 _PER_S: Final = 5.0

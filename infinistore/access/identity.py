@@ -12,20 +12,6 @@ import attrs
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 
-__all__ = [
-    "ALL_ROLES",
-    "BLOCK_ROLES",
-    "DEFAULT_IDENTITY",
-    "DEFAULT_ROLES",
-    "DEFAULT_TENANT",
-    "Credentials",
-    "Identity",
-    "Proof",
-    "Role",
-    "UnixAccess",
-    "in_words",
-]
-
 
 class Role(enum.Enum):
     """A permission. A tenant has it for what is its own."""

@@ -21,8 +21,6 @@ from infinistore.access.tenants import MOST_TOKENS, SUCCESSOR, Tenant, Tenants, 
 from infinistore.errors import AuthenticationFailed, PermissionDenied
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = ["OneTenant", "Policy", "TenantChanges", "TenantPolicy"]
-
 _NO_DIGESTS: Final = (digest_of(""),) * MOST_TOKENS
 """What no token has: the empty one is none."""
 _WRONG: Final = (

@@ -17,20 +17,6 @@ import attrs
 from infinistore.access.identity import DEFAULT_ROLES, Role
 from infinistore.tenant_limits import TenantLimits, check_tenant_name
 
-__all__ = [
-    "DIGEST_PREFIX",
-    "MOST_TOKENS",
-    "SUCCESSOR",
-    "Tenant",
-    "Tenants",
-    "digest_of",
-    "looks_like_token",
-    "make_token",
-    "read_digest",
-    "tenant_of",
-]
-
-
 SECRET_BYTES: Final = 32
 DIGEST_PREFIX: Final = "sha256:"
 """What a stored hash begins with."""

@@ -20,9 +20,6 @@ from infinistore.settings import FALSE_WORDS, TRUE_WORDS, near
 from infinistore.sizes import parse_size
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, check_tenant_name
 
-__all__ = ["EMPTY_FILE", "MOST_BYTES", "add_tenant", "parse_tenants", "read_tree", "remove_tenant", "replace_tokens"]
-
-
 MOST_BYTES: Final = 16 * 1024 * 1024
 """The longest tenants file."""
 _MOST_DEPTH: Final = 16

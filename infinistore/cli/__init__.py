@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with `arguments` (None: `sys.argv`), and exit."""

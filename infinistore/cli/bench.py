@@ -11,8 +11,6 @@ from infinistore.cli.options import SIZE, Target, client_options, json_option
 from infinistore.cli.output import note, print_json, print_line, print_table, progress_bar
 from infinistore.sizes import describe_size
 
-__all__ = ["command"]
-
 _DEFAULT_SIZES: Final = "4KiB,64KiB,1MiB"
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from infinistore.cluster_io.operators import Operator
     from infinistore.statistics import Stats
 
-__all__ = ["add", "asker_of", "command", "describe_drain", "drain"]
-
 
 _BAR: Final = 20
 _GONE_S: Final = 15.0

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infinistore.demo.result import DemoResult
-__all__ = ["command"]
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

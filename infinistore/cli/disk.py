@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from infinistore.disk.inspection import DamagedBlock, DiskContents, Inspector, Verified
     from infinistore.disk_io import DiskFolder, DiskRunner
 
-__all__ = ["command"]
-
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _TIMEOUT_S = 5.0
 _LISTED = 20

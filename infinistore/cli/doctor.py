@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from infinistore.cli.paths import MeasuredPath
     from infinistore.doctor import Finding, Host
 
-__all__ = ["command"]
-
 _STYLES: Final = {"good": "green", "warning": "yellow", "bad": "bold red"}
 _RDMA: Final = "RDMA"
 _TO: Final = "A server"

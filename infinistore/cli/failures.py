@@ -21,8 +21,6 @@ from infinistore.cli.files import BadManifest
 from infinistore.cli.log_format import NoteFormatter
 from infinistore.settings import near
 
-__all__ = ["EXIT_CODES", "NegativeAnswer", "Session", "abandon_output", "innermost", "run", "session_of"]
-
 OK: Final = 0
 NEGATIVE: Final = 1
 USAGE: Final = 2

@@ -35,21 +35,6 @@ from infinistore.sizes import MIB, format_size
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = [
-    "DEFAULT_BLOCK_BYTES",
-    "MAGIC",
-    "MAX_BLOCKS",
-    "MAX_MANIFEST_BYTES",
-    "BadManifest",
-    "Manifest",
-    "StoredFile",
-    "delete_files",
-    "open_file",
-    "parse_manifest",
-    "put_file",
-    "with_blocks",
-]
-
 
 MAGIC: Final = b"infinistore-file 1\n"
 MAX_MANIFEST_BYTES: Final = 256

@@ -10,8 +10,6 @@ from infinistore.cli.output import print_line
 from infinistore.config import server_settings
 from infinistore.settings import markdown_table, near
 
-__all__ = ["command", "completion"]
-
 
 @click.command("completion", short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

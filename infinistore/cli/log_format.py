@@ -12,8 +12,6 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["JsonFormatter", "NoteFormatter", "TerminalFormatter", "set_up_logging"]
-
 # What every record has; anything else came by `extra=`.
 _NO_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 
 from infinistore.errors import AuthenticationFailed, ConfigError, PermissionDenied, StoreUnavailable
 
-__all__ = ["ask_server"]
-
 _MOST_BYTES: Final = 64 * 1024 * 1024
 _REFUSALS: Final = {401: AuthenticationFailed, 403: PermissionDenied}
 

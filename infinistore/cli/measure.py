@@ -26,8 +26,6 @@ from infinistore.sizes import describe_size
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["Client", "Figure", "Plan", "Step", "measure", "percentiles", "run"]
-
 _WARM_UP_ROUNDS: Final = 3
 
 Step = Callable[[], object]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from infinistore.monitor.app import Source
     from infinistore.monitor.lines import Glyphs
 
-__all__ = ["command"]
-
 _DEADLINE_S: Final = 5.0  # less than for other commands, so that the screen stays live
 _LINES_OF_A_PIPE: Final = 60
 

@@ -24,19 +24,6 @@ from infinistore.settings import Setting
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = [
-    "KEY",
-    "SIZE",
-    "Target",
-    "client_options",
-    "json_option",
-    "log_level_option",
-    "read_given_token",
-    "server_options",
-    "token_file_option",
-    "unix_url",
-]
-
 DEFAULT_URL: Final = f"infinistore://127.0.0.1:{DEFAULT_SERVICE_PORT}"
 _CONNECTING = "Connection"
 _RETRY_S: Final = 0.05

@@ -17,18 +17,6 @@ from infinistore.cli.failures import NegativeAnswer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "console",
-    "demand_yes",
-    "is_plain_text",
-    "note",
-    "print_json",
-    "print_line",
-    "print_table",
-    "progress_bar",
-    "visible",
-]
-
 
 _WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
 

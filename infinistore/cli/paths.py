@@ -22,8 +22,6 @@ from infinistore.errors import AuthenticationFailed, InfiniStoreException, Permi
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["MeasuredPath", "measure_paths", "steps"]
-
 _TOPIC: Final = "server"
 _BLOCK_BYTES: Final = 65536
 _BATCHES: Final = (64, 16, 4)

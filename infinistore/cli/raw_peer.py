@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["RawClient", "raw_peer"]
-
 _REQUEST: Final = struct.Struct("<cQ")
 
 

@@ -15,8 +15,6 @@ from click.shell_completion import CompletionItem, shell_complete
 from infinistore.settings import near
 from infinistore.version import __version__
 
-__all__ = ["COMMANDS", "COMPLETION_VARIABLE", "PROGRAM", "complete", "root"]
-
 PROGRAM: Final = "infinistore"
 COMPLETION_VARIABLE: Final = "_INFINISTORE_COMPLETE"
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
     from infinistore.statistics import DiskStatistics
 
-__all__ = ["command"]
-
 _SIZES_BYTES = (1, 4096, 65_537)
 """Less than a unit, a whole number of small units, and not a whole number."""
 

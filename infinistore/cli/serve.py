@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from infinistore.config import ServerConfig
     from infinistore.service_manager import ServiceManager
 
-__all__ = [
-    "calm_the_garbage_collector",
-    "command",
-    "ending_at_sigterm",
-    "first_arena_bytes",
-    "stop_at_signal",
-    "tell_of_taking",
-]
-
 
 _GARBAGE_OBJECTS = 10_000
 _FILES = ("tenants", "tls_cert", "tls_client_ca", "tls_key", "tls_peer_ca", "token_file", "peer_token_file")

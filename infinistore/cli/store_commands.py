@@ -28,21 +28,6 @@ from infinistore.sizes import describe_size, format_size
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = [
-    "demand_all_nodes",
-    "evict",
-    "exists",
-    "get",
-    "ls",
-    "pin",
-    "purge",
-    "put",
-    "rm",
-    "silent_nodes",
-    "stat",
-    "unpin",
-]
-
 
 def silent_nodes(store: "BlockingStore") -> str:
     """Return the ids of the nodes of a cluster that do not answer, separated by commas;

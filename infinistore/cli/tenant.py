@@ -16,8 +16,6 @@ from infinistore.sizes import describe_size, format_size
 if TYPE_CHECKING:
     from infinistore.access.tenants import Tenant, Tenants
 
-__all__ = ["command"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 _FLAGS: Final = ("operator", "require_tls")
 _ROLES: Final = ("read", "write", "monitor", "admin")

@@ -12,8 +12,6 @@ from infinistore.buggify import Buggify, Point
 from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads, PinnedBlocks, Places
 from infinistore.client.movers.shm.mapped_pool import Machine
 
-__all__ = ["buggified"]
-
 
 def buggified(machine: Machine, buggify: Buggify) -> Machine:
     """Return a machine on which a client does what it seldom does."""

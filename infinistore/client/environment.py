@@ -13,8 +13,6 @@ from infinistore.client.movers.shm.mapped_pool import Machine
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.cluster.membership import Membership
 
-__all__ = ["Environment", "Network"]
-
 Network: TypeAlias = Callable[..., Any]
 """What makes the streams of a store instead of the system's sockets: called with the
 URL to connect to, and by a blocking store also with the deadline on `time.monotonic`.

@@ -43,20 +43,6 @@ if TYPE_CHECKING:
     import ssl
     from ssl import SSLContext
 
-__all__ = [
-    "SCHEMES",
-    "Options",
-    "Scheme",
-    "StoreUrl",
-    "make_options",
-    "option_settings",
-    "parse_url",
-    "tls_context",
-    "tls_kind",
-    "tls_of_node",
-    "url_settings",
-]
-
 
 class Scheme(NamedTuple):
     """How URLs with one scheme look, and over which transport they reach the server."""

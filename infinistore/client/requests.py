@@ -21,44 +21,6 @@ from infinistore.statistics import Stats
 if TYPE_CHECKING:
     from infinistore.cluster.membership import View
 
-__all__ = [
-    "Batch",
-    "Commit",
-    "Copy",
-    "Delete",
-    "Evict",
-    "Exists",
-    "Flush",
-    "Followed",
-    "Found",
-    "Get",
-    "GetInto",
-    "GetStatistics",
-    "GetToDevice",
-    "KeyedRequest",
-    "Lease",
-    "ListKeys",
-    "Mark",
-    "Marks",
-    "MatchPrefix",
-    "Matched",
-    "Pin",
-    "Place",
-    "Prefetch",
-    "Prefetched",
-    "Purge",
-    "Put",
-    "PutFromDevice",
-    "ReleaseHold",
-    "Removed",
-    "RemovedKeys",
-    "Request",
-    "Reserve",
-    "TimesLeft",
-    "check_all_there",
-    "closed",
-]
-
 
 def closed(why: str) -> StoreUnavailable:
     """Return the error for a store that was closed, or opened before a fork."""

@@ -9,8 +9,6 @@ import trio
 
 from infinistore.host import NO_THREAD
 
-__all__ = ["in_thread"]
-
 _T = TypeVar("_T")
 
 

@@ -16,22 +16,6 @@ from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, with_port
 from infinistore.cluster.membership import MOST_COPIES, MOST_WEIGHT, Node, NodeState, View
 from infinistore.cluster.placement import PLACEMENT_VERSION
 
-__all__ = [
-    "ClusterConfig",
-    "Drain",
-    "WrongDocument",
-    "read_config",
-    "read_drain",
-    "read_file",
-    "read_node",
-    "read_object",
-    "read_purged",
-    "write_config",
-    "write_drain",
-    "write_node",
-]
-
-
 _STATES: Final = {state.value: state for state in NodeState}
 _TEXTS: Final = ("instance", "zone", "host")
 _NUMBERS: Final = {"weight": MOST_WEIGHT, "generation": 2**63, "capacity_bytes": 2**63, "protocol": 2**31}

@@ -21,17 +21,6 @@ from infinistore.cluster.membership import MOST_COPIES, Node
 from infinistore.errors import ConfigError
 from infinistore.settings import Kind, integer, near, path, switch, text, url_options
 
-__all__ = [
-    "CLUSTER_SCHEMES",
-    "ClusterUrl",
-    "EtcdPlace",
-    "FilePlace",
-    "Place",
-    "StaticPlace",
-    "is_cluster_url",
-    "parse_cluster_url",
-]
-
 CLUSTER_SCHEMES: Final = {
     "infinistore+static": "infinistore+static://HOST:PORT,HOST:PORT",
     "infinistore+file": "infinistore+file:///PATH",

@@ -13,19 +13,6 @@ from typing import Protocol
 import attrs
 from attrs.validators import ge, in_, le
 
-__all__ = [
-    "DEFAULT_WEIGHT",
-    "MOST_COPIES",
-    "MOST_WEIGHT",
-    "Listener",
-    "Membership",
-    "Node",
-    "NodeState",
-    "StaticMembership",
-    "View",
-]
-
-
 DEFAULT_WEIGHT = 100
 MOST_WEIGHT = 10_000
 MOST_COPIES = 8

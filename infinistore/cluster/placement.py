@@ -18,20 +18,6 @@ from xxhash import xxh3_64_intdigest
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import StoreUnavailable
 
-__all__ = [
-    "MOST_WITHOUT_NUMPY",
-    "PLACEMENT_VERSION",
-    "SLOTS",
-    "Apart",
-    "Placement",
-    "Rendezvous",
-    "hash_tag",
-    "machine_of",
-    "slot_of",
-    "still_finds",
-]
-
-
 _WORD: Final = (1 << 64) - 1
 _STEP: Final = 0x9E3779B97F4A7C15  # this and the next two are splitmix64's
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9

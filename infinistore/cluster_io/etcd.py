@@ -26,9 +26,6 @@ from infinistore.cluster.membership import Node
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.raw_sockets import reason
 
-__all__ = ["AskInstance", "Connect", "EtcdConnections", "FlowRunner", "connect", "tls_context"]
-
-
 _RECEIVE_BYTES = 64 * 1024
 
 Connect: TypeAlias = Callable[[str, int, ssl.SSLContext | None], Awaitable[trio.abc.Stream]]

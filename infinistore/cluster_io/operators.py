@@ -33,9 +33,6 @@ from infinistore.cluster_io.etcd import AskInstance, EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import make_session
 from infinistore.errors import ConfigError, StoreUnavailable
 
-__all__ = ["Operator", "purge_registered", "set_state_in_file"]
-
-
 _T = TypeVar("_T")
 
 

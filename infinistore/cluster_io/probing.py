@@ -25,8 +25,6 @@ from infinistore.transports.sockets.trio_streams import connect_tcp
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-__all__ = ["ClusterEnvironment", "ConnectNode", "NodeTls", "Token", "credentials", "instance_asker"]
-
 
 ConnectNode: TypeAlias = Callable[[str, int], Awaitable[Stream]]
 """Connects to host and port. Raises StoreUnavailable if nobody accepts."""

@@ -24,8 +24,6 @@ from infinistore.host import start_thread
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-__all__ = ["Share", "open_membership"]
-
 _log = logging.getLogger("infinistore.cluster")
 
 

@@ -35,8 +35,6 @@ from infinistore.errors import OutOfMemory
 from infinistore.host import available_memory, bind_memory, free_huge_pages
 from infinistore.sizes import in_units
 
-__all__ = ["Arena", "Mapping", "adopt_arena", "check_memory", "create_arena"]
-
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it

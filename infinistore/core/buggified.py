@@ -20,8 +20,6 @@ from infinistore.core.sharing import TenantSpace
 from infinistore.core.space import EvictionCause, Space
 from infinistore.core.writes import Writes
 
-__all__ = ["Parts", "parts", "tenant_space"]
-
 _FEW = 3
 
 

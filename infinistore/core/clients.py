@@ -15,8 +15,6 @@ from infinistore.allocators.base import Extent
 from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of
 from infinistore.core.pool import Pool
 
-__all__ = ["Client", "Hazard", "Lease", "Reservation", "entry_at", "leased_in_quarantine", "read_of"]
-
 Hazard: TypeAlias = tuple[int, int, int, int, int]
 """A pin that a client has set in shared memory: an entry, and a number that all blocks
 of one read have in common."""

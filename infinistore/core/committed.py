@@ -17,9 +17,6 @@ from infinistore.core.clients import Reservation
 from infinistore.core.index import Entry, Index
 from infinistore.core.retention import Retention
 
-__all__ = ["CommittedIndex", "Prepared", "Written"]
-
-
 Written: TypeAlias = Callable[[], Sequence[int] | None]
 """Returns the checksums of the blocks: an empty list if their writer made none, None
 while they are not written yet."""

@@ -26,8 +26,6 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-__all__ = ["SLOTS", "Deletions"]
-
 SLOTS = 8192
 """How many hashes there are: with 1,000 deletions while a copy is under way, an eighth
 of all copies is skipped."""

@@ -29,8 +29,6 @@ from infinistore.core.retention import Retention
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
-__all__ = ["Adopted", "HandOver", "PoolParts"]
-
 
 @attrs.frozen
 class Adopted:

@@ -14,8 +14,6 @@ from typing import Literal, TypeAlias
 
 from infinistore.core.index import Entry
 
-__all__ = ["Change", "Journal", "JournalItem"]
-
 Change: TypeAlias = Literal["put", "delete", "purge", "drop", "read"]
 """What happened to the keys of an item.
 

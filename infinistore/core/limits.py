@@ -11,8 +11,6 @@ from infinistore.errors import LimitExceeded
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.sizes import in_units
 
-__all__ = ["CoreLimits", "Watermarks"]
-
 
 @attrs.frozen
 class Watermarks:

@@ -39,8 +39,6 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.errors import LimitExceeded
 
-__all__ = ["HAZARDS_PER_BLOCK", "MOST_WAITING_RATIO", "HazardPins", "Holds", "PinTable", "Retired"]
-
 
 class PinTable:
     """The number of pins of each entry.

@@ -17,8 +17,6 @@ from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.core.arena import Arena
 from infinistore.core.index import Entry, arena_of, length_of, offset_of
 
-__all__ = ["Pool"]
-
 
 class Pool:
     """The memory of one store: arenas, and the allocator that places blocks there."""

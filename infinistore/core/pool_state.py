@@ -31,28 +31,6 @@ import xxhash
 from infinistore.core.index import Entry
 from infinistore.tenant_limits import check_tenant_name
 
-__all__ = [
-    "FORMAT",
-    "READERS",
-    "GroupLayout",
-    "GroupStates",
-    "HeldBlocks",
-    "PoolState",
-    "Sections",
-    "TenantState",
-    "cut",
-    "decode_groups",
-    "decode_state",
-    "encode_groups",
-    "encode_state",
-    "header_of",
-    "is_of_groups",
-    "numbers_of",
-    "open_body",
-    "write_sections",
-]
-
-
 Sections: TypeAlias = dict[str, memoryview]
 _Bytes = TypeVar("_Bytes", bytes, memoryview)
 FORMAT: Final = 3

@@ -22,8 +22,6 @@ from infinistore.core.pins import HazardPins, Holds, PinTable, Retired
 from infinistore.core.pool import Pool
 from infinistore.core.removals import Removals
 
-__all__ = ["Reads", "Unverified"]
-
 
 class Unverified:
     """The blocks of `waiting`, in the order in which they are hashed if nobody asks for

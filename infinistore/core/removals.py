@@ -33,9 +33,6 @@ from infinistore.core.pins import Retired
 from infinistore.core.pool import Pool
 from infinistore.core.retention import Retention
 
-__all__ = ["KEPT_S", "MAX_TOLD_KEYS", "MOST_BYTES", "MOST_KEYS", "RemovalLog", "Removals", "Told"]
-
-
 MOST_KEYS = 65_536
 MOST_BYTES = 8 * 1024 * 1024
 MAX_TOLD_KEYS = 10_000

@@ -24,8 +24,6 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pins import PinTable
 from infinistore.core.pool import Pool
 
-__all__ = ["Retention"]
-
 _FEW = 1024
 _LONGEST_S = 1e9  # 31 years: what clients may ask for
 

@@ -38,9 +38,6 @@ from infinistore.errors import LimitExceeded, OutOfMemory
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = ["Sharer", "Sharing", "TenantPool", "TenantSpace", "Victim", "Victims"]
-
-
 _FEW = 64
 
 

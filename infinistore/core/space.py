@@ -31,8 +31,6 @@ from infinistore.core.retention import Retention
 from infinistore.errors import OutOfMemory, ValueTooLarge
 from infinistore.sizes import in_units
 
-__all__ = ["EXTRA_STEPS", "FRAGMENTATION_ROUNDS", "FRAGMENTATION_STEPS", "EvictionCause", "Growth", "Space"]
-
 
 class Growth:
     """How a pool may grow: by `growable_bytes` in all."""

@@ -50,8 +50,6 @@ from infinistore.core.space import EvictionCause, Growth, Space
 from infinistore.core.writes import Writes
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
-__all__ = ["Singles", "StoreCore"]
-
 
 class Singles:
     """Reads and writes of one block each, which end before they return."""

@@ -37,8 +37,6 @@ from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = ["TenantStore", "Tenants", "why_not_reserved"]
-
 
 @attrs.frozen
 class _Limits(CoreLimits):

@@ -25,8 +25,6 @@ from infinistore.core.retention import Retention
 from infinistore.core.space import Space
 from infinistore.errors import UnknownReservation
 
-__all__ = ["Writes"]
-
 
 class Writes:
     """The writes of one store. What each method promises, the method of `StoreCore`

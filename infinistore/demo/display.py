@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from infinistore.demo.processes import OwnServer, ServerProcess
     from infinistore.demo.text import Prompt
 
-__all__ = ["Display", "Plan"]
-
 _COLOURS = {"prefill": "yellow", "decode": "green"}  # all else is cyan
 _BARS: tuple[tuple[str, Work, str], ...] = (
     ("prefill", "loaded", "loads"),

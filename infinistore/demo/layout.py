@@ -39,17 +39,6 @@ from functools import cache
 from attrs import field, frozen
 from attrs.validators import ge
 
-__all__ = [
-    "DEFAULT_CHUNK_TOKENS",
-    "KVLayout",
-    "block_content",
-    "block_key",
-    "block_keys",
-    "chunk_names",
-    "first_difference",
-]
-
-
 DEFAULT_CHUNK_TOKENS = 256
 _UNIT_BYTES = 64 << 10
 _NAME_BYTES = 16  # 128 bits: two chunks with one name would be served each other's bytes, so make it not happen

@@ -22,26 +22,6 @@ from cattrs.strategies import configure_tagged_union
 from infinistore.demo.layout import KVLayout
 from infinistore.errors import InfiniStoreException
 
-__all__ = [
-    "DemoError",
-    "Event",
-    "Failed",
-    "Finished",
-    "Job",
-    "LayerDone",
-    "LineReader",
-    "Matched",
-    "Order",
-    "Ready",
-    "Setup",
-    "Work",
-    "decode_event",
-    "decode_order",
-    "encode_order",
-    "expected_error",
-    "send_event",
-]
-
 
 class DemoError(Exception):
     """The demonstration cannot continue, or a byte was wrong. The message is

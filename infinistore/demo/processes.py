@@ -39,18 +39,6 @@ from infinistore.disk_settings import DiskPlace
 from infinistore.errors import InfiniStoreException
 from infinistore.sizes import MIB, format_size
 
-__all__ = [
-    "EtcdProcess",
-    "OwnServer",
-    "ServerProcess",
-    "WorkerProcess",
-    "own_server",
-    "start_etcd",
-    "start_server",
-    "start_worker",
-]
-
-
 _START_TIMEOUT_S = 60.0
 _ENDING_S = 0.5
 _ETCD_CHECK_S = 0.05

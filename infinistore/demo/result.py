@@ -15,16 +15,6 @@ from infinistore.demo.layout import KVLayout
 from infinistore.demo.messages import Finished
 from infinistore.demo.text import Prompt
 
-__all__ = [
-    "DemoResult",
-    "JoinResult",
-    "LossResult",
-    "NodesResult",
-    "PromptResult",
-    "RestartResult",
-    "gigabytes_per_s",
-]
-
 
 def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
     """Return the rate, or None where nothing was moved."""

@@ -72,19 +72,6 @@ if TYPE_CHECKING:
     from infinistore.client import AsyncStore
     from infinistore.statistics import NodeStatistics
 
-__all__ = [
-    "ClusterActs",
-    "OwnCluster",
-    "RestartAct",
-    "other_prompts",
-    "own_cluster",
-    "prepare_text",
-    "run_demo",
-    "tokens_that_fit",
-    "wait_for_view",
-    "watched",
-]
-
 
 _WATCH_INTERVAL_S = 0.1
 

@@ -11,17 +11,6 @@ from attrs.validators import gt
 from infinistore.demo.layout import KVLayout
 from infinistore.sizes import GIB, MIB
 
-__all__ = [
-    "CONTEXT_TOKENS",
-    "DEFAULT_POOL_BYTES",
-    "DEFAULT_POOL_BYTES_OF_NODE",
-    "DEFAULT_POOL_BYTES_WITH_DISK",
-    "DEFAULT_PREFILL_TOKENS_PER_S",
-    "DISK_RATIO",
-    "GROUP_CHUNKS",
-    "DemoSettings",
-]
-
 CONTEXT_TOKENS: Final = 32_768
 """The longest prompt that Qwen2.5-7B is made for; a longer text is cut."""
 DEFAULT_POOL_BYTES: Final = GIB

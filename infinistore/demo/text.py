@@ -16,17 +16,6 @@ from importlib.resources.abc import Traversable
 
 from attrs import frozen
 
-__all__ = [
-    "INSERTED_SENTENCE",
-    "VOCABULARY_SIZE",
-    "Prompt",
-    "insertion_place",
-    "pieces",
-    "sample_text_file",
-    "token_ids",
-    "two_prompts",
-]
-
 VOCABULARY_SIZE = 151_643
 INSERTED_SENTENCE = " (Here somebody inserted one sentence, and all that follows has another past.)"
 

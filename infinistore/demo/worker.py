@@ -39,8 +39,6 @@ from infinistore.demo.messages import (
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore, PrefixMatch
 
-__all__ = ["LoadedPrefix", "PrefixLoader", "run_worker"]
-
 
 _HOLD_S = 60.0  # an upper bound; the hold is released as soon as the prefix is loaded
 

@@ -27,9 +27,6 @@ from infinistore.disk.records import fingerprints
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.sizes import in_units
 
-__all__ = ["Appending", "Batch", "Batches"]
-
-
 _WRITE_BYTES = 4 << 20
 _EIO = 5
 

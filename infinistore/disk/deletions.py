@@ -13,8 +13,6 @@ from infinistore.disk.disks import Disk, Disks, Membership
 from infinistore.disk.settings import MOST_BLOCKS_PER_GROUP
 from infinistore.disk.waits import Wait
 
-__all__ = ["Deletions"]
-
 _NOTHING = memoryview(b"")
 
 

@@ -41,9 +41,6 @@ from infinistore.disk.volume import Volume
 from infinistore.disk.waits import Wait
 from infinistore.errors import LimitExceeded
 
-__all__ = ["AdmissionQueue", "Demotion", "Flushes", "Group", "Run", "Writer", "run_of", "same_block"]
-
-
 _AGE_RATIO: Final = 1 / 4
 
 

@@ -38,21 +38,6 @@ from infinistore.disk.settings import TierSettings
 from infinistore.disk.volume import Event, Location, Volume, VolumeStatistics
 from infinistore.disk.waits import Wait
 
-__all__ = [
-    "Disk",
-    "DiskState",
-    "DiskStatistics",
-    "Disks",
-    "Ended",
-    "Health",
-    "Membership",
-    "Place",
-    "TierStatistics",
-    "TimedOut",
-    "Traffic",
-]
-
-
 _log: Final = logging.getLogger("infinistore.disk")
 
 DiskState: TypeAlias = Literal["healthy", "read-only", "off"]

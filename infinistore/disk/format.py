@@ -32,57 +32,6 @@ from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
 from infinistore.disk.records import SHARDS, Rows
 from infinistore.errors import ConfigError
 
-__all__ = [
-    "ABANDONED",
-    "COLUMNS",
-    "COPIES",
-    "END_BYTES",
-    "FOOTER_BYTES",
-    "LEAD",
-    "OPEN",
-    "OWN_CHECKSUM",
-    "ROW_BYTES",
-    "ROW_COLUMNS",
-    "SEALED",
-    "SEGMENT_COLUMNS",
-    "SNAPSHOT_ROW_BYTES",
-    "SUPERBLOCK_BYTES",
-    "TABLE_BYTES",
-    "VERSION",
-    "End",
-    "Footer",
-    "Header",
-    "Listing",
-    "SnapshotHeader",
-    "SnapshotSection",
-    "SnapshotSegment",
-    "Superblock",
-    "Table",
-    "checked",
-    "decode_end",
-    "decode_footer",
-    "decode_section",
-    "decode_snapshot_header",
-    "decode_superblocks",
-    "decode_table",
-    "encode_end",
-    "encode_footer",
-    "encode_section",
-    "encode_snapshot_header",
-    "encode_superblock",
-    "encode_table",
-    "footer_bytes",
-    "header_bytes",
-    "is_unwritten",
-    "is_whole",
-    "joined",
-    "most_footer_bytes",
-    "most_snapshot_bytes",
-    "peek_table",
-    "table_bytes",
-]
-
-
 OWN_CHECKSUM = 1
 """The flag of a block whose checksum is the tier's, not its writer's."""
 

@@ -31,9 +31,6 @@ from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait
 from infinistore.errors import InfiniStoreException
 
-__all__ = ["Fetch", "GuardedTier", "Purging", "names_on_disk"]
-
-
 _log: Final = logging.getLogger("infinistore.disk")
 _T = TypeVar("_T")
 

@@ -15,8 +15,6 @@ from infinistore.disk.disks import Disks, Place
 from infinistore.errors import LimitExceeded
 from infinistore.sizes import in_units
 
-__all__ = ["TierHolds"]
-
 _MOST_HELD_RATIO = 1 / 8
 
 

@@ -18,8 +18,6 @@ from infinistore.disk.log import Log, Segment, Segments, SegmentState
 from infinistore.disk.records import SHARDS, Records
 from infinistore.disk.recovery import find_batches, read, recover
 
-__all__ = ["DamagedBlock", "DiskContents", "Inspector", "SegmentContents", "Verified"]
-
 _GROUP_BYTES = 4 << 20
 _GROUPS_AT_ONCE = 8
 

@@ -30,26 +30,6 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "PAUSE",
-    "WAIT",
-    "Allocate",
-    "Flush",
-    "HashBlocks",
-    "Job",
-    "ReadInto",
-    "Replace",
-    "Result",
-    "Steps",
-    "Tasks",
-    "Write",
-    "WriteSuperblock",
-    "aligned",
-    "file_bytes",
-]
-
-
 ALIGNMENT_BYTES = 4096
 """What offsets in files, and with O_DIRECT addresses and lengths, are multiples of."""
 

@@ -39,26 +39,6 @@ from infinistore.disk.records import Records, Rows
 from infinistore.errors import ConfigError
 from infinistore.sizes import in_units
 
-__all__ = [
-    "SESSION_SHIFT",
-    "Counters",
-    "Durable",
-    "Event",
-    "Location",
-    "Log",
-    "Lost",
-    "Reclaim",
-    "Segment",
-    "SegmentState",
-    "Segments",
-    "Shrunk",
-    "default_segment_bytes",
-    "locations_of",
-    "rows_of",
-    "segments_within",
-]
-
-
 _LARGEST, _SMALLEST, _FEWEST = 256 << 20, 1 << 20, 2
 _DISK_BYTES = COPIES * SUPERBLOCK_BYTES
 

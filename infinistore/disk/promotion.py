@@ -22,8 +22,6 @@ from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP,
 from infinistore.disk.waits import Wait
 from infinistore.errors import LimitExceeded, OutOfMemory, ValueTooLarge
 
-__all__ = ["Promotion", "leading_at_once"]
-
 _READ_AT_ONCE_RATIO = 1 / 8
 """The part of the pool that one request reads back at a time."""
 _MOST_READING_RATIO = 1 / 4

@@ -30,8 +30,6 @@ from xxhash import xxh3_128_digest
 
 from infinistore.disk.jobs import ALIGNMENT_BYTES
 
-__all__ = ["MOST_SEGMENTS", "MOST_SEGMENT_BYTES", "SHARDS", "Fingerprints", "Loader", "Records", "Rows", "fingerprints"]
-
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
 Int: TypeAlias = npt.NDArray[np.int64]

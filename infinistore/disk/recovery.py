@@ -46,9 +46,6 @@ from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, ReadInto, Steps, align
 from infinistore.disk.log import SESSION_SHIFT, Log, Segment, SegmentState, rows_of
 from infinistore.disk.records import Loader
 
-__all__ = ["Content", "find_batches", "read", "recover", "without_torn_blocks"]
-
-
 _CHUNK_BYTES = 4 << 20
 _MAGIC = int.from_bytes(Table.MAGIC, "little")
 

@@ -18,8 +18,6 @@ from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Result, aligned
 from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP
 from infinistore.disk.volume import Location, Reclaim
 
-__all__ = ["Reinsertion", "aligned_memory"]
-
 
 @attrs.define(eq=False)
 class _Rescue:

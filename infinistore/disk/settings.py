@@ -7,16 +7,6 @@ from attrs.validators import gt, in_
 
 from infinistore.sizes import MIB
 
-__all__ = [
-    "LARGEST_READ_BYTES",
-    "MOST_BLOCKS_PER_GROUP",
-    "MOST_GROUPS",
-    "MOST_PINNED_BYTES",
-    "MOST_READS",
-    "Admission",
-    "TierSettings",
-]
-
 Admission: TypeAlias = Literal["lazy", "eager", "second-use"]
 
 LARGEST_READ_BYTES: Final = 4 * MIB

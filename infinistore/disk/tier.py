@@ -51,8 +51,6 @@ from infinistore.disk.settings import TierSettings
 from infinistore.disk.volume import Durable, Lost, Reclaim, Shrunk, Volume
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait, Waits
 
-__all__ = ["DiskTier", "JournalFollower", "Outcomes"]
-
 
 class JournalFollower:
     """Follows the journal of one core. `purge` is called when all keys were removed."""

@@ -33,8 +33,6 @@ from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Segment,
 from infinistore.disk.records import SHARDS
 from infinistore.disk.recovery import read
 
-__all__ = ["Upkeep"]
-
 _ROWS_A_STEP = 2048
 _STATES = {SegmentState.OPEN: OPEN, SegmentState.FULL: OPEN, SegmentState.SEALED: SEALED}
 

@@ -14,8 +14,6 @@ import attrs
 
 from infinistore.errors import DeadlineExceeded, DiskFailed
 
-__all__ = ["Deletion", "Prefetch", "PrefixMatch", "Wait", "Waits"]
-
 
 class Wait:
     """Something that will be settled, by its deadline at the latest.

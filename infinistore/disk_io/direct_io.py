@@ -20,8 +20,6 @@ import numpy as np
 
 from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
 
-__all__ = ["PROBE", "BounceBuffer", "aligned_memory", "copy", "direct_io_works", "transfer"]
-
 PROBE: Final = "probe"
 """The name of the file that `direct_io_works` writes and removes."""
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -24,8 +24,6 @@ from infinistore.disk_settings import MOST_OPEN_FILES
 from infinistore.host import let_go_in_child
 from infinistore.sizes import MIB
 
-__all__ = ["DiskFiles"]
-
 _CHUNK_BYTES: Final = MIB
 
 

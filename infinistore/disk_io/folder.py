@@ -28,21 +28,6 @@ from infinistore.errors import ConfigError
 from infinistore.host import let_go_in_child
 from infinistore.sizes import MIB, format_size, in_units
 
-__all__ = [
-    "NEW",
-    "SEGMENTS",
-    "SUPERBLOCK",
-    "TENANTS",
-    "DiskFolder",
-    "TenantFolders",
-    "is_disk",
-    "lock_holder",
-    "open_existing_folder",
-    "open_folder",
-    "open_folders",
-]
-
-
 SUPERBLOCK: Final = "disk"
 SEGMENTS: Final = "segments"
 SNAPSHOT: Final = "snapshot"

@@ -15,8 +15,6 @@ import attrs
 from infinistore.disk.jobs import WAIT, Job, Result, Steps
 from infinistore.disk_io.folder import DiskFolder
 
-__all__ = ["DiskRunner", "RunnerStatistics", "run_steps"]
-
 
 @attrs.frozen(kw_only=True)
 class RunnerStatistics:

@@ -19,8 +19,6 @@ from infinistore.disk_io.thread_runner import ThreadRunner
 from infinistore.disk_settings import DiskPlace
 from infinistore.statistics import DiskStatistics, DiskTierStatistics
 
-__all__ = ["StoreDisks", "open_disks"]
-
 
 @attrs.frozen
 class StoreDisks:

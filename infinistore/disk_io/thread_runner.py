@@ -48,9 +48,6 @@ from infinistore.errors import StoreUnavailable
 from infinistore.host import FORKED, let_go_in_child, start_thread
 from infinistore.sizes import MIB
 
-__all__ = ["PIECE_BYTES", "DiskThreads", "Piece", "ThreadRunner", "Transfer"]
-
-
 PIECE_BYTES: Final = 2 * MIB
 _MAX_VIEWS: Final = 512
 """In a piece: half of IOV_MAX (1,024), because a view may take two vectors."""

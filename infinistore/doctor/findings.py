@@ -17,8 +17,6 @@ from typing import Final
 
 import attrs
 
-__all__ = ["UNLIMITED", "Finding", "Host", "Level", "bad", "good", "this_host", "warning", "worst"]
-
 
 class Level(enum.Enum):
     """The level of a finding."""

@@ -18,9 +18,6 @@ from infinistore.doctor.findings import UNLIMITED, Finding, Host, bad, good, war
 from infinistore.host import available_memory, free_huge_pages, nodes_here, parse_list
 from infinistore.sizes import GIB, KIB, MIB, describe_size
 
-__all__ = ["examine_disk", "examine_kernel", "examine_memory", "examine_numa", "gpus", "kernel_version"]
-
-
 _KERNEL = "system"
 _DESCRIPTORS_BESIDE_CONNECTIONS = 256
 _TOO_FEW_DESCRIPTORS = 64

@@ -19,8 +19,6 @@ from infinistore.transports.rdma.devices import (
     roce_mtu_bytes,
 )
 
-__all__ = ["examine_rdma"]
-
 _TOPIC = "RDMA"
 _CAP_IPC_LOCK = 14
 _LITTLE_MEMLOCK_BYTES = 64 * MIB

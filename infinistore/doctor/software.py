@@ -14,8 +14,6 @@ import attrs
 from infinistore.doctor.findings import Finding, bad, good, warning
 from infinistore.transports.rdma.ibverbs import load_pyverbs
 
-__all__ = ["Software", "examine_software", "this_software"]
-
 _TOPIC = "software"
 _OPTIONAL = ("numpy", "torch", "uvloop", "vllm", "lmcache", "sglang")
 _TRY_JEMALLOC = """

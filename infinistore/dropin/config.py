@@ -26,9 +26,6 @@ from infinistore.errors import ConfigError
 from infinistore.settings import near
 from infinistore.sizes import GIB, KIB
 
-__all__ = ["LINK_ETHERNET", "LINK_IB", "LOG_LEVELS", "TYPE_RDMA", "TYPE_TCP", "ClientConfig", "Logger", "ServerConfig"]
-
-
 LOG_LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 _package_log = logging.getLogger("infinistore")
 

@@ -31,17 +31,6 @@ from infinistore.statistics import Stats
 if TYPE_CHECKING:
     import numpy
 
-__all__ = [
-    "Desc",
-    "InfinityConnection",
-    "block_size_bytes",
-    "checked_descriptors",
-    "checked_key",
-    "key_list",
-    "keys_and_offsets",
-    "whole_number",
-]
-
 
 class Desc(NamedTuple):
     """A block of its own size: its key, an address in registered memory, and its size

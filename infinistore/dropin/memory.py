@@ -14,8 +14,6 @@ from infinistore.client.extension import DeviceMemory, cuda_driver
 from infinistore.errors import InvalidRequest
 from infinistore.sizes import in_units
 
-__all__ = ["Region", "Regions", "address_and_size", "find_region", "readable_memory"]
-
 _LARGEST_ADDRESS = (1 << 63) - 1
 _MS_ASYNC = 1
 _PY_BUF_WRITE = 0x200  # include/cpython: PyBUF_WRITE

@@ -29,8 +29,6 @@ from infinistore.kept_errors import KeptError
 from infinistore.secret_files import read_token
 from infinistore.server import ServerAddresses, serve
 
-__all__ = ["RegisteredServer", "evict_cache", "get_kvmap_len", "purge_kv_map", "register_server"]
-
 _T = TypeVar("_T")
 _log = logging.getLogger("infinistore.dropin")
 _registered: "list[RegisteredServer]" = []

@@ -23,9 +23,6 @@ from infinistore.monitor.tenants import tenant_lines
 from infinistore.monitor.terminal import LiveScreen, Terminal
 from infinistore.monitor.view import screen
 
-__all__ = ["Pace", "Source", "report", "sample", "still", "take_two", "watch"]
-
-
 _WAIT_STEP_S = 0.1
 
 

@@ -30,9 +30,6 @@ from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.model import Model
 from infinistore.monitor.terminal import LiveScreen, Terminal
 
-__all__ = ["ClusterWatch", "report", "still", "take_two", "watch"]
-
-
 _LATE_S = 1.0
 """How much later than it is due an answer may come before its node counts as silent."""
 

@@ -28,20 +28,6 @@ from infinistore.monitor.view import alarm_lines, first_line, keys_line
 from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
 
-__all__ = [
-    "HELP",
-    "ClusterControls",
-    "ClusterSnapshot",
-    "NodeOrder",
-    "NodeRow",
-    "Total",
-    "cluster_alarms",
-    "document",
-    "screen",
-    "shown_rows",
-    "total",
-]
-
 
 @attrs.frozen
 class NodeRow:

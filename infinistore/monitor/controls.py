@@ -7,8 +7,6 @@ import attrs
 
 from infinistore.monitor import keys
 
-__all__ = ["HELP", "ClientOrder", "Controls", "PrefixOrder"]
-
 _INTERVALS_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _LONGEST_FILTER: Final = 60
 

@@ -13,8 +13,6 @@ from infinistore.monitor.rates import OperationRow, Quantile
 from infinistore.monitor.view import shown_alarms
 from infinistore.statistics import Stats
 
-__all__ = ["document"]
-
 
 def document(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as a JSON object."""

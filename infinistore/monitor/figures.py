@@ -4,8 +4,6 @@ from typing import Final
 
 from infinistore.monitor.rates import Quantile
 
-__all__ = ["UNKNOWN", "count", "duration", "latency", "percent", "rate", "size", "size_rate"]
-
 UNKNOWN: Final = "-"
 """Shown for unknown values."""
 

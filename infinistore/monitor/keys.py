@@ -8,10 +8,6 @@ import codecs
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = [
-    "BACKSPACE", "DOWN", "END", "ENTER", "ESCAPE", "HOME", "PAGE_DOWN", "PAGE_UP", "UP", "KeyParser",
-]  # fmt: skip
-
 ENTER: Final = "enter"
 ESCAPE: Final = "escape"
 BACKSPACE: Final = "backspace"

@@ -12,11 +12,6 @@ import attrs
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-__all__ = [
-    "ASCII", "UNICODE", "Column", "Glyphs", "Part", "fit", "join", "line", "memory_map", "sparkline", "table",
-    "visible",
-]  # fmt: skip
-
 Part = tuple[str, str]
 """Text and its style in rich's notation; "" is the terminal's own."""
 

@@ -34,9 +34,6 @@ from infinistore.monitor.rates import (
 from infinistore.monitor.tenants import Tenants, TenantsModel
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, Stats
 
-__all__ = ["HISTORY_POINTS", "WINDOW_SAMPLES", "Alarm", "Lost", "Model", "Point", "Snapshot", "alarms"]
-
-
 _NEARLY_FULL: Final = 0.9
 _NEAR_LIMIT: Final = 0.8
 

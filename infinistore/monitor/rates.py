@@ -14,23 +14,6 @@ import attrs
 
 from infinistore.statistics import LATENCY_BOUNDS_S, ClientStatistics, DiskStatistics, OperationStatistics, Stats
 
-__all__ = [
-    "ClientRow",
-    "DiskRow",
-    "OperationRow",
-    "Quantile",
-    "Rates",
-    "Sample",
-    "busiest",
-    "client_rows",
-    "disk_rows",
-    "elapsed_s",
-    "is_restart",
-    "operation_rows",
-    "quantile",
-    "rates",
-]
-
 
 @attrs.frozen
 class Quantile:

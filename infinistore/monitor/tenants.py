@@ -12,8 +12,6 @@ from infinistore.monitor import figures
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Column, Glyphs, line, table
 
-__all__ = ["TenantRow", "Tenants", "TenantsModel", "tenant_lines"]
-
 _NUMBERS: Final = (
     "connections", "keys", "used_bytes", "pinned_bytes", "reserved_bytes", "hits", "misses", "evicted", "refused",
     "pauses",

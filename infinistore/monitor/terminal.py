@@ -28,8 +28,6 @@ from infinistore.monitor.keys import KeyParser
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["LiveScreen", "Scene", "Terminal"]
-
 
 _ENTER: Final = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # alternate screen, no cursor, cleared
 _LEAVE: Final = b"\x1b[m\x1b[?25h\x1b[?1049l"

@@ -37,27 +37,6 @@ from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow
 from infinistore.monitor.tenants import Tenants, tenant_lines
 from infinistore.statistics import ArenaStatistics, DiskTierStatistics, PrefixStatistics
 
-__all__ = [
-    "activity_lines",
-    "alarm_lines",
-    "arena_lines",
-    "client_lines",
-    "disk_lines",
-    "first_line",
-    "flow_lines",
-    "footer_line",
-    "header_line",
-    "keys_line",
-    "operation_lines",
-    "pool_line",
-    "prefix_lines",
-    "screen",
-    "shown_alarms",
-    "state_part",
-    "status_lines",
-]
-
-
 _STYLES: Final = {"error": "bold red", "warning": "yellow", "notice": ""}
 _RESTART_SHOWN: Final = timedelta(minutes=1)
 _LABEL: Final = 10

@@ -39,8 +39,6 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.states import Event, LocalProtocolError, State
 from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 
-__all__ = ["MAX_REPLY_BODY_BYTES", "ClientConnection", "Encoded"]
-
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 MAX_REPLY_BODY_BYTES = 64 * 1024 * 1024
 """The maximum body of a reply that a client accepts, in bytes."""

@@ -31,34 +31,6 @@ from infinistore.protocol.messages import KINDS, Exists, Get, GetReply, Message,
 from infinistore.protocol.versions import MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 
-__all__ = [
-    "HEADER_BYTES",
-    "MAX_LIST_ITEMS",
-    "READ",
-    "SHORT_BODY_BYTES",
-    "STRUCTURE",
-    "UNSTRUCTURE",
-    "WRITE",
-    "Header",
-    "StatisticsTree",
-    "Structure",
-    "Unstructure",
-    "decode_body",
-    "decode_notices",
-    "encode_head",
-    "head_bytes",
-    "pack_u64",
-    "parse_header",
-    "statistics_from_tree",
-    "statistics_to_tree",
-    "structure_for",
-    "structure_function",
-    "unstructure_for",
-    "unstructure_function",
-    "with_offer",
-]
-
-
 _REMEDY = "install the same release of infinistore on both"
 
 Structure: TypeAlias = Mapping[type[Message], Callable[[Any, Any], Any]]

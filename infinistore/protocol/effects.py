@@ -11,19 +11,6 @@ one, too.
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-__all__ = [
-    "Effect",
-    "Exchange",
-    "LongBody",
-    "Pause",
-    "Receive",
-    "ReceiveDescriptors",
-    "Send",
-    "SendDescriptors",
-    "Span",
-]
-
-
 _T = TypeVar("_T")
 
 

@@ -10,8 +10,6 @@ from attrs import validators
 
 from infinistore.keys import MAX_KEY_BYTES
 
-__all__ = ["Keys", "Numbers", "Tree", "count", "ratio", "text"]
-
 Keys = NewType("Keys", list[str])
 """Keys in request order.
 

@@ -6,8 +6,6 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, head_bytes, parse_header
 from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors, Span
 
-__all__ = ["CHUNK_BYTES", "READ_AHEAD_BYTES", "FrameReader"]
-
 READ_AHEAD_BYTES = 68 * 1024
 """How much one `Receive` of heads asks for: a block of 64 KiB and its checksum come
 together with their head."""

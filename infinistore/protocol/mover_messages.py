@@ -13,30 +13,6 @@ from attrs import validators
 from infinistore.protocol.fields import Keys, Numbers, count, text
 from infinistore.protocol.versions import Capability, NewerFields
 
-__all__ = [
-    "Abort",
-    "Commit",
-    "Lease",
-    "LeaseReply",
-    "MapArenas",
-    "MapArenasReply",
-    "MapTables",
-    "MapTablesReply",
-    "Prepare",
-    "PrepareReply",
-    "RdmaConnect",
-    "RdmaConnectReply",
-    "RdmaFetch",
-    "RdmaFill",
-    "RdmaGet",
-    "RdmaGetReply",
-    "RdmaPut",
-    "Release",
-    "Reserve",
-    "ReserveReply",
-    "Touch",
-]
-
 
 @attrs.frozen
 class MapArenas:

@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 from typing import Any
 
-__all__ = ["arena_of", "offset_of", "pack_offset", "pack_offsets"]
-
 _OFFSET_BITS = 48
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _ARENA = itemgetter(0)

@@ -27,8 +27,6 @@ from infinistore.protocol.messages import KINDS, ONE_WAY, REPLIES, ErrorReply, H
 from infinistore.protocol.states import Event, LocalProtocolError, State
 from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 
-__all__ = ["MAX_HELLO_BYTES", "Received", "ServerConnection", "TooManyKeys"]
-
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 MAX_HELLO_BYTES = 16 * 1024
 """The maximum body that a server accepts before the hello, in bytes."""

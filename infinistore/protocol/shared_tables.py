@@ -39,20 +39,6 @@ from infinistore.errors import ProtocolError
 from infinistore.protocol.fields import Numbers
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 
-__all__ = [
-    "HAZARD_SLOTS",
-    "LEAST_REMOVAL_TABLE_BYTES",
-    "READER_BYTES",
-    "CommitWord",
-    "HazardTable",
-    "Hazards",
-    "RemovalTable",
-    "TouchLog",
-    "granule_bytes_for",
-    "removal_table_bytes",
-    "tables_are_safe_here",
-]
-
 HAZARD_SLOTS = 2046
 """The maximum number of blocks that a client may read at a time without a request."""
 _NUMBER_BYTES = 8

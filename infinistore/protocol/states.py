@@ -8,8 +8,6 @@ violates the protocol, and in this end it is a `LocalProtocolError`.
 import enum
 from collections.abc import Mapping
 
-__all__ = ["CLIENT", "SERVER", "Event", "LocalProtocolError", "State", "Transitions"]
-
 
 class LocalProtocolError(RuntimeError):
     """A call that the state of the connection does not allow: a bug in the caller."""

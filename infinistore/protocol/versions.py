@@ -11,8 +11,6 @@ deadline there, and ignores what it receives there.
 import enum
 from typing import NamedTuple
 
-__all__ = ["LAST_RELEASE", "MAJOR", "MINOR", "OFFER", "Capability", "NewerFields", "Offer"]
-
 MAJOR = 1
 MINOR = 1
 _OFFER_FLAG = 1 << 63  # no deadline is above 2**63 us

@@ -28,17 +28,6 @@ from infinistore.errors import ConfigError
 from infinistore.protocol.effects import LongBody
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = [
-    "BODY_BUDGET_BYTES",
-    "BodyBudget",
-    "BodyGrant",
-    "Departures",
-    "DescriptorBudget",
-    "LogBudget",
-    "Rates",
-    "TokenBucket",
-]
-
 
 class Departures:
     """Watches any number of sockets with one descriptor, while `run` runs."""

@@ -13,8 +13,6 @@ from infinistore.transports.tls.trio_stream import TlsStream
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Certificates"]
-
 
 _log = logging.getLogger("infinistore.server")
 

@@ -59,19 +59,6 @@ from infinistore.server.environment import Environment
 from infinistore.server.server import Server
 from infinistore.statistics import DrainStatistics, ListedNode, MembershipStatistics
 
-__all__ = [
-    "ClusterService",
-    "Drainer",
-    "OtherNodes",
-    "Others",
-    "PeerToken",
-    "PushLimits",
-    "Refusals",
-    "open_nodes",
-    "push",
-]
-
-
 _log = logging.getLogger("infinistore.cluster")
 
 

@@ -65,22 +65,6 @@ from infinistore.transports.base import Stream, drive
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
-__all__ = [
-    "INTERNAL_ERROR",
-    "JOINED_BYTES",
-    "LINGER_S",
-    "MOST_OPEN",
-    "ClientTables",
-    "Conversation",
-    "Holdings",
-    "SessionLimits",
-    "Traffic",
-    "linger",
-    "part",
-    "send_fatal_error",
-    "too_small",
-]
-
 
 _T = TypeVar("_T")
 JOINED_BYTES = 16 * 1024

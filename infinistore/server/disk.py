@@ -28,9 +28,6 @@ from infinistore.disk.waits import Prefetch, PrefixMatch, Wait
 from infinistore.disk_io.store_disks import StoreDisks
 from infinistore.statistics import DiskTierStatistics
 
-__all__ = ["DiskService", "ServerDisks"]
-
-
 _REPLY_SHARE = 0.1
 """The part of a caller's time that is left for the reply, so that a miss arrives before
 the caller gives up."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from infinistore.cluster_io.probing import ClusterEnvironment
     from infinistore.disk_io.store_disks import StoreDisks
 
-__all__ = ["Environment"]
-
 
 def _open_disks(places: Sequence[DiskPlace], random: Random) -> "StoreDisks":
     from infinistore.disk_io.store_disks import open_disks  # late: it needs numpy, and most servers have no disk

@@ -25,8 +25,6 @@ from infinistore.transports.sockets.unix_listener import (
     make_private_folder,
 )
 
-__all__ = ["Listeners", "ServerAddresses", "open_listeners"]
-
 _log = logging.getLogger("infinistore.server")
 
 

@@ -20,9 +20,6 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import NO_THREAD
 
-__all__ = ["PoolGrowth", "evict_incrementally", "evict_periodically", "list_keys_incrementally", "purge_incrementally"]
-
-
 _SLICE_KEYS = 4096
 
 

@@ -15,9 +15,6 @@ from infinistore.errors import InfiniStoreException
 from infinistore.protocol.messages import Message
 from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics
 
-__all__ = ["CANCELLED", "OK", "Recorder", "outcome_of"]
-
-
 OK = "ok"
 CANCELLED = "cancelled"
 """The outcome of a request that was under way when the server stopped."""

@@ -42,27 +42,6 @@ if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
     from infinistore.transports.tls.trio_stream import TlsStream
 
-__all__ = [
-    "AUDIT_LOGGER",
-    "ORIGIN",
-    "PRIVATE",
-    "AuditLog",
-    "HasTenants",
-    "Reload",
-    "Reloads",
-    "Renewable",
-    "TenantsReload",
-    "add_tenants",
-    "check_unix_peer",
-    "is_private",
-    "load_certificates",
-    "load_policy",
-    "load_tenants",
-    "origin_of",
-    "present",
-    "reload_on_signal",
-]
-
 
 _log = logging.getLogger("infinistore.server")
 

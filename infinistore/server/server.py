@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from infinistore.server.disk import ServerDisks
     from infinistore.server.tenancy import Tenancy
 
-__all__ = ["LAST_WRITES_S", "Server"]
-
 _log = logging.getLogger("infinistore.server")
 LAST_WRITES_S = 1.0
 """What disks have at least to end cleanly, however long sessions took to."""

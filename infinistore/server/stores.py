@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.tenancy import Tenancy
 
-__all__ = ["make_arena", "make_core", "open_disks", "open_stores"]
-
 
 Background: TypeAlias = Callable[[], Awaitable[None]]
 _DISKS_END_S: Final = 5.0

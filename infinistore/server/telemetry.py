@@ -37,19 +37,6 @@ from infinistore.tenant_limits import TenantStatistics
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
-__all__ = [
-    "MAX_ARENAS",
-    "MAX_CLIENTS",
-    "MAX_PREFIXES",
-    "MAX_SAMPLE_KEYS",
-    "Telemetry",
-    "arena",
-    "busiest",
-    "gather",
-    "prefixes",
-]
-
-
 _T = TypeVar("_T")
 MAX_ARENAS = 256
 MAX_CLIENTS = 256

@@ -46,22 +46,6 @@ from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, TenantStatist
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
-__all__ = [
-    "Group",
-    "HasDisks",
-    "OnlyTenants",
-    "PlannedGroups",
-    "Tenancy",
-    "WholeStore",
-    "by_group",
-    "check_disks",
-    "check_settings",
-    "disk_parts",
-    "group_sizes",
-    "is_for_one",
-    "open_groups",
-]
-
 
 def check_settings(config: ServerConfig) -> None:
     """Raise ConfigError if the configuration has what does not work with tenants."""

@@ -27,9 +27,6 @@ from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
 from infinistore.statistics import DiskTierStatistics, summed_disks
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = ["TenantDisks", "open_tenant_disks"]
-
-
 _log = logging.getLogger("infinistore.server")
 _MOST_ENDS: Final = 2
 """The disks of how many tenants that are gone end at a time: however many these are,

@@ -15,19 +15,6 @@ from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Problem",
-    "Target",
-    "batch_of",
-    "copy_in",
-    "copy_out",
-    "finish",
-    "longer_blocks_refused",
-    "problems",
-    "sources",
-    "targets",
-]
-
 _T = TypeVar("_T")
 Problem: TypeAlias = KeptError | None
 """What was wrong with the blocks of one tensor."""

@@ -34,8 +34,6 @@ from infinistore.tensors.devices import Staging, Transfer, any_on_device, direct
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
-__all__ = ["get_blocks", "put_blocks"]
-
 
 def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Staging, ttl_s: float | None = None) -> None:
     """Store the blocks of all these tensors, which become visible in one step."""

@@ -15,8 +15,6 @@ from infinistore.tensors.tensor_blocks import Blocks, blocks_to_read, blocks_to_
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["read_blocks", "write_blocks"]
-
 
 @overload
 def write_blocks(store: BlockingStore, blocks: Blocks, block_size_bytes: int, tensor: "torch.Tensor") -> None: ...

@@ -33,8 +33,6 @@ from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuCopies", "CudaCopies", "DeviceCopies", "MappedArena", "Pieces", "Runtime", "addresses_of", "merge"]
-
 
 _Numbers = NDArray[np.int64]
 

@@ -19,8 +19,6 @@ from infinistore.tensors.errors import CudaError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchCuda", "cuda_bindings"]
-
 _FIRST_WITH_BATCHES = 12080
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable: pinned for every device; cudaHostRegisterReadOnly
 

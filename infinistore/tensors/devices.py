@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
     from infinistore.client import AsyncStore
 
-__all__ = ["Staging", "Transfer", "any_on_device", "beside_loop", "direct_batch", "make_transfer", "pin_pool"]
-
 
 _T = TypeVar("_T")
 

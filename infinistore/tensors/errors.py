@@ -2,8 +2,6 @@
 
 from infinistore.errors import InfiniStoreException, KeyNotFound
 
-__all__ = ["BlockSizeMismatch", "BlocksMissing", "CudaError"]
-
 
 class BlocksMissing(KeyNotFound):
     """Some blocks do not exist: those of `keys`.

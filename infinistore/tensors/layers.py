@@ -30,8 +30,6 @@ from infinistore.tensors.tensor_blocks import Blocks, blocks_to_read, blocks_to_
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Background", "Job", "LayerLoader", "LayerWriter", "LayerWriterStatistics", "Ticket"]
-
 
 class Job:
     """A unit of work of `total_bytes`.

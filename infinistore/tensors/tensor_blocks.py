@@ -24,8 +24,6 @@ from infinistore.keys import check_distinct, check_keys
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Blocks", "TensorBlocks", "blocks_to_read", "blocks_to_write", "bytes_of_storage"]
-
 Blocks: TypeAlias = Sequence[tuple[str, int]]
 """Pairs of a key and the offset of its block in the tensor, in bytes."""
 

@@ -33,8 +33,6 @@ from infinistore.tensors.devices import Staging, Transfer, any_on_device, beside
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
 
-__all__ = ["get_blocks", "put_blocks"]
-
 
 async def put_blocks(
     store: "AsyncStore", batch: Sequence[Transfer], staging: Staging, ttl_s: float | None = None

@@ -40,24 +40,6 @@ from infinistore.transports.rdma.devices import (
     read_system,
 )
 
-__all__ = [
-    "ChosenPort",
-    "GidVerdict",
-    "NoDevice",
-    "NoGid",
-    "NoRdma",
-    "PortNotActive",
-    "UnknownDevice",
-    "UnusableDevice",
-    "Wanted",
-    "WrongLink",
-    "choose",
-    "choose_port",
-    "judge_gids",
-    "judge_port",
-    "near_address",
-]
-
 
 class NoRdma(Exception):
     """RDMA cannot be used here; the message says why and what would help, in one line:

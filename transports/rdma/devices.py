@@ -22,23 +22,6 @@ from typing import Final
 
 import attrs
 
-__all__ = [
-    "Address",
-    "Gid",
-    "GidKind",
-    "Interface",
-    "Link",
-    "Place",
-    "RdmaDevice",
-    "RdmaPort",
-    "RdmaSystem",
-    "natural",
-    "pci_place",
-    "read_system",
-    "roce_mtu_bytes",
-    "there_is_rdma",
-]
-
 ROOT: Final = Path("/")
 _DEVICES: Final = Path("sys/class/infiniband")
 _VERBS: Final = Path("sys/class/infiniband_verbs")

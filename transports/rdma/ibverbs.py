@@ -36,20 +36,6 @@ from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.plan import Piece
 from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
 
-__all__ = [
-    "CHAIN",
-    "Pyverbs",
-    "QueueParts",
-    "VerbsDevice",
-    "VerbsQueue",
-    "WorkRequests",
-    "gid_text",
-    "load_pyverbs",
-    "open_device",
-    "timeout_exponent",
-]
-
-
 _REMEDY = (
     "install pyverbs for this Python (Debian, for the system's Python: apt-get install python3-pyverbs, and link"
     " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"

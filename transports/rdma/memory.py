@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from infinistore.transports.rdma.plan import Placement
 from infinistore.transports.rdma.verbs import Device, Region
 
-__all__ = ["RegisteredMemory", "RegisteredSpan", "RemoteSpan", "SpanTable", "Staging", "address_of"]
-
 _ADDRESS = attrgetter("address")
 
 

@@ -6,8 +6,6 @@ from typing import TypeAlias
 from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.verbs import Device
 
-__all__ = ["OpenDevice", "open_device"]
-
 OpenDevice: TypeAlias = Callable[..., Device]
 """Opens a port: device name or None, port number, link ("IB", "Ethernet") or None,
 preferred GID index or -1, and an address of this machine that peers are known to reach,

@@ -17,8 +17,6 @@ from itertools import pairwise
 from operator import add
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Piece", "Placement", "Window", "plan_transfer"]
-
 Piece: TypeAlias = tuple[int, int, int, int, int]
 """One work request: local address, local key, remote address, remote key, length in
 bytes.

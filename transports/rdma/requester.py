@@ -15,8 +15,6 @@ from infinistore.errors import TransferFailed
 from infinistore.transports.rdma.plan import Piece, Window
 from infinistore.transports.rdma.verbs import Operation, Queue, describe_status
 
-__all__ = ["BATCH", "Requester"]
-
 BATCH = 64
 """How many work requests share one completion."""
 _YIELD_AFTER = 16  # completions that came without waiting: then others have their turn

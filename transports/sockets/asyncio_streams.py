@@ -24,8 +24,6 @@ from infinistore.transports.sockets.raw_sockets import (
 )
 from infinistore.transports.sockets.spin import Spinner
 
-__all__ = ["AsyncioSocketStream", "connect_tcp", "connect_unix"]
-
 _YIELD_AFTER_BYTES = 4 * 1024 * 1024
 _CALL_COST_BYTES = 32 * 1024  # what a system call counts for, however few bytes it moves
 

@@ -25,8 +25,6 @@ from infinistore.transports.sockets.raw_sockets import (
 )
 from infinistore.transports.sockets.spin import Spinner
 
-__all__ = ["BlockingSocketStream", "connect_tcp", "connect_unix"]
-
 _SEND_BYTES = 2 * 1024 * 1024  # at a time: with 4 MiB, a put of 64 x 64 KiB over TCP took a tenth longer
 _NOW = socket.MSG_DONTWAIT
 _SEND_TIMEOUT = struct.pack("@ll", 0, 20_000)

@@ -25,8 +25,6 @@ from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
 from infinistore.transports.sockets.raw_sockets import looks_stale
 
-__all__ = ["NEXT_ADDRESS_AFTER_S", "Dial", "Dialer", "Found", "SocketAddress", "found_addresses", "look_up"]
-
 SocketAddress: TypeAlias = tuple[
     socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]
 ]

@@ -14,22 +14,6 @@ from collections.abc import Sequence
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.effects import Span
 
-__all__ = [
-    "BACKLOG",
-    "LOOK",
-    "MAX_DESCRIPTORS",
-    "UNIX_SEND_BYTES",
-    "VANISHED_AFTER_MS",
-    "broken",
-    "cannot_connect",
-    "looks_stale",
-    "peer_user",
-    "prepare",
-    "reason",
-    "receive_with_descriptors",
-    "send_at_once",
-]
-
 _CREDENTIALS = struct.Struct("@iII")  # ucred: process, user, group
 _SHORT_BYTES = 128 * 1024
 UNIX_SEND_BYTES = 2 * 1024 * 1024

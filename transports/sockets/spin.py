@@ -16,8 +16,6 @@ from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.settings import ADAPTIVE, Spin
 from infinistore.statistics import SpinStatistics
 
-__all__ = ["LONGEST_SPIN_S", "STALLED_S", "Spinner"]
-
 LONGEST_SPIN_S: Final = 400e-6
 """How long an adaptive spin lasts at most."""
 STALLED_S: Final = 30e-6

@@ -41,9 +41,6 @@ from infinistore.transports.sockets.raw_sockets import (
 )
 from infinistore.transports.sockets.spin import Spinner
 
-__all__ = ["ReadySockets", "SocketStream", "accept", "connect_tcp", "connect_unix", "listen_tcp"]
-
-
 _MOST_AT_ONCE: Final = 32
 """After so many receives, other tasks have their turn."""
 

@@ -17,8 +17,6 @@ from typing import Final, Literal
 from infinistore.errors import ConfigError
 from infinistore.transports.sockets.raw_sockets import BACKLOG, reason
 
-__all__ = ["MODES", "Access", "UnixListener", "listen_unix", "make_private", "make_private_folder"]
-
 Access = Literal["user", "group", "all"]
 MODES: Final[dict[Access, tuple[int, int]]] = {"user": (0o700, 0o600), "group": (0o750, 0o660), "all": (0o755, 0o666)}
 """The modes of a folder that is made for the socket, and of the socket."""

@@ -10,8 +10,6 @@ from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
 from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
 
-__all__ = ["AsyncioTlsStream", "over_tls"]
-
 
 class AsyncioTlsStream:
     """A stream over an `AsyncioSocketStream`, which it owns. The handshake is part of

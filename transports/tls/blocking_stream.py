@@ -10,8 +10,6 @@ from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
 from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
 
-__all__ = ["BlockingTlsStream", "over_tls"]
-
 
 class BlockingTlsStream:
     """A stream over a `BlockingSocketStream`, which it owns. The handshake is part of

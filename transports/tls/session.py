@@ -22,19 +22,6 @@ from typing import Any, Final, Protocol, cast
 from infinistore.errors import ConfigError, StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
 
-__all__ = [
-    "Endpoint",
-    "NO_TLS_AT_CLIENT",
-    "TlsSession",
-    "client_context",
-    "client_failure",
-    "is_stale",
-    "say_goodbye",
-    "server_context",
-    "server_failure",
-    "trust",
-]
-
 
 def client_context(ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
     """Return the context of a client that trusts the authorities in `ca`, or those of

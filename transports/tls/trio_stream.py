@@ -13,8 +13,6 @@ from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
 from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
 
-__all__ = ["TlsStream", "over_tls"]
-
 
 class TlsStream:
     """A stream over another one, which it owns. The handshake is part of the first call

@@ -20,21 +20,6 @@ from infinistore.client.memory.buffers import (
 from infinistore.client.requests import Batch
 from infinistore.keys import CheckedKeys, check_distinct, check_keys
 
-__all__ = [
-    "Pairs",
-    "batch_to_get",
-    "batch_to_put",
-    "block_to_get",
-    "block_to_put",
-    "check_hold",
-    "check_hold_token",
-    "check_page",
-    "check_ratios",
-    "key_list",
-    "sizes_to_reserve",
-    "ttl_in_us",
-]
-
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 _LONGEST_TTL_S = 1e9  # 31 years
 _READONLY = attrgetter("readonly")

@@ -8,8 +8,6 @@ from typing import Any
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.client.requests import Commit, Lease, Reserve
 
-__all__ = ["BlockingLease", "BlockingReservation"]
-
 
 class BlockingLease:
     """Entering it returns read-only views, None for each key that does not exist."""

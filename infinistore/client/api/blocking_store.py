@@ -59,8 +59,6 @@ from infinistore.keys import CheckedKeys
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = ["BlockingStore"]
-
 _T = TypeVar("_T")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.client.requests import Commit, Lease, Reserve
 
-__all__ = ["AsyncLease", "AsyncReservation"]
-
 
 class AsyncLease:
     """Entering it returns read-only views, None for each key that does not exist."""

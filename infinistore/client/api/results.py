@@ -14,8 +14,6 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 if TYPE_CHECKING:
     from infinistore.cluster.membership import View
 
-__all__ = ["AsyncRemovals", "BlockingRemovals", "PrefixMatch"]
-
 
 class PrefixMatch(int):
     """The number of leading keys that exist: an int, with an optional hold.

@@ -58,8 +58,6 @@ from infinistore.keys import CheckedKeys
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = ["AsyncStore"]
-
 _T = TypeVar("_T")
 
 

@@ -33,20 +33,6 @@ from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = [
-    "LOST",
-    "Budget",
-    "CallInView",
-    "ClusterCalls",
-    "Counters",
-    "Handlers",
-    "NodeHedge",
-    "error_of",
-    "is_lost",
-    "naming",
-]
-
-
 _PART: Final = 0.05
 """How many keys may be asked for again, of all that are asked for."""
 _MOST_SAVED: Final = 64.0

@@ -27,8 +27,6 @@ from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
 
-__all__ = ["HANDLERS"]
-
 _T = TypeVar("_T")
 _WAIT_SHARE: Final = 0.5
 """How long each node waits for a removal, as a part of `lookup_deadline_s`: one that is

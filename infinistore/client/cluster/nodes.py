@@ -22,9 +22,6 @@ from infinistore.cluster.placement import Placement
 from infinistore.errors import ConfigError
 from infinistore.host import FORKED, let_go_in_child
 
-__all__ = ["PING", "AnswerTimes", "NodeStore", "Nodes", "OpenStore", "ViewInUse", "part_of"]
-
-
 _MEAN_GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
 _DEVIATIONS: Final = 4

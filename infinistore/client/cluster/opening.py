@@ -29,16 +29,6 @@ from infinistore.host import let_go_in_child
 from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = [
-    "SILENT_AFTER",
-    "ClusterStore",
-    "check_not_silent",
-    "check_there",
-    "cluster_of",
-    "open_shards",
-    "options_of_shard",
-]
-
 _Cluster = TypeVar("_Cluster")
 SILENT_AFTER: Final = 1.25
 """After how many times its deadline of a lookup a node that sends nothing is asked

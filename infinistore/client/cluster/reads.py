@@ -52,20 +52,6 @@ from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException
 from infinistore.kept_errors import KeptError
 
-__all__ = [
-    "MOST_WARMING_BYTES",
-    "Hedge",
-    "exists",
-    "hedges_for",
-    "lease",
-    "match_prefix",
-    "prefetch",
-    "present_anywhere",
-    "read",
-    "release_hold",
-]
-
-
 _LEAST_S: Final = 0.002
 """Nothing is late before that: a busy process wakes up about as late."""
 _PATIENCE: Final = 2

@@ -26,8 +26,6 @@ from infinistore.cluster.membership import NodeState
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
-__all__ = ["check_done", "commit", "copy", "delete", "flush", "marks", "pin", "put", "reserve"]
-
 _WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/layer 3', so that one node has them all"
 
 

@@ -40,8 +40,6 @@ from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names
 from infinistore.transports.sockets.names import Dialer
 
-__all__ = ["LOOKUP_CONNECTIONS", "PLAIN", "WAITING_CONNECTIONS", "Attempt", "Calls", "Terms", "unknown_outcome"]
-
 _T = TypeVar("_T")
 _Stream = TypeVar("_Stream", bound=ClientStream)
 _Error = TypeVar("_Error", StoreUnavailable, DeadlineExceeded)

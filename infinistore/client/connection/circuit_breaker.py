@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from infinistore.errors import StoreUnavailable
 
-__all__ = ["FAILURES_TO_OPEN", "FIRST_DELAY_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S", "CircuitBreaker"]
-
 FIRST_DELAY_S = 0.02
 """The pause before the first retry of a call."""
 FAILURES_TO_OPEN = 5

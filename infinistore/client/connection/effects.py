@@ -10,22 +10,6 @@ from infinistore.client.options import StoreUrl
 from infinistore.client.requests import Request
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 
-__all__ = [
-    "Background",
-    "Call",
-    "CallEffect",
-    "ClientStream",
-    "ClusterCall",
-    "ClusterEffect",
-    "Connect",
-    "InThread",
-    "LatePart",
-    "Outcome",
-    "Part",
-    "Sleep",
-    "Together",
-]
-
 _T = TypeVar("_T")
 Outcome: TypeAlias = Any
 """What a part returned, or a `KeptError` if it raised an error of this package."""

@@ -36,9 +36,6 @@ from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.messages import Hello, HelloReply
 from infinistore.protocol.states import State
 
-__all__ = ["Connection", "ConnectionPool", "Turn", "Turns", "new_turn"]
-
-
 new_turn = threading.Lock
 _LOOK_AGAIN_S = 1.0
 """An interrupted call may not have notified the waiting ones."""

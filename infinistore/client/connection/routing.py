@@ -14,8 +14,6 @@ from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.protocol.messages import Shard, shards_from_texts
 from infinistore.transports.sockets.raw_sockets import peer_user
 
-__all__ = ["ENDED", "Route", "Router", "ShardsFound"]
-
 _Stream = TypeVar("_Stream", bound=ClientStream)
 
 

@@ -43,9 +43,6 @@ from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.sockets.spin import Spinner
 
-__all__ = ["ClusterAsyncioStore", "RemoteAsyncioStore", "open_store"]
-
-
 _T = TypeVar("_T")
 
 

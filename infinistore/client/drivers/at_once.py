@@ -30,8 +30,6 @@ from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnav
 from infinistore.host import start_thread
 from infinistore.kept_errors import KeptError
 
-__all__ = ["BlockingRaces", "Ending", "PartThreads", "asyncio_at_once", "asyncio_race", "trio_at_once", "trio_race"]
-
 
 class Ending:
     """Of one call. It ends with an error of this package, soon: whatever it waits for

@@ -52,8 +52,6 @@ from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 if TYPE_CHECKING:
     from infinistore.client.drivers.at_once import Ending
 
-__all__ = ["ClusterBlockingStore", "PatientStream", "RemoteBlockingStore", "open_store"]
-
 
 _T = TypeVar("_T")
 

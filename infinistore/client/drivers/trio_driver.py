@@ -43,9 +43,6 @@ from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
 
-__all__ = ["ClusterTrioStore", "RemoteTrioStore", "open_store"]
-
-
 _T = TypeVar("_T")
 
 

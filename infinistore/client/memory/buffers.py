@@ -21,20 +21,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.cuda import DeviceMemory
 
-__all__ = [
-    "BufferLike",
-    "DeviceBatch",
-    "OnDevice",
-    "Registration",
-    "device_batch",
-    "device_memory",
-    "plain_bytes",
-    "readable",
-    "registrable",
-    "writable",
-]
-
-
 _FIELD_NAME = re.compile(":[^:]*:")
 BufferLike: TypeAlias = Any
 """bytes, bytearray, memoryview, array, mmap, a numpy array, a PyTorch tensor on the

@@ -28,9 +28,6 @@ from infinistore.host import start_thread
 from infinistore.protocol.effects import Exchange, Pause
 from infinistore.sizes import in_units
 
-__all__ = ["LEAST_BATCH_BYTES", "PAUSE_BYTES", "CopyThreads", "copy_blocks", "hash_blocks"]
-
-
 PAUSE_BYTES = 4 * 1024 * 1024
 """How many bytes are copied before other tasks get their turn."""
 

@@ -19,8 +19,6 @@ from infinistore.protocol.messages import Abort, Release
 from infinistore.protocol.shared_tables import HazardTable
 from infinistore.protocol.states import State
 
-__all__ = ["HasSocket", "Owed", "Pins"]
-
 _MOST_AT_ONCE = 128
 
 

@@ -24,8 +24,6 @@ from infinistore.errors import LeaseStillInUse
 from infinistore.protocol.messages import MISSING
 from infinistore.sizes import in_units
 
-__all__ = ["Kept", "Leased", "PrivateBlocks", "ReservedRoom", "Returns", "Watch", "private_room", "views_at"]
-
 _T = TypeVar("_T")
 # of blocks in private memory: arrays of any element type can be made from them
 _ALIGNMENT_BYTES = 64

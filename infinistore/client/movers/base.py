@@ -14,18 +14,6 @@ from infinistore.client.options import Options
 from infinistore.protocol.messages import Keys, Numbers
 from infinistore.protocol.versions import Capability
 
-__all__ = [
-    "CannotMove",
-    "Closable",
-    "Destination",
-    "GetPart",
-    "Handler",
-    "Mover",
-    "MoverSource",
-    "PutPart",
-    "SourceFactory",
-]
-
 Destination: TypeAlias = Callable[[Sequence[int], int], list[memoryview]]
 """Given the sizes of blocks and the number of the first of them in the batch, returns
 the memory for those that are there."""

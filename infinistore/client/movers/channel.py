@@ -25,8 +25,6 @@ from infinistore.protocol.messages import (
 )
 from infinistore.sizes import in_units
 
-__all__ = ["BlocksReply", "Channel", "expect", "in_order", "placed", "present_in"]
-
 _R = TypeVar("_R", bound=Reply)
 BlocksReply: TypeAlias = GetReply | LeaseReply | RdmaGetReply
 

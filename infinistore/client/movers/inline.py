@@ -15,8 +15,6 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.effects import Span
 from infinistore.protocol.messages import MISSING, NO_CHECKSUM, Get, Keys, Numbers, Put, PutReply
 
-__all__ = ["InlineMover", "read_payload", "skipped_keys"]
-
 _HASH_BYTES = 2 * 1024 * 1024
 """How much is hashed before it is sent. With less, the kernel would copy from a nearer
 cache, but many short sends put both ends in lockstep: with 512 KiB, a put of 64 x 64

@@ -14,8 +14,6 @@ from typing import Final
 
 from infinistore.protocol.messages import MISSING
 
-__all__ = ["KEPT_BYTES", "NewBlocks"]
-
 KEPT_BYTES: Final = 16 * 1024 * 1024
 """How much memory is remembered at most."""
 _LEAST_BYTES: Final = 64 * 1024

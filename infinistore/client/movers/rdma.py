@@ -68,20 +68,6 @@ from infinistore.transports.rdma.memory import RegisteredMemory, RegisteredSpan,
 from infinistore.transports.rdma.plan import Placement
 from infinistore.transports.rdma.verbs import Device, Endpoint, NoRdma, Queue
 
-__all__ = [
-    "DEAD_AFTER_S",
-    "RdmaMover",
-    "RdmaPause",
-    "RdmaSource",
-    "StoreRdma",
-    "check_registered",
-    "flush",
-    "register",
-    "wait_for_gpus",
-    "wait_for_gpus_aside",
-]
-
-
 FIRST_PAUSE_S: Final = 1.0
 """How long something is left alone after a failure; twice as long after the next."""
 _LONGEST_PAUSE_S: Final = 60.0

@@ -54,8 +54,6 @@ from infinistore.statistics import Stats
 if TYPE_CHECKING:
     from infinistore.client.operations.embedded_disks import EmbeddedDisks
 
-__all__ = ["AwaitDisk", "EmbeddedOperations", "EmbeddedStore", "await_removal", "hold_token"]
-
 
 class AwaitDisk(NamedTuple):
     """Wait until the future is done; the result is nothing.

@@ -25,8 +25,6 @@ from infinistore.errors import StoreUnavailable
 from infinistore.host import start_thread
 from infinistore.statistics import DiskTierStatistics
 
-__all__ = ["EmbeddedDisks"]
-
 _LAST_WRITES_S = 10.0
 """How long a store that is closed writes what waits for its disks."""
 _THREADS_END_S = 5.0

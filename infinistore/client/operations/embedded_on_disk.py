@@ -18,8 +18,6 @@ from infinistore.core.removals import MAX_TOLD_KEYS, Told
 from infinistore.disk.guarded_tier import Fetch, Purging, names_on_disk
 from infinistore.statistics import Stats
 
-__all__ = ["OperationsOnDisk"]
-
 _T = TypeVar("_T")
 
 

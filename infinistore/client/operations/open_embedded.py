@@ -3,8 +3,6 @@
 from infinistore.client.operations.embedded import EmbeddedStore
 from infinistore.client.options import Options
 
-__all__ = ["open_embedded"]
-
 
 def open_embedded(options: Options) -> EmbeddedStore:
     """Open the store. Blocking.

@@ -61,18 +61,6 @@ from infinistore.protocol.versions import Capability
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
-__all__ = [
-    "RemoteOperations",
-    "all_deleted",
-    "check_ttl",
-    "cuts",
-    "mark",
-    "not_all_over",
-    "pin",
-    "removed",
-    "times_left",
-]
-
 
 @contextmanager
 def not_all_over(done: int) -> Iterator[None]:

@@ -31,8 +31,6 @@ from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.membership import Node, NodeState, View
 
-__all__ = ["LEASE_S", "PROBE_S", "READ_AGAIN_S", "Departures", "Follower"]
-
 
 class Departures:
     """What became of the nodes of one cluster. `window_s` is the time of a lease."""

@@ -19,38 +19,6 @@ import h11
 
 from infinistore.sizes import in_units
 
-__all__ = [
-    "MOST_ANSWER_BYTES",
-    "NOT_FOUND_CODE",
-    "Answer",
-    "Change",
-    "EtcdMisbehaved",
-    "EtcdRefused",
-    "Found",
-    "HttpConversation",
-    "Item",
-    "Outcome",
-    "Request",
-    "authenticate",
-    "delete",
-    "grant_lease",
-    "keep_alive",
-    "put",
-    "range_of",
-    "read_error",
-    "read_lease",
-    "read_outcome",
-    "read_range",
-    "read_token",
-    "read_ttl",
-    "read_watch",
-    "revoke_lease",
-    "transaction",
-    "unless_changed",
-    "watch",
-]
-
-
 NOT_FOUND_CODE = 5
 """gRPC's code for a lease that there is no longer."""
 UNAVAILABLE_CODES = (4, 14)

@@ -17,8 +17,6 @@ from infinistore.cluster.documents import ClusterConfig, Drain, WrongDocument, r
 from infinistore.cluster.etcd.gateway import Item
 from infinistore.cluster.membership import Node, NodeState
 
-__all__ = ["Layout", "Listing", "is_unique"]
-
 _UNIQUE = re.compile(rb"[0-9a-f]{32}")
 
 

@@ -31,9 +31,6 @@ from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextL
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ConfigError
 
-__all__ = ["NodeStanding", "Purged", "begin_drain", "end_drain", "follow_node", "purge_cluster", "read_drains"]
-
-
 _RETRY_S: Final = 0.5
 
 

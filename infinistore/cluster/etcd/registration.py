@@ -56,8 +56,6 @@ from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import machine_of
 from infinistore.errors import ConfigError
 
-__all__ = ["Registration", "RegistrationState", "RequestedDrain"]
-
 
 class RequestedDrain:
     """What is asked of a node, and what the node says of it."""

@@ -23,22 +23,6 @@ from infinistore.cluster.etcd.gateway import (
 )
 from infinistore.cluster.membership import Node
 
-__all__ = [
-    "CALL_S",
-    "Credentials",
-    "Effect",
-    "EtcdSession",
-    "EtcdUnavailable",
-    "Exchange",
-    "Flow",
-    "NextLine",
-    "OpenStream",
-    "Pause",
-    "Post",
-    "Probe",
-]
-
-
 _T = TypeVar("_T")
 
 

@@ -19,8 +19,6 @@ from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
 
-__all__ = ["pin_loaded", "read_ahead", "read_exactly"]
-
 
 def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[Outcome]:
     """Read blocks, each of which has to fill its buffer.

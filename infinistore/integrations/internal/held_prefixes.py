@@ -4,8 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 
-__all__ = ["HeldPrefixes"]
-
 
 class HeldPrefixes:
     """The hold of each request, by the engine's name of the request. Thread-safe.

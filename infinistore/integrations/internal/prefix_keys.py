@@ -15,8 +15,6 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["PrefixChain", "fingerprint", "fingerprint_of_config"]
-
 _TAG_DIGITS = 16
 _VOLATILE_SETTINGS = {"_attn_implementation", "_name_or_path", "architectures", "transformers_version"}
 """What may differ between processes that run the same model: its path and backend."""

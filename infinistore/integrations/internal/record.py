@@ -21,9 +21,6 @@ from infinistore.errors import (
     StoreUnavailable,
 )
 
-__all__ = ["BAD_BLOCK", "BAD_SIZE", "Outcome", "Record", "outcomes"]
-
-
 _OUTAGES = (StoreUnavailable, DeadlineExceeded, AuthenticationFailed, ProtocolError)
 
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from infinistore.blocking import BlockingStore, delete_by_prefix
 from infinistore.errors import InfiniStoreException
 
-__all__ = ["BlocksLeft", "delete_all"]
-
 
 class BlocksLeft(Exception):
     """Blocks of an engine may be left, and would be read again. Says what to do."""

@@ -10,8 +10,6 @@ import attrs
 
 from infinistore.errors import ConfigError
 
-__all__ = ["RetentionSettings", "StoreSettings", "is_time", "known_settings"]
-
 
 @attrs.frozen(kw_only=True)
 class RetentionSettings:

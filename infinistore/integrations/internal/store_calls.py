@@ -18,8 +18,6 @@ from infinistore.aio import AsyncStore, PrefixMatch
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
 
-__all__ = ["pin_loaded", "read_ahead", "read_exactly"]
-
 
 async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[Outcome]:
     """Read blocks, each of which has to fill its buffer.

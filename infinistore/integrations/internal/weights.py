@@ -26,8 +26,6 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightFiles", "identity_of_files", "identity_of_tensors", "weight_files"]
-
 _WEIGHTS: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz"}
 _SETTINGS: Final = {".json", ".py"}
 """The model's configuration, its own code, how images are processed."""

@@ -22,8 +22,6 @@ from infinistore.host import start_thread
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.blocks import BlockNames
 
-__all__ = ["Announcement"]
-
 LOG = logging.getLogger("vllm.infinistore")
 
 _LASTS_S: Final = 180.0

@@ -34,9 +34,6 @@ from infinistore.blocking import BlockingStore, RemovedKeys
 from infinistore.errors import InfiniStoreException, VersionMismatch
 from infinistore.integrations.internal.record import Record
 
-__all__ = ["BlockEvents", "Change", "Dump", "Run", "SavedBlocks", "StoredBlocks", "Sweeper"]
-
-
 _PART_BLOCKS: Final = 1024
 _MOST_ABOUTS: Final = 1000
 

@@ -23,20 +23,6 @@ import attrs
 
 from infinistore.integrations.internal.prefix_keys import fingerprint
 
-__all__ = [
-    "BlockNames",
-    "Blocks",
-    "Group",
-    "Load",
-    "Save",
-    "Step",
-    "alignment",
-    "block_names",
-    "hash_tokens",
-    "is_uniform",
-    "layer_labels",
-]
-
 
 @attrs.frozen
 class Group:

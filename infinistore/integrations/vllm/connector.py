@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["ConnectorMetrics", "ConnectorStats", "InfiniStoreConnector", "check_load_failures", "outer_connector"]
-
 
 def check_load_failures(transfer: "KVTransferConfig") -> None:
     """Refuse a MultiConnector in which a failed read would fail its request.

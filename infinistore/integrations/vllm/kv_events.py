@@ -58,20 +58,6 @@ from infinistore.integrations.vllm.blocks import Group
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
 
-__all__ = [
-    "DumpAnswers",
-    "DumpServer",
-    "DumpingPublisher",
-    "Stages",
-    "Teller",
-    "WorkerMetadata",
-    "batch_of",
-    "describer",
-    "follow",
-    "offer_dumps",
-    "teller_of",
-]
-
 
 Stages: TypeAlias = Mapping[int, Mapping[int, tuple[str, ...]]]
 

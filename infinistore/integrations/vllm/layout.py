@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-__all__ = ["Adapters", "Layout", "UnhashedInputs", "model_facts", "weights_of"]
-
 
 LOG = logging.getLogger("vllm.infinistore")
 

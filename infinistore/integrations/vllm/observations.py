@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["COUNTERS", "TIMES", "Observations", "merged"]
-
 COUNTERS = {
     "looked_up_tokens": "Tokens of prompts that were looked up in the store.",
     "hit_tokens": "Tokens that were found, and that the engine did not have itself.",

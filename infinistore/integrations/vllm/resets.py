@@ -30,9 +30,6 @@ from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.resets import BlocksLeft, delete_all
 from infinistore.tensors import Ticket
 
-__all__ = ["Deletion", "LateWrites"]
-
-
 _STEPS: Final = 32
 """How many steps may be planned ahead of a worker, and more. What it wrote in that many
 steps may have been stored after a reset of which it hears now."""

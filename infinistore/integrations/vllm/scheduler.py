@@ -58,9 +58,6 @@ from infinistore.integrations.vllm.blocks import (
 )
 from infinistore.integrations.vllm.observations import Observations
 
-__all__ = ["Found", "Lookup", "Pins", "Request", "SchedulerSide", "read_prompts"]
-
-
 _MOST_KEYS = 384
 """How many keys a look-up asks for of a group; at least two of each block."""
 

@@ -9,8 +9,6 @@ import attrs
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.settings import RetentionSettings, is_time, known_settings
 
-__all__ = ["ConnectorSettings"]
-
 _URL_EXAMPLE = '"kv_connector_extra_config": {"url": "infinistore://HOST:22345"}'
 
 

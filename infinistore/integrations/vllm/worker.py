@@ -38,8 +38,6 @@ from infinistore.tensors import BlocksMissing, LayerWriter, Ticket, read_blocks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LayerCache", "WaitingHold", "WaitingHolds", "WorkerSide"]
-
 
 @attrs.frozen
 class LayerCache:

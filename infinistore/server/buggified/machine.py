@@ -19,8 +19,6 @@ from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.buggified.streams import BuggifiedStream
 from infinistore.server.environment import Environment
 
-__all__ = ["buggified", "collide", "make_body_budget"]
-
 _MOST_PAUSE_S = 0.05
 _LITTLE_AHEAD_BYTES = 64
 

@@ -10,8 +10,6 @@ from infinistore.buggify import Buggify, Point
 from infinistore.protocol.effects import Span
 from infinistore.transports.base import React, Stream, can_react
 
-__all__ = ["BuggifiedStream"]
-
 _MOST_PAUSE_S = 0.05
 _FEW_BYTES = 100
 

@@ -38,8 +38,6 @@ from infinistore.sizes import in_units
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import accept
 
-__all__ = ["Application", "ConnectionSlots", "HttpLimits", "serve_connection", "serve_http"]
-
 _log = logging.getLogger("infinistore.server")
 _NO_DESCRIPTORS_PAUSE_S = 0.1
 _LINGER_S = 1.0

@@ -26,17 +26,6 @@ from infinistore.statistics import (
 )
 from infinistore.tenant_limits import TenantStatistics
 
-__all__ = [
-    "METRICS",
-    "METRICS_MEDIA_TYPE",
-    "MOST_TENANTS",
-    "Described",
-    "Snapshot",
-    "StatisticsCollector",
-    "markdown_table",
-    "render",
-]
-
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SLICE_SERIES = 8
 MOST_TENANTS = 256

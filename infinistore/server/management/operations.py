@@ -31,20 +31,6 @@ from infinistore.server.management.http import Application
 from infinistore.server.security import ORIGIN, PRIVATE
 from infinistore.version import __version__
 
-__all__ = [
-    "PROBES",
-    "Access",
-    "Handler",
-    "Operation",
-    "Schema",
-    "application_of",
-    "document",
-    "exactly",
-    "schema_of",
-    "token_of",
-]
-
-
 PROBES: Final = frozenset(("/healthz", "/readyz"))
 """The probes, which an orchestrator asks before it restarts a server or sends clients
 to it. They are answered to anybody, however busy the API is.

@@ -33,8 +33,6 @@ from infinistore.transports.sockets.trio_streams import connect_tcp, connect_uni
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
 
-__all__ = ["SELFTEST_PREFIX", "DiskCheck", "TransportCheck", "check_disks", "check_transports"]
-
 SELFTEST_PREFIX = "infinistore-selftest/"
 """The prefix of the keys that a self-test writes."""
 _VALUE_BYTES = 4096

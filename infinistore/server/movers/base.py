@@ -20,8 +20,6 @@ from infinistore.protocol.messages import HelloReply, Message
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation, Holdings
 
-__all__ = ["ConnectionMover", "Handler", "Mover", "QuickHandler"]
-
 Handler: TypeAlias = Callable[[Any, Received], Awaitable[None]]
 """Does what a request asks for, and replies to it. What it raises is answered as an
 error.

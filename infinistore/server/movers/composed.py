@@ -18,8 +18,6 @@ from infinistore.server.movers.rdma import RdmaMover, open_rdma
 from infinistore.server.movers.shm import LivenessPipe, PublishedRemovals, ShmMover
 from infinistore.transports import Transport
 
-__all__ = ["make_group_movers", "make_movers"]
-
 
 def make_movers(
     config: ServerConfig,

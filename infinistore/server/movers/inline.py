@@ -16,8 +16,6 @@ from infinistore.server.connection import JOINED_BYTES, Conversation, Holdings, 
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.sizes import in_units
 
-__all__ = ["InlineMover"]
-
 _STORED = PutReply(pack_u64())
 _KEPT = PutReply(pack_u64([0]))
 

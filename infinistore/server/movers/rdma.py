@@ -57,18 +57,6 @@ from infinistore.transports.rdma.plan import Placement, plan_transfer
 from infinistore.transports.rdma.requester import Requester
 from infinistore.transports.rdma.verbs import Device, Endpoint, NoRdma, Operation, Region
 
-__all__ = [
-    "RdmaMover",
-    "RdmaPool",
-    "cut",
-    "end_to_end",
-    "of_present",
-    "open_rdma",
-    "packed",
-    "present_lengths",
-    "remote_placement",
-]
-
 
 def remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement:
     """Return the places that a request names; one remote key stands for all addresses.

@@ -49,8 +49,6 @@ from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
 
-__all__ = ["LivenessPipe", "PublishedRemovals", "ShmMover"]
-
 
 class LivenessPipe:
     """The pipe, until `close`. OSError: there are no descriptors for it."""

@@ -25,8 +25,6 @@ from infinistore.server.connection import Conversation
 from infinistore.server.disk import DiskService
 from infinistore.server.movers.base import Handler
 
-__all__ = ["DiskRequests"]
-
 _IN_STORE = bytes.maketrans(b"\2", b"\1")
 
 

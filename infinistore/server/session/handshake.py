@@ -33,8 +33,6 @@ from infinistore.transports.base import Stream, drive
 if TYPE_CHECKING:
     from infinistore.transports.tls.trio_stream import TlsStream
 
-__all__ = ["MOST_STRANGERS", "Handshakes"]
-
 _log = logging.getLogger("infinistore.server")
 MOST_STRANGERS = 128
 """How many connections may be open that have not completed their hello."""

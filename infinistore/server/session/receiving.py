@@ -26,9 +26,6 @@ from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandle
 from infinistore.server.recorder import OK, Recorder, outcome_of
 from infinistore.transports.base import ReactingStream, Stream, can_react, drive
 
-__all__ = ["AnswersAtOnce", "Receiving"]
-
-
 _SEEN = -1
 """Says that what has come is in the connection."""
 _MOST_AT_ONCE = 8

@@ -53,19 +53,6 @@ from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally, purge_incrementally
 from infinistore.server.movers.base import ConnectionMover, Handler, Mover
 
-__all__ = [
-    "ANSWERS",
-    "MAX_PAGE_KEYS",
-    "MAX_WAIT_S",
-    "OF_OPERATORS",
-    "ROLES",
-    "RemovalWaits",
-    "open_movers",
-    "refusals",
-    "refuse_too_many_keys",
-]
-
-
 MAX_WAIT_S = 10.0
 """How long one request waits at most. A client that has left is noticed then."""
 _DEADLINE_SHARE = 0.5

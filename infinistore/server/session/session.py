@@ -80,8 +80,6 @@ if TYPE_CHECKING:
     from infinistore.server.budgets import Rates
     from infinistore.server.disk import DiskService, ServerDisks
 
-__all__ = ["DISCARDED_BYTES", "ServerContext", "Session", "SessionRegistry"]
-
 
 @attrs.frozen
 class ServerContext:

@@ -25,9 +25,6 @@ from infinistore.host import parse_list
 from infinistore.protocol.messages import Shard
 from infinistore.server.listeners import ServerAddresses
 
-__all__ = ["Fleet", "ShardState", "choose_cores", "divide", "has_room", "prepare_disks", "siblings_here"]
-
-
 _TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _PART_OF_DISK: Final = re.compile(r"shard-\d+-of-(\d+)")
 

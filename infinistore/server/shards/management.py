@@ -33,21 +33,6 @@ from infinistore.server.shards.fleet import Fleet, ShardState
 from infinistore.statistics import Stats, summed
 from infinistore.transports.sockets.trio_streams import connect_unix
 
-__all__ = [
-    "OPERATIONS",
-    "SHARD_METRICS",
-    "Answer",
-    "ShardsManagement",
-    "ask",
-    "merge_clients",
-    "merge_metrics",
-    "merge_numbers",
-    "merge_selftests",
-    "merge_statistics",
-    "merge_tenants",
-]
-
-
 _RECEIVE_BYTES: Final = 64 * 1024
 
 

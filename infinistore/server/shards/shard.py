@@ -32,23 +32,6 @@ from infinistore.server.security import Reloads, reload_on_signal
 from infinistore.server.server import Server
 from infinistore.transports.sockets.unix_listener import listen_unix
 
-__all__ = [
-    "Alive",
-    "Drain",
-    "Link",
-    "Listening",
-    "Met",
-    "Refused",
-    "Reload",
-    "Serving",
-    "ShardProcess",
-    "Silence",
-    "Start",
-    "beat_of",
-    "receive_start",
-]
-
-
 _LONGEST_BYTES: Final = 1 << 17
 _PARTS: Final = 8
 _BEATS: Final = _PARTS + 2

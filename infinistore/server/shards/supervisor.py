@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
     from infinistore.server.tenancy import PlannedGroups
 
-__all__ = ["serve_shards"]
-
 _log = logging.getLogger("infinistore.server")
 _LAST_STEPS_S: Final = 10.0
 """What a shard has after the drain timeout, for its disks, before it is killed."""

@@ -35,8 +35,6 @@ from infinistore.transports.base import Stream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS, peer_user
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["ARENA_OF_GROUP", "Giving", "refuse_take_over", "socket_of"]
-
 _log = logging.getLogger("infinistore.server")
 ARENA_OF_GROUP = "arena of a group"
 """The name of an arena of a server with tenants: another one than that which releases

@@ -37,9 +37,6 @@ from infinistore.server.take_over.memory import (
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["SOCKET", "Keeping", "Kept", "forget_kept", "make_keeping", "name_of_sockets", "open_kept"]
-
-
 SOCKET = "socket-"
 """How the names of sockets begin that the server listens on."""
 _log = logging.getLogger("infinistore.server")

@@ -44,25 +44,6 @@ from infinistore.host import free_huge_pages
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import TenantLimits
 
-__all__ = [
-    "Adopting",
-    "Ended",
-    "HandedGroups",
-    "OneStore",
-    "PoolLost",
-    "StandIn",
-    "Taken",
-    "Whole",
-    "can_adopt",
-    "decode",
-    "has_more",
-    "make_ownership",
-    "read_all",
-    "take_ownership",
-    "watched_of",
-    "write_state",
-]
-
 
 @attrs.frozen
 class Ended:

@@ -36,8 +36,6 @@ from infinistore.transports.sockets.raw_sockets import peer_user
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_unix
 from infinistore.transports.sockets.unix_listener import UnixListener
 
-__all__ = ["ENDS_S", "STEP_S", "Taking", "begin_taking"]
-
 _log = logging.getLogger("infinistore.server")
 STEP_S = 60.0
 """Besides what the earlier server needs to finish what is under way."""

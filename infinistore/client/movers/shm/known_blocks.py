@@ -35,9 +35,6 @@ from infinistore.protocol.shared_tables import (
     TouchLog,
 )
 
-__all__ = ["KnownBlocks", "KnownReads", "PinnedBlocks", "Places", "is_too_long"]
-
-
 _Known: TypeAlias = tuple[int, int, int, int]
 """Place, length in bytes, checksum, and the number of removals at that time."""
 

@@ -32,8 +32,6 @@ from infinistore.host import start_thread
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 from infinistore.sizes import in_units
 
-__all__ = ["Machine", "MappedPool", "ServerWatch"]
-
 
 class ServerWatch:
     """Calls `ended` in its own thread when the server has ended, unless closed before.

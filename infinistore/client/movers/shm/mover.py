@@ -60,9 +60,6 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 
-__all__ = ["MAPS_NOTHING", "ShmMover", "ShmSource", "ask_tables", "learn_arenas", "maps_something"]
-
-
 MAPS_NOTHING: Final = "the server lets this client map nothing"
 _NEEDED_FOR_TABLES = Capability.TABLES | Capability.COMMIT_WORD
 
