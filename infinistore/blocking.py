@@ -15,7 +15,6 @@ from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
 __all__ = [
-    "PASSES_WHILE_BLOCKS_MOVE",
     "BlockingLease",
     "BlockingReservation",
     "BlockingStore",
@@ -24,8 +23,6 @@ __all__ = [
     "PrefixMatch",
     "Registration",
     "RemovedKeys",
-    "delete_by_prefix",
-    "do_by_prefix",
     "key_pages",
     "open_store",
 ]

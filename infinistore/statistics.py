@@ -36,9 +36,6 @@ __all__ = [
     "SpinStatistics",
     "Stats",
     "StoreStatistics",
-    "summed",
-    "summed_disks",
-    "summed_store",
 ]
 
 

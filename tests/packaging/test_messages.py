@@ -11,7 +11,7 @@ COUNTS_BYTES = {
     *(
         "keys.py",
         "addresses.py",
-        "token_file.py",
+        "secret_files.py",
         "client/options.py",
         "client/memory/buffers.py",
         "client/movers/shm/known_blocks.py",
