@@ -8,8 +8,7 @@
   process
 - `text.py`: converts a file to tokens, and to two prompts with the same beginning
 - `messages.py`: the messages between the processes, and expected failures
-- `prefill.py`, `decode.py`: the two workers, each in a separate process; `worker.py` is
-  shared
+- `workers.py`: prefill and decode, each in a separate process
 - `processes.py`: starts, restarts and stops the server, and the workers
 - `display.py`: the output while it runs, and the table at the end; `result.py` has the
   figures

@@ -269,7 +269,7 @@ async def start_worker(
     """Start the worker `title`, "prefill" or "decode"; return when it has opened the
     store.
     """
-    worker = WorkerProcess(title, await _start(nursery, f"infinistore.demo.{title}"), on_event)
+    worker = WorkerProcess(title, await _start(nursery, "infinistore.demo.workers", title), on_event)
     nursery.start_soon(worker.keep_stderr)
     await worker.set_up(setup)
     return worker

@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_ends_the_demo_which_says_so(text_file: Path, v
 
 def test_neither_torch_nor_numpy_is_imported() -> None:
     code = (
-        "import infinistore.demo.run, infinistore.demo.prefill, infinistore.demo.decode, sys;"
+        "import infinistore.demo.run, infinistore.demo.workers, sys;"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert warm.run([sys.executable, "-P", "-c", code], cold=True, check=False).returncode == 0

@@ -1,12 +1,24 @@
-"""What both worker processes have: the frame, in which orders come in on standard input
-and events go out on standard output, and the load of a prompt's longest stored prefix.
+"""The two workers, each a process: prefill computes a prompt's KV cache and writes it
+layer by layer; decode loads a prompt's longest stored prefix, and checks every byte.
 
-A worker ends with exit status 0 when its input ends, and with 1 after a `Failed` event.
+Run as `python -m infinistore.demo.workers prefill` or `decode`. Orders come in on
+standard input and events go out on standard output; `messages.py` defines them. A
+worker ends with exit status 0 when its input ends, and with 1 after a `Failed` event.
 It does not act on Ctrl-C, which a terminal sends to all its processes: the
 demonstration hears it too and ends its workers in an orderly way.
 
-A prefix is loaded layer by layer, and every byte is checked. Decode needs all of it;
-prefill needs it because the computed tokens attend to the found ones.
+Both load the stored prefix, layer by layer, and check every byte. Decode needs all of
+it; prefill needs it because the computed tokens attend to the found ones.
+
+Two tasks in a Trio nursery share prefill's work, with a channel between them. The first
+task creates the bytes of a layer in a thread, and then waits until the simulated model
+would have finished the layer. The second task writes the layers that it receives. The
+channel holds at most one layer, which applies backpressure: a slow store delays the
+model, and prefill never contains more than three layers of the prompt. If a task fails,
+the nursery cancels the other.
+
+Decode uses Trio because it shares the load with prefill. An engine with its own threads
+would use `infinistore.blocking.open_store`; see `examples/blocking_client.py`.
 """
 
 import os
@@ -14,13 +26,14 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import trio
 from attrs import frozen
 
 import infinistore
-from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, first_difference
+from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, chunk_names, first_difference
 from infinistore.demo.messages import (
     DemoError,
     Failed,
@@ -38,7 +51,6 @@ from infinistore.demo.messages import (
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore, PrefixMatch
-
 
 _HOLD_S = 60.0  # an upper bound; the hold is released as soon as the prefix is loaded
 
@@ -139,10 +151,113 @@ def _check(where: str, expected: bytes, found: memoryview) -> None:
         raise DemoError(f"{where} is wrong: byte {place} {got} and should be {expected[place]:#04x}")
 
 
-Work = Callable[["AsyncStore", Setup, Job], Awaitable[Finished]]
+Layer = list[tuple[str, bytes]]
+"""One layer of all new chunks: keys and blocks for `put_many`."""
 
 
-def run_worker(work: Work) -> None:
+async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
+    """Load the stored prefix of the prompt, compute the rest, and store it."""
+    layout, tokens = setup.layout, len(job.tokens)
+    names = chunk_names(layout, job.tokens)
+    prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
+    new_names = names[prefix.chunks :]
+    hit_tokens = prefix.chunks * layout.chunk_tokens
+    compute_s = (tokens - hit_tokens) / setup.prefill_tokens_per_s
+
+    started = time.perf_counter()
+    write_s, unstored = 0.0, 0
+    to_write, computed = trio.open_memory_channel[Layer](1)  # one layer may wait while another is being written
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(_compute, setup, job.prompt, new_names, to_write, layer_s=compute_s / layout.layers))
+        layer = 0
+        async for blocks in computed:
+            took_s, refused = await _write(store, job.prompt, layer, blocks)
+            write_s, unstored, layer = write_s + took_s, unstored + refused, layer + 1
+    return Finished(
+        prompt=job.prompt,
+        tokens=tokens,
+        hit_tokens=hit_tokens,
+        loaded_bytes=prefix.loaded_bytes,
+        load_s=prefix.load_s,
+        disk_blocks=prefix.disk_blocks,
+        computed_tokens=tokens - hit_tokens,
+        compute_s=compute_s,
+        written_bytes=len(new_names) * layout.chunk_bytes,
+        write_s=write_s,
+        compute_and_write_s=time.perf_counter() - started,
+        unstored_blocks=unstored,
+    )
+
+
+async def _compute(
+    setup: Setup, prompt: str, names: Sequence[bytes], to_write: trio.MemorySendChannel[Layer], *, layer_s: float
+) -> None:
+    """Create the layers in order, at the speed of the simulated model."""
+    async with to_write:
+        for number in range(setup.layout.layers):
+            started, deadline = time.perf_counter(), trio.current_time() + layer_s
+            layer = await trio.to_thread.run_sync(_make_layer, setup.layout, names, number)
+            await trio.sleep_until(deadline)
+            send_event(LayerDone(prompt, "computed", number, _payload_bytes(layer), time.perf_counter() - started))
+            await to_write.send(layer)
+
+
+def _make_layer(layout: KVLayout, names: Sequence[bytes], layer: int) -> Layer:
+    return [(block_key(name, layer), block_content(layout, name, layer)) for name in names]
+
+
+async def _write(store: "AsyncStore", prompt: str, number: int, layer: Layer) -> tuple[float, int]:
+    """Store one layer of all new chunks in one call. Returns the time in seconds, and
+    how many blocks had no node to take them.
+    """
+    if not layer:  # everything was found, and what is left fills no chunk
+        return 0.0, 0
+    started, refused = time.perf_counter(), 0
+    try:
+        await store.put_many(layer)
+    except infinistore.PartialPut as error:  # a node was lost, and its part is computed again next time
+        refused = len(layer) - len(error.stored)
+    took_s = time.perf_counter() - started
+    send_event(LayerDone(prompt, "written", number, _payload_bytes(layer), took_s))
+    return took_s, refused
+
+
+def _payload_bytes(layer: Layer) -> int:
+    return sum(len(block) for _, block in layer)
+
+
+async def decode(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
+    """Load and check the prompt's full chunks. All must exist, as prefill has
+    stored them, unless the job says otherwise.
+    """
+    layout, tokens = setup.layout, len(job.tokens)
+    names = chunk_names(layout, job.tokens)
+    prefix = await PrefixLoader(store, layout, job.prompt, job.may_miss).load(tokens, names)
+    if prefix.chunks < len(names) and not job.may_miss:
+        raise DemoError(
+            f"prefill stored {len(names)} chunks of prompt {job.prompt}, but only the first {prefix.chunks} are still "
+            "there: others write to this store, or its pool or its disk has no room for them"
+        )
+    return Finished(
+        prompt=job.prompt,
+        tokens=tokens,
+        hit_tokens=prefix.chunks * layout.chunk_tokens,
+        loaded_bytes=prefix.loaded_bytes,
+        load_s=prefix.load_s,
+        disk_blocks=prefix.disk_blocks,
+        computed_tokens=0,
+        compute_s=0.0,
+        written_bytes=0,
+        write_s=0.0,
+        compute_and_write_s=0.0,
+    )
+
+
+_Work = Callable[["AsyncStore", Setup, Job], Awaitable[Finished]]
+_WORK: Final[dict[str, _Work]] = {"prefill": prefill, "decode": decode}
+
+
+def run_worker(work: _Work) -> None:
     """Be a worker that does `work` for every job, until there are no more; does not
     return.
     """
@@ -158,7 +273,7 @@ def run_worker(work: Work) -> None:
     sys.exit(0)
 
 
-async def _serve_orders(work: Work) -> None:
+async def _serve_orders(work: _Work) -> None:
     # trio.lowlevel.FdStream closes what it is given, and standard input is not ours to
     # close.
     async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as standard_input:
@@ -181,3 +296,7 @@ async def _next_order(orders: LineReader) -> Setup | Job | None:
 def _fail(error: BaseException) -> None:
     send_event(Failed(" ".join(str(error).split()) or type(error).__name__))
     sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_worker(_WORK[sys.argv[1]])
