@@ -69,6 +69,8 @@ class Controls:
             return attrs.evolve(self, quit=True)
         if self.help:
             return attrs.evolve(self, help=False)
+        if key == keys.ESCAPE:
+            return attrs.evolve(self, filter="")
         return self._choose(key)
 
     def _type(self, typed: str, key: str) -> "Controls":
@@ -98,8 +100,6 @@ class Controls:
                 return attrs.evolve(self, paused=not self.paused)
             case "/":
                 return attrs.evolve(self, typing=self.filter)
-            case keys.ESCAPE:
-                return attrs.evolve(self, filter="")
             case "+" | "=":
                 longer = (step for step in _INTERVALS_S if step > self.interval_s)
                 return attrs.evolve(self, interval_s=next(longer, self.interval_s))
