@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from infinistore.cli.paths import MeasuredPath
+    from infinistore.cli.measure import MeasuredPath
     from infinistore.doctor import Finding, Host
 
 _STYLES: Final = {"good": "green", "warning": "yellow", "bad": "bold red"}
@@ -111,9 +111,9 @@ def _examine_disks(host: "Host", disks: tuple[Path, ...]) -> "Iterator[Finding]"
 
 
 def _measure(target: Target, seconds: float) -> "list[MeasuredPath]":
-    from infinistore.cli.paths import measure_paths, steps
+    from infinistore.cli.measure import measure_paths, steps_of_paths
 
-    with progress_bar(steps(target)) as report:
+    with progress_bar(steps_of_paths(target)) as report:
         return measure_paths(target, seconds, report)
 
 
