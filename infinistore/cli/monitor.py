@@ -110,7 +110,7 @@ class _Store:
         import trio
 
         from infinistore.monitor.app import report
-        from infinistore.monitor.document import document
+        from infinistore.monitor.view import document
 
         trio.run(report, self.source, self.interval_s, lambda snapshot: _print_now(document(snapshot)))
 
@@ -118,7 +118,7 @@ class _Store:
         import trio
 
         from infinistore.monitor.app import take_two
-        from infinistore.monitor.document import document
+        from infinistore.monitor.view import document
 
         return document(trio.run(take_two, self.source, self.interval_s))
 

@@ -20,11 +20,11 @@ from rich.text import Text
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.monitor import figures, keys
 from infinistore.monitor.controls import Controls
-from infinistore.monitor.document import document as store_document
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
 from infinistore.monitor.model import Alarm, Snapshot
 from infinistore.monitor.rates import Rates
 from infinistore.monitor.view import alarm_lines, first_line, keys_line
+from infinistore.monitor.view import document as store_document
 from infinistore.monitor.view import screen as store_screen
 from infinistore.statistics import Stats
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.monitor.document import document
 from infinistore.monitor.model import HISTORY_POINTS, Alarm, Model, Snapshot
 from infinistore.monitor.rates import Quantile, is_restart, quantile
+from infinistore.monitor.view import document
 from infinistore.sizes import GIB, MIB
 from infinistore.statistics import LATENCY_BOUNDS_S, DrainStatistics, EvictionStatistics, Stats
 

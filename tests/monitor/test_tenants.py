@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from infinistore.access.tenants import digest_of, make_token
 from infinistore.monitor.app import still
 from infinistore.monitor.controls import Controls
-from infinistore.monitor.document import document
 from infinistore.monitor.lines import ASCII, UNICODE
 from infinistore.monitor.model import Model
 from infinistore.monitor.tenants import TenantsModel, tenant_lines
-from infinistore.monitor.view import screen
+from infinistore.monitor.view import document, screen
 from infinistore.sizes import MIB
 from infinistore.tenant_limits import TenantStatistics
 from tests.cli.in_process import server_here
