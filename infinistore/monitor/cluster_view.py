@@ -18,7 +18,8 @@ import attrs
 from rich.text import Text
 
 from infinistore.cluster.membership import Node, NodeState
-from infinistore.monitor import figures, keys
+from infinistore.monitor import controls as keys
+from infinistore.monitor import figures
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
 from infinistore.monitor.model import Alarm, Snapshot

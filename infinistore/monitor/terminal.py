@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from infinistore.monitor.keys import KeyParser
+from infinistore.monitor.controls import KeyParser
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.cluster.membership import Node, NodeState
-from infinistore.monitor import keys
+from infinistore.monitor import controls as keys
 from infinistore.monitor.cluster import still
 from infinistore.monitor.cluster_view import (
     ClusterControls,

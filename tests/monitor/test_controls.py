@@ -5,8 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.monitor.controls import ClientOrder, Controls, PrefixOrder
-from infinistore.monitor.keys import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP, KeyParser
+from infinistore.monitor.controls import (
+    BACKSPACE,
+    DOWN,
+    END,
+    ENTER,
+    ESCAPE,
+    HOME,
+    PAGE_DOWN,
+    PAGE_UP,
+    UP,
+    ClientOrder,
+    Controls,
+    KeyParser,
+    PrefixOrder,
+)
 
 NAMED = (BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP)
 
