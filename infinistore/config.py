@@ -13,14 +13,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import attrs
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, host_and_port, is_loopback, socket_place
 from infinistore.disk_settings import ADMISSIONS, SMALLEST_DISK_BYTES, DiskPlace, disk_places
 from infinistore.errors import ConfigError
-from infinistore.host import numa_node as declare_numa_node
+from infinistore.host import MOST_NODES, available_memory
 from infinistore.settings import (
     VARIABLE_PREFIX,
     Kind,
@@ -173,66 +173,10 @@ def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:
 MOST_SHARDS: Final = 256
 SMALLEST_POOL_BYTES: Final = 64 * KIB
 """The least that a server must have, and each shard."""
-
-
-def conflicts_of_shards(
-    count: int, *, ports: tuple[int, int], pool_bytes: int, least_bytes: int, disks: Sequence[DiskPlace]
-) -> list[tuple[tuple[str, ...], str]]:
-    """Return what does not go together with this number of shards, as (keys of
-    settings, problem).
-
-    `ports` are those for clients and for management, 0 for a free one.
-    """
-    found: list[tuple[tuple[str, ...], str]] = []
-    if count == 1:
-        return found
-    first, manage = ports
-    last = first + count - 1
-    if first and last > 65535:
-        found.append((("shards", "service_port"), f"would need the ports {first} to {last}; lower --service-port"))
-    if 0 < first < manage <= last:
-        problem = f"is the port of a shard too: they have {first} to {last}; give one of them another port"
-        found.append((("manage_port", "service_port", "shards"), problem))
-    if pool_bytes < count * least_bytes:
-        problem = f"leaves less than {format_size(least_bytes)} for each of {count} shards"
-        found.append((("prealloc_size", "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"))
-    for disk in disks:
-        if disk.size_bytes < count * SMALLEST_DISK_BYTES:
-            problem = f"{disk} leaves less than {format_size(SMALLEST_DISK_BYTES)} for each of {count} shards"
-            found.append((("disk", "shards"), f"{problem}; give {format_size(count * SMALLEST_DISK_BYTES)} or more"))
-    return found
-
-
-_LIMITS_GROUP: Final = "Limits"
-
-
-def _max_key_bytes() -> Any:
-    """Declare the longest key."""
-    return declare(
-        "max_key_size",
-        size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
-        "1024",
-        "Maximum length of a key, in bytes of UTF-8",
-        group=_LIMITS_GROUP,
-    )
-
-
-def _max_protected_ratio() -> Any:
-    """Declare what pinned keys may take of the pool."""
-    return declare(
-        "max_protected_ratio",
-        number(0, 1, "FRACTION"),
-        "0.25",
-        "Maximum fraction of the pool that pinned keys may take together; they are never evicted",
-        group=_LIMITS_GROUP,
-    )
-
-
-_CLUSTER: Final = "Cluster"
 _MOST_BYTES: Final = 1 << 50
-_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
 _MOST_NAME: Final = 200
 """Other nodes take 256 characters, and a shard's id has its number behind it."""
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
 def _name(metavar: str = "NAME") -> Kind:
@@ -249,147 +193,24 @@ def _name(metavar: str = "NAME") -> Kind:
     return Kind(metavar, text().parse, check)
 
 
-def _cluster() -> Any:
-    """Where to register: the URL of a cluster."""
-
+def _cluster_url() -> Kind:
     def check(value: str) -> None:
         from infinistore.cluster.locate import parse_cluster_url  # late: most servers are in none
 
         parse_cluster_url(value)
 
-    help_text = "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER"
-    kind = Kind("URL", text().parse, check)
-    return declare("cluster", kind, None, help_text, group=_CLUSTER, default_text="no cluster")
+    return Kind("URL", text().parse, check)
 
 
-def _node_id() -> Any:
-    """The name of the node."""
-    help_text = "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on"
-    return declare("node_id", _name("ID"), None, help_text, group=_CLUSTER, default_text="the address it advertises")
-
-
-def _advertise() -> Any:
-    """Where others reach the node."""
-
+def _address() -> Kind:
     def check(value: str) -> None:
         host_and_port(value, DEFAULT_SERVICE_PORT)
 
-    return declare(
-        "advertise",
-        Kind("HOST:PORT", text().parse, check),
-        None,
-        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
-        "have PORT, PORT+1 and so on",
-        group=_CLUSTER,
-        default_text="--host and --service-port",
-    )
+    return Kind("HOST:PORT", text().parse, check)
 
 
-def _node_weight() -> Any:
-    """The share of the node."""
-    help_text = "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it"
-    return declare("node_weight", integer(0, 10_000), "100", help_text, group=_CLUSTER)
-
-
-def _node_zone() -> Any:
-    """Where the node stands."""
-    help_text = "Name of the zone or rack; copies are kept in different ones if there are several"
-    return declare("node_zone", _name(), None, help_text, group=_CLUSTER, default_text="none")
-
-
-def _node_warm_up() -> Any:
-    """How long the weight grows."""
-    help_text = "How long the weight of a server that joins others grows, in five steps"
-    return declare("node_warm_up", number(0, 86400, "SECONDS", "seconds"), "30", help_text, group=_CLUSTER)
-
-
-def _node_drain_size() -> Any:
-    """How much a node passes on."""
-    help_text = (
-        "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
-        "a unit"
-    )
-    kind = size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
-    return declare("node_drain_size", kind, None, help_text, group=_CLUSTER, default_text="half of the pool")
-
-
-def _node_drain_rate() -> Any:
-    """How fast it does that."""
-    help_text = "How much of that it passes on each second, in MB or with a unit"
-    kind = size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
-    return declare("node_drain_rate", kind, "256MiB", help_text, group=_CLUSTER)
-
-
-class _ClusterSettings(Protocol):
-    @property
-    def cluster(self) -> str | None: ...
-    @property
-    def advertise(self) -> str | None: ...
-    @property
-    def host(self) -> str: ...
-
-
-def conflicts_of_cluster(config: _ClusterSettings) -> list[tuple[tuple[str, ...], str]]:
-    """Return what does not go together, as (keys of settings, problem)."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    if registers_in_etcd(config.cluster):
-        if config.advertise is None and config.host in _EVERYWHERE:
-            problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
-            found.append((("cluster", "host"), problem))
-        if config.advertise is not None and host_and_port(config.advertise, 1)[0] in _EVERYWHERE:
-            problem = "is no address that others can connect to; name this machine"
-            found.append((("advertise",), problem))
-    return found
-
-
-def registers_in_etcd(cluster: str | None) -> bool:
-    """Whether a server with this URL of a cluster registers in etcd."""
-    return (cluster or "").partition("://")[0].endswith("+etcd")
-
-
-_SECURITY: Final = "Security"
-_REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allow that"
-_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
-
-
-def _token_file() -> Any:
-    """Where the token is."""
-    help_text = "File whose first line is the token that every client must present"
-    return declare("token_file", path(), None, help_text, group=_SECURITY, default_text="no token")
-
-
-def _tenants() -> Any:
-    """Who the tenants are."""
-    help_text = (
-        "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
-        "`infinistore tenant` edits. SIGHUP reads it again. Not together with --token-file"
-    )
-    return declare("tenants", path(), None, help_text, group=_SECURITY, default_text="one tenant")
-
-
-def _audit_log() -> Any:
-    """Where it is noted who came."""
-    help_text = "File to which one line of JSON is added for each login, refusal and administrative act; - is stderr"
-    return declare("audit_log", text("FILE|-"), None, help_text, group=_SECURITY, default_text="no file")
-
-
-def _unix_socket_group() -> Any:
-    """Whose members may open the Unix socket."""
-    help_text = (
-        "Group whose members may open the Unix socket, by name or number, with --unix-socket-access group. The server "
-        "must be in it, or be root"
-    )
-    return declare("unix_socket_group", text("GROUP"), None, help_text, group=_SECURITY, default_text="its own group")
-
-
-def _insecure() -> Any:
-    """Whether anyone may do anything."""
-    help_text = "Let anyone who reaches the port read and write, also beyond loopback"
-    return declare("insecure", switch(), "off", help_text, group=_SECURITY)
-
-
-def _manage_allowed_hosts() -> Any:
-    """The names of the management API."""
+def _host_names() -> Kind:
+    """Names of hosts, with commas between them."""
 
     def parse(raw: Any) -> tuple[str, ...]:
         names = raw.split(",") if isinstance(raw, str) else raw
@@ -399,145 +220,25 @@ def _manage_allowed_hosts() -> Any:
         if not all(isinstance(name, str) and _HOST_NAME.fullmatch(name) for name in value):
             raise ValueError("must be names of hosts without ports, with commas between them")
 
-    help_text = (
-        "Names by which the management API of a server without a token is asked, with commas between them. IP "
-        "addresses, localhost and the name of the machine are always allowed"
-    )
-    return declare(
-        "manage_allowed_hosts", Kind("NAME,NAME", parse, check), tuple, help_text, group=_SECURITY, default_text="none"
-    )
+    return Kind("NAME,NAME", parse, check)
 
 
-def _tls_cert() -> Any:
-    """The certificate."""
-    help_text = (
-        "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
-        "over TCP need TLS, and so does the management API. SIGHUP reads the files of TLS again"
-    )
-    return declare("tls_cert", path(), None, help_text, group=_SECURITY, default_text="no TLS")
-
-
-def _tls_key() -> Any:
-    """Its key."""
-    help_text = "File with the key of --tls-cert, in PEM, without a passphrase"
-    return declare("tls_key", path(), None, help_text, group=_SECURITY, default_text="the file of --tls-cert")
-
-
-def _tls_client_ca() -> Any:
-    """Who vouches for clients."""
-    help_text = (
-        "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
-        "signed"
-    )
-    return declare("tls_client_ca", path(), None, help_text, group=_SECURITY, default_text="clients need none")
-
-
-def _tls_peer_ca() -> Any:
-    """Who vouches for the other nodes of a cluster."""
-    help_text = (
-        "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
-        "those of the system and of --tls-client-ca: this server asks them who they are, and passes blocks on to them"
-    )
-    return declare("tls_peer_ca", path(), None, help_text, group=_SECURITY, default_text="no others")
-
-
-def _peer_token_file() -> Any:
-    """Where the token is that this server presents to other nodes."""
-    help_text = (
-        "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "
-        "other nodes who they are; SIGHUP reads it again"
-    )
-    return declare(
-        "peer_token_file", path(), None, help_text, group=_SECURITY, default_text="that of --token-file, or none"
-    )
-
-
-class _SecuritySettings(Protocol):
-    @property
-    def cluster(self) -> str | None: ...
-    @property
-    def peer_token_file(self) -> Path | None: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def manage_host(self) -> str: ...
-    @property
-    def manage_port(self) -> int | None: ...
-    @property
-    def token_file(self) -> Path | None: ...
-    @property
-    def tenants(self) -> Path | None: ...
-    @property
-    def insecure(self) -> bool: ...
-    @property
-    def tls_cert(self) -> Path | None: ...
-    @property
-    def tls_key(self) -> Path | None: ...
-    @property
-    def tls_client_ca(self) -> Path | None: ...
-    @property
-    def tls_peer_ca(self) -> Path | None: ...
-
-
-def conflicts_of_security(config: _SecuritySettings) -> list[tuple[tuple[str, ...], str]]:
-    """Return what does not go together, as (keys of settings, problem)."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    known = config.token_file is not None or config.tenants is not None or config.insecure
-    if config.tenants is not None and config.token_file is not None:
-        problem = "does not go together with --token-file: each tenant has tokens of its own; leave one of them out"
-        found.append((("tenants", "token_file"), problem))
-    if config.peer_token_file is not None and (config.tenants is None or config.cluster is None):
-        problem = "goes with --tenants and --cluster; nodes without tenants ask each other with --token-file"
-        found.append((("peer_token_file",), problem))
-    if (
-        config.tenants is not None
-        and registers_in_etcd(config.cluster)
-        and config.peer_token_file is None
-        and config.tls_cert is None
-    ):
-        problem = (
-            "in a cluster need --peer-token-file FILE, the token of a tenant, with which nodes ask each other who "
-            "they are; or --tls-cert, if a tenant has that certificate"
-        )
-        found.append((("tenants", "cluster"), problem))
-    if not is_loopback(config.host) and not known and config.tls_client_ca is None:
-        problem = "other machines could read and write everything; " + _REMEDY
-        found.append((("host",), problem))
-    if not is_loopback(config.manage_host) and config.manage_port is not None and not known:
-        problem = "other machines could delete everything; " + _REMEDY
-        found.append((("manage_host",), problem))
-    if config.tls_cert is None:
-        found += [
-            ((key,), "needs --tls-cert FILE, the certificate of this server")
-            for key, file in (
-                ("tls_key", config.tls_key),
-                ("tls_client_ca", config.tls_client_ca),
-                ("tls_peer_ca", config.tls_peer_ca),
-            )
-            if file is not None
-        ]
-    return found
-
-
-_LARGEST_POOL_BYTES: Final = 1 << 50
 _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
 # Not settings of a server: clients read the first two, `load_server_config` the last.
 _OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", VARIABLE_PREFIX + "TOKEN", _CONFIG_VARIABLE)
 
 _NETWORK, _SHARDS, _MEMORY, _DISK, _EVICTION = "Network", "Shards", "Memory", "Disk", "Eviction"
-_RDMA, _LIMITS, _LOGGING = "RDMA", "Limits", "Logging"
+_CLUSTER, _RDMA, _SECURITY, _LIMITS, _LOGGING = "Cluster", "RDMA", "Security", "Limits", "Logging"
 
 
 def _default_pool_bytes() -> int:
     """16 GiB, but at most half of the memory available, in whole MiB."""
-    from infinistore.host import available_memory  # late: only a server needs it
-
     available_bytes = available_memory().available_bytes
     return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))
 
 
-_POOL_SIZE: Final = size(SMALLEST_POOL_BYTES, _LARGEST_POOL_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
-_VALUE_SIZE: Final = size(1, _LARGEST_POOL_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
+_POOL_SIZE: Final = size(SMALLEST_POOL_BYTES, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
+_VALUE_SIZE: Final = size(1, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB")
 
 
 @attrs.frozen(kw_only=True)
@@ -676,7 +377,14 @@ class ServerConfig:
         "Back the pool with huge pages, which must be reserved on the machine",
         group=_MEMORY,
     )
-    numa_node: int | None = declare_numa_node()
+    numa_node: int | None = declare(
+        "numa_node",
+        integer(0, MOST_NODES - 1, "NODE"),
+        None,
+        "Keep the threads and the pool on this NUMA node, as far as it has memory; doctor lists the nodes",
+        group=_MEMORY,
+        default_text="any",
+    )
     disks: tuple[DiskPlace, ...] = declare(
         "disk",
         disk_places(),
@@ -701,14 +409,69 @@ class ServerConfig:
         "How long a read waits for blocks on disk; then they count as missing",
         group=_DISK,
     )
-    cluster: str | None = _cluster()
-    node_id: str | None = _node_id()
-    advertise: str | None = _advertise()
-    node_weight: int = _node_weight()
-    node_zone: str | None = _node_zone()
-    node_warm_up_s: float = _node_warm_up()
-    node_drain_bytes: int | None = _node_drain_size()
-    node_drain_bytes_per_s: int = _node_drain_rate()
+    cluster: str | None = declare(
+        "cluster",
+        _cluster_url(),
+        None,
+        "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER",
+        group=_CLUSTER,
+        default_text="no cluster",
+    )
+    node_id: str | None = declare(
+        "node_id",
+        _name("ID"),
+        None,
+        "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on",
+        group=_CLUSTER,
+        default_text="the address it advertises",
+    )
+    advertise: str | None = declare(
+        "advertise",
+        _address(),
+        None,
+        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
+        "have PORT, PORT+1 and so on",
+        group=_CLUSTER,
+        default_text="--host and --service-port",
+    )
+    node_weight: int = declare(
+        "node_weight",
+        integer(0, 10_000),
+        "100",
+        "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it",
+        group=_CLUSTER,
+    )
+    node_zone: str | None = declare(
+        "node_zone",
+        _name(),
+        None,
+        "Name of the zone or rack; copies are kept in different ones if there are several",
+        group=_CLUSTER,
+        default_text="none",
+    )
+    node_warm_up_s: float = declare(
+        "node_warm_up",
+        number(0, 86400, "SECONDS", "seconds"),
+        "30",
+        "How long the weight of a server that joins others grows, in five steps",
+        group=_CLUSTER,
+    )
+    node_drain_bytes: int | None = declare(
+        "node_drain_size",
+        size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB"),
+        None,
+        "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
+        "a unit",
+        group=_CLUSTER,
+        default_text="half of the pool",
+    )
+    node_drain_bytes_per_s: int = declare(
+        "node_drain_rate",
+        size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB"),
+        "256MiB",
+        "How much of that it passes on each second, in MB or with a unit",
+        group=_CLUSTER,
+    )
     enable_periodic_evict: bool = declare(
         "enable_periodic_evict",
         switch(),
@@ -775,17 +538,100 @@ class ServerConfig:
         "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
         group=_RDMA,
     )
-    token_file: Path | None = _token_file()  # noqa: RUF009
-    tenants: Path | None = _tenants()  # noqa: RUF009
-    insecure: bool = _insecure()
-    manage_allowed_hosts: tuple[str, ...] = _manage_allowed_hosts()
-    tls_cert: Path | None = _tls_cert()  # noqa: RUF009
-    tls_key: Path | None = _tls_key()  # noqa: RUF009
-    tls_client_ca: Path | None = _tls_client_ca()  # noqa: RUF009
-    audit_log: str | None = _audit_log()
-    tls_peer_ca: Path | None = _tls_peer_ca()  # noqa: RUF009
-    peer_token_file: Path | None = _peer_token_file()  # noqa: RUF009
-    unix_socket_group: str | None = _unix_socket_group()
+    token_file: Path | None = declare(
+        "token_file",
+        path(),
+        None,
+        "File whose first line is the token that every client must present",
+        group=_SECURITY,
+        default_text="no token",
+    )
+    tenants: Path | None = declare(
+        "tenants",
+        path(),
+        None,
+        "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
+        "`infinistore tenant` edits. SIGHUP reads it again. Not together with --token-file",
+        group=_SECURITY,
+        default_text="one tenant",
+    )
+    insecure: bool = declare(
+        "insecure",
+        switch(),
+        "off",
+        "Let anyone who reaches the port read and write, also beyond loopback",
+        group=_SECURITY,
+    )
+    manage_allowed_hosts: tuple[str, ...] = declare(
+        "manage_allowed_hosts",
+        _host_names(),
+        tuple,
+        "Names by which the management API of a server without a token is asked, with commas between them. IP "
+        "addresses, localhost and the name of the machine are always allowed",
+        group=_SECURITY,
+        default_text="none",
+    )
+    tls_cert: Path | None = declare(
+        "tls_cert",
+        path(),
+        None,
+        "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
+        "over TCP need TLS, and so does the management API. SIGHUP reads the files of TLS again",
+        group=_SECURITY,
+        default_text="no TLS",
+    )
+    tls_key: Path | None = declare(
+        "tls_key",
+        path(),
+        None,
+        "File with the key of --tls-cert, in PEM, without a passphrase",
+        group=_SECURITY,
+        default_text="the file of --tls-cert",
+    )
+    tls_client_ca: Path | None = declare(
+        "tls_client_ca",
+        path(),
+        None,
+        "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
+        "signed",
+        group=_SECURITY,
+        default_text="clients need none",
+    )
+    audit_log: str | None = declare(
+        "audit_log",
+        text("FILE|-"),
+        None,
+        "File to which one line of JSON is added for each login, refusal and administrative act; - is stderr",
+        group=_SECURITY,
+        default_text="no file",
+    )
+    tls_peer_ca: Path | None = declare(
+        "tls_peer_ca",
+        path(),
+        None,
+        "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
+        "those of the system and of --tls-client-ca: this server asks them who they are, and passes blocks on to them",
+        group=_SECURITY,
+        default_text="no others",
+    )
+    peer_token_file: Path | None = declare(
+        "peer_token_file",
+        path(),
+        None,
+        "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "
+        "other nodes who they are; SIGHUP reads it again",
+        group=_SECURITY,
+        default_text="that of --token-file, or none",
+    )
+    unix_socket_group: str | None = declare(
+        "unix_socket_group",
+        text("GROUP"),
+        None,
+        "Group whose members may open the Unix socket, by name or number, with --unix-socket-access group. The server "
+        "must be in it, or be root",
+        group=_SECURITY,
+        default_text="its own group",
+    )
     max_connections: int = declare(
         "max_connections",
         integer(1, 1_000_000),
@@ -810,8 +656,20 @@ class ServerConfig:
         "Maximum number of keys in one request; clients split larger batches",
         group=_LIMITS,
     )
-    max_key_bytes: int = _max_key_bytes()
-    max_protected_ratio: float = _max_protected_ratio()
+    max_key_bytes: int = declare(
+        "max_key_size",
+        size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
+        "1024",
+        "Maximum length of a key, in bytes of UTF-8",
+        group=_LIMITS,
+    )
+    max_protected_ratio: float = declare(
+        "max_protected_ratio",
+        number(0, 1, "FRACTION"),
+        "0.25",
+        "Maximum fraction of the pool that pinned keys may take together; they are never evicted",
+        group=_LIMITS,
+    )
     log_level: str = declare(
         "log_level",
         choice("error", "warning", "info", "debug"),
@@ -835,7 +693,7 @@ class ServerConfig:
 
 def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     """What cannot be said about one setting alone: (keys, problem)."""
-    found = conflicts_of_security(config)
+    found = _conflicts_of_security(config)
     if config.unix_socket == "auto" and config.unix_socket_access != "user":
         found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
     if config.unix_socket_group is not None and config.unix_socket_access != "group":
@@ -848,20 +706,96 @@ def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
         found.append((("take_over", "unix_socket"), "needs the Unix socket of the other server"))
     if config.take_over and config.unix_socket == "auto" and config.service_port == 0:
         found.append((("take_over", "service_port"), "needs the port of the other server, or --unix-socket PATH"))
-    found += conflicts_of_cluster(config)
-    found += conflicts_of_shards(
-        config.shards,
-        ports=(config.service_port, config.manage_port or 0),
-        pool_bytes=config.prealloc_bytes,
-        least_bytes=max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes),
-        disks=config.disks,
-    )
+    found += _conflicts_of_cluster(config)
+    found += _conflicts_of_shards(config)
     for small, large, relation in _ORDER:
         low, high = getattr(config, small.attribute), getattr(config, large.attribute)
         if high is not None and (low > high or (low == high and relation == "smaller than")):
             spelt = [format_size(value) if isinstance(value, int) else f"{value:g}" for value in (low, high)]
             problem = f"{small.flag} ({spelt[0]}) must be {relation} {large.flag} ({spelt[1]})"
             found.append(((small.key, large.key), problem))
+    return found
+
+
+_REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allow that"
+_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
+
+
+def _conflicts_of_security(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
+    found: list[tuple[tuple[str, ...], str]] = []
+    known = config.token_file is not None or config.tenants is not None or config.insecure
+    if config.tenants is not None and config.token_file is not None:
+        problem = "does not go together with --token-file: each tenant has tokens of its own; leave one of them out"
+        found.append((("tenants", "token_file"), problem))
+    if config.peer_token_file is not None and (config.tenants is None or config.cluster is None):
+        problem = "goes with --tenants and --cluster; nodes without tenants ask each other with --token-file"
+        found.append((("peer_token_file",), problem))
+    if (
+        config.tenants is not None
+        and registers_in_etcd(config.cluster)
+        and config.peer_token_file is None
+        and config.tls_cert is None
+    ):
+        problem = (
+            "in a cluster need --peer-token-file FILE, the token of a tenant, with which nodes ask each other who "
+            "they are; or --tls-cert, if a tenant has that certificate"
+        )
+        found.append((("tenants", "cluster"), problem))
+    if not is_loopback(config.host) and not known and config.tls_client_ca is None:
+        problem = "other machines could read and write everything; " + _REMEDY
+        found.append((("host",), problem))
+    if not is_loopback(config.manage_host) and config.manage_port is not None and not known:
+        problem = "other machines could delete everything; " + _REMEDY
+        found.append((("manage_host",), problem))
+    if config.tls_cert is None:
+        found += [
+            ((key,), "needs --tls-cert FILE, the certificate of this server")
+            for key, file in (
+                ("tls_key", config.tls_key),
+                ("tls_client_ca", config.tls_client_ca),
+                ("tls_peer_ca", config.tls_peer_ca),
+            )
+            if file is not None
+        ]
+    return found
+
+
+def _conflicts_of_cluster(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
+    found: list[tuple[tuple[str, ...], str]] = []
+    if registers_in_etcd(config.cluster):
+        if config.advertise is None and config.host in _EVERYWHERE:
+            problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
+            found.append((("cluster", "host"), problem))
+        if config.advertise is not None and host_and_port(config.advertise, 1)[0] in _EVERYWHERE:
+            problem = "is no address that others can connect to; name this machine"
+            found.append((("advertise",), problem))
+    return found
+
+
+def registers_in_etcd(cluster: str | None) -> bool:
+    """Whether a server with this URL of a cluster registers in etcd."""
+    return (cluster or "").partition("://")[0].endswith("+etcd")
+
+
+def _conflicts_of_shards(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
+    found: list[tuple[tuple[str, ...], str]] = []
+    if (count := config.shards) == 1:
+        return found
+    first, manage = config.service_port, config.manage_port or 0
+    least_bytes = max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes)
+    last = first + count - 1
+    if first and last > 65535:
+        found.append((("shards", "service_port"), f"would need the ports {first} to {last}; lower --service-port"))
+    if 0 < first < manage <= last:
+        problem = f"is the port of a shard too: they have {first} to {last}; give one of them another port"
+        found.append((("manage_port", "service_port", "shards"), problem))
+    if config.prealloc_bytes < count * least_bytes:
+        problem = f"leaves less than {format_size(least_bytes)} for each of {count} shards"
+        found.append((("prealloc_size", "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"))
+    for disk in config.disks:
+        if disk.size_bytes < count * SMALLEST_DISK_BYTES:
+            problem = f"{disk} leaves less than {format_size(SMALLEST_DISK_BYTES)} for each of {count} shards"
+            found.append((("disk", "shards"), f"{problem}; give {format_size(count * SMALLEST_DISK_BYTES)} or more"))
     return found
 
 

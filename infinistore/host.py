@@ -17,13 +17,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 from weakref import WeakSet
 
 import attrs
 
 from infinistore.errors import ConfigError, StoreUnavailable
-from infinistore.settings import declare, integer
 
 NO_THREAD = (RuntimeError, MemoryError)
 """What Python raises if the system refuses a thread."""
@@ -179,18 +178,6 @@ _WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 SystemCall: TypeAlias = Callable[..., int]
 """Makes a system call by its number; returns 0, or an errno."""
-
-
-def numa_node() -> Any:
-    """Declare the node of a server."""
-    return declare(
-        "numa_node",
-        integer(0, MOST_NODES - 1, "NODE"),
-        None,
-        "Keep the threads and the pool on this NUMA node, as far as it has memory; doctor lists the nodes",
-        group="Memory",
-        default_text="any",
-    )
 
 
 def nodes_here(root: Path = _ROOT) -> dict[int, frozenset[int]]:

@@ -239,7 +239,7 @@ class Options:
         default_text="none",
         secret=True,
     )
-    tls: "SSLContext | None" = declare(  # noqa: RUF009 - what it returns is an attrs field
+    tls: "SSLContext | None" = declare(
         "tls",
         tls_kind(),
         None,
@@ -248,7 +248,7 @@ class Options:
         group=SERVER,
         default_text="TLS only with infinistores://",
     )
-    ca: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+    ca: Path | None = declare(
         "ca",
         path("FILE"),
         None,
@@ -257,7 +257,7 @@ class Options:
         group=SERVER,
         default_text="those of the system",
     )
-    cert: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+    cert: Path | None = declare(
         "cert",
         path("FILE"),
         None,
@@ -265,7 +265,7 @@ class Options:
         group=SERVER,
         default_text="none",
     )
-    key: Path | None = declare(  # noqa: RUF009 - what it returns is an attrs field
+    key: Path | None = declare(
         "key", path("FILE"), None, "The key of cert, in PEM", group=SERVER, default_text="the file of cert"
     )
     unencrypted_rdma: bool = declare(

@@ -20,7 +20,7 @@ GROUND: dict[str, set[str]] = {
     "config": {"addresses", "cluster", "disk_settings", "errors", "host", "settings", "sizes"},
     "disk_settings": {"errors", "settings", "sizes"},
     "errors": {"namesake"},
-    "host": {"errors", "settings"},
+    "host": {"errors"},
     "kept_errors": set(),
     "keys": set(),
     "namesake": set(),
