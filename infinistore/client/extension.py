@@ -7,10 +7,8 @@ module and the public methods of a store, among them `mapped_arenas`, `has_regis
 minor release.
 """
 
-from typing import TYPE_CHECKING
-
-from infinistore.client.drivers.asyncio_driver import RemoteAsyncioStore
-from infinistore.client.drivers.blocking_driver import RemoteBlockingStore
+from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore, RemoteAsyncioStore
+from infinistore.client.drivers.blocking_driver import ClusterBlockingStore, RemoteBlockingStore
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.options import Options, StoreUrl, make_options, parse_url
@@ -35,29 +33,19 @@ __all__ = [
     "parse_url",
 ]
 
-if TYPE_CHECKING:
-    from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore
-    from infinistore.client.drivers.blocking_driver import ClusterBlockingStore
 
-
-def make_asyncio_store(address: StoreUrl | ClusterUrl, options: Options) -> "RemoteAsyncioStore | ClusterAsyncioStore":
+def make_asyncio_store(address: StoreUrl | ClusterUrl, options: Options) -> RemoteAsyncioStore | ClusterAsyncioStore:
     """Return a store of a server or of a cluster, without a `with` statement.
 
     `connect` connects it, and `close` ends it.
     """
     if isinstance(address, ClusterUrl):
-        from infinistore.client.drivers.asyncio_driver import ClusterAsyncioStore
-
         return ClusterAsyncioStore(address, options, Environment(), RemoteAsyncioStore)
     return RemoteAsyncioStore(address, options)
 
 
-def make_blocking_store(
-    address: StoreUrl | ClusterUrl, options: Options
-) -> "RemoteBlockingStore | ClusterBlockingStore":
+def make_blocking_store(address: StoreUrl | ClusterUrl, options: Options) -> RemoteBlockingStore | ClusterBlockingStore:
     """Return such a store for threads."""
     if isinstance(address, ClusterUrl):
-        from infinistore.client.drivers.blocking_driver import ClusterBlockingStore
-
         return ClusterBlockingStore(address, options, Environment(), RemoteBlockingStore)
     return RemoteBlockingStore(address, options)

@@ -11,7 +11,9 @@ import pytest
 import trio
 
 from infinistore.client.connection.effects import Part
-from infinistore.client.drivers.at_once import PartThreads, asyncio_at_once, trio_at_once
+from infinistore.client.drivers.asyncio_driver import asyncio_at_once
+from infinistore.client.drivers.blocking_driver import PartThreads
+from infinistore.client.drivers.trio_driver import trio_at_once
 from infinistore.client.requests import Exists
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.kept_errors import KeptError

@@ -14,7 +14,9 @@ import trio
 import trio.testing
 
 from infinistore.client.connection.effects import LatePart, Part
-from infinistore.client.drivers.at_once import PartThreads, asyncio_at_once, trio_at_once
+from infinistore.client.drivers.asyncio_driver import asyncio_at_once
+from infinistore.client.drivers.blocking_driver import PartThreads
+from infinistore.client.drivers.trio_driver import trio_at_once
 from infinistore.client.memory.views import Leased, Watch
 from infinistore.client.requests import Exists
 from infinistore.errors import DeadlineExceeded, StoreUnavailable

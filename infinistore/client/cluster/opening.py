@@ -23,7 +23,6 @@ from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.options import Options, StoreUrl
 from infinistore.cluster.locate import ClusterUrl, StaticPlace
 from infinistore.cluster.membership import Node
-from infinistore.cluster_io.thread import open_membership
 from infinistore.errors import StoreUnavailable
 from infinistore.host import let_go_in_child
 from infinistore.protocol.messages import Shard
@@ -77,8 +76,12 @@ class ClusterStore:
             made.append(make(address, options, connecting, terms=terms))
             return made[0]
 
-        heard = environment.membership
-        membership = heard(url) if heard else open_membership(url, options.token, options.tls)
+        if environment.membership is not None:
+            membership = environment.membership(url)
+        else:
+            from infinistore.cluster_io.thread import open_membership  # late: etcd takes 20 ms to import
+
+            membership = open_membership(url, options.token, options.tls)
         self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, clock)
 
     def _close_nodes(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from infinistore.client.options import StoreUrl
 from infinistore.client.requests import Request
+from infinistore.errors import InfiniStoreException
+from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 
 _T = TypeVar("_T")
@@ -84,6 +86,14 @@ class Part(NamedTuple):
     request: Request[Any]
     within_s: float | None = None
     hedge: LatePart | None = None
+
+
+async def outcome_of(part: Part) -> Outcome:
+    """Carry out a part without its hedge, under Trio or asyncio."""
+    try:
+        return await part.store._call(part.request, part.within_s)
+    except InfiniStoreException as error:
+        return KeptError(error)
 
 
 class Together(NamedTuple):

@@ -1,5 +1,7 @@
 """`open_store` for asyncio and uvloop: the store of a server, of a cluster, and the
 embedded one.
+
+`asyncio_at_once` is what `Together` asks for, with the outcomes of `trio_at_once`.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there, open_shards
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import (
     Background,
@@ -21,11 +23,13 @@ from infinistore.client.connection.effects import (
     ClusterEffect,
     Connect,
     InThread,
+    Outcome,
+    Part,
     Sleep,
     Together,
+    outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
-from infinistore.client.drivers.at_once import asyncio_at_once
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
@@ -37,6 +41,7 @@ from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
+from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda import DeviceMemory
@@ -44,6 +49,69 @@ from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, 
 from infinistore.transports.sockets.spin import Spinner
 
 _T = TypeVar("_T")
+
+
+async def asyncio_at_once(parts: Sequence[Part]) -> list[Outcome]:
+    """Carry out parts at the same time, under asyncio; return their outcomes in
+    order.
+    """
+    if len(parts) == 1:
+        return [await _outcome(parts[0])]
+    if not parts:
+        await asyncio.sleep(0)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_outcome(part)) for part in parts]
+    return [task.result() for task in tasks]
+
+
+async def _outcome(part: Part) -> Outcome:
+    return await (outcome_of(part) if part.hedge is None else _race(part))
+
+
+async def _race(part: Part) -> Outcome:
+    """Carry out a part that has a hedge. Nothing of it runs on afterwards."""
+    hedge = part.hedge
+    assert hedge is not None
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.timeout(None)
+    asking: list[asyncio.Task[list[Outcome]]] = []
+
+    async def ask(late: Sequence[Part]) -> list[Outcome]:
+        found = await asyncio_at_once(late)
+        if hedge.is_full(found) and not over:
+            waiting.reschedule(loop.time())
+        return found
+
+    def begin() -> None:
+        if late := hedge.begin():
+            asking.append(loop.create_task(ask(late)))
+
+    over = False
+    first: Outcome | None = None
+    timer = loop.call_later(hedge.after_s, begin)
+    try:
+        try:
+            async with waiting:
+                try:
+                    first = await outcome_of(part)
+                finally:
+                    over = True
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+        timer.cancel()
+        late = asking[0] if asking else None
+        others = None
+        if late is not None and (late.done() or isinstance(first, KeptError)):
+            others = await late
+    finally:
+        timer.cancel()
+        for task in asking:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # which is raised where its answer is wanted
+    return hedge.settle(first, others)
 
 
 class ClusterAsyncioStore(ClusterStore, AsyncStore):
@@ -116,7 +184,7 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
         finally:
             call.close()
 
-    def _forget(self, task: "asyncio.Task[None]") -> None:
+    def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
 
@@ -440,12 +508,10 @@ class RemoteAsyncioStore(AsyncStore):
                 self._go_on(found.shards, sharded)
         return await self._call(request)
 
-    def _go_on(self, shards: Sequence[Shard], former: "ClusterAsyncioStore | None") -> "ClusterAsyncioStore | None":
+    def _go_on(self, shards: Sequence[Shard], former: ClusterAsyncioStore | None) -> ClusterAsyncioStore | None:
         """Go on with these shards, or with none, if no other call has noticed yet."""
         with self._going_on:
             if self._sharded is former:
-                from infinistore.client.cluster.opening import open_shards
-
                 self._sharded = open_shards(
                     ClusterAsyncioStore, self.calls, shards, self._environment, RemoteAsyncioStore
                 )
@@ -533,7 +599,7 @@ class Slots:
     async def __aexit__(self, *_: object) -> None:
         self._hand_on()
 
-    def _leave_line(self, turn: "asyncio.Future[None]") -> None:
+    def _leave_line(self, turn: asyncio.Future[None]) -> None:
         with self._lock:
             waited = self._waiting.pop(turn, None) is not None
         if not waited and self._on_the_way.pop(turn, None) is not None:  # the slot was for the one who leaves
@@ -567,6 +633,6 @@ class Slots:
             return
 
 
-def _set(turn: "asyncio.Future[None]") -> None:
+def _set(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)

@@ -2,6 +2,11 @@
 
 What goes on after a call does so in system tasks, which end with the store: a nursery
 around the caller's `async with` would wrap its errors.
+
+`trio_at_once` is what `Together` asks for. An outcome is what a part returned, or a
+`KeptError` of an error of this package; any other error ends the others, and is raised.
+A part that has a hedge races against the other copies of its blocks. Whoever is
+cancelled leaves no part behind.
 """
 
 import math
@@ -12,7 +17,7 @@ from typing import Any, TypeVar, Unpack, assert_never, cast
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there, open_shards
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import (
     Background,
@@ -22,11 +27,13 @@ from infinistore.client.connection.effects import (
     ClusterEffect,
     Connect,
     InThread,
+    Outcome,
+    Part,
     Sleep,
     Together,
+    outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
-from infinistore.client.drivers.at_once import trio_at_once
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
@@ -38,12 +45,68 @@ from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
+from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
 
 _T = TypeVar("_T")
+
+
+async def trio_at_once(parts: Sequence[Part]) -> list[Outcome]:
+    """Carry out parts at the same time, under Trio; return their outcomes in order."""
+    if len(parts) == 1:
+        return [await _outcome(parts[0])]
+    if not parts:
+        await trio.lowlevel.checkpoint()
+    outcomes: list[Outcome] = [None] * len(parts)
+
+    async def carry_out(place: int, part: Part) -> None:
+        outcomes[place] = await _outcome(part)
+
+    async with trio.open_nursery() as nursery:
+        for place, part in enumerate(parts):
+            nursery.start_soon(carry_out, place, part)
+    return outcomes
+
+
+async def _outcome(part: Part) -> Outcome:
+    return await (outcome_of(part) if part.hedge is None else _race(part))
+
+
+async def _race(part: Part) -> Outcome:
+    """Carry out a part that has a hedge. Nothing of it runs on afterwards."""
+    hedge = part.hedge
+    assert hedge is not None
+    first: Outcome | None = None
+    others: list[Outcome] | None = None
+    unexpected: KeptError | None = None
+    asks = False
+
+    async def ask_others() -> None:
+        nonlocal asks, others
+        await trio.sleep(hedge.after_s)
+        if late := hedge.begin():
+            asks = True
+            others = await trio_at_once(late)
+            asks = False
+            if hedge.is_full(others):
+                waiting.cancel()
+
+    async with trio.open_nursery() as nursery:
+        waiting = trio.CancelScope()
+        nursery.start_soon(ask_others)
+        with waiting:
+            try:
+                first = await outcome_of(part)
+            except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it in a group
+                unexpected = KeptError(error)
+        if not (asks and isinstance(first, KeptError)):
+            nursery.cancel_scope.cancel()
+    if unexpected is not None:
+        raise unexpected.again()
+    return hedge.settle(first, others)
 
 
 class ClusterTrioStore(ClusterStore, AsyncStore):
@@ -447,11 +510,9 @@ class RemoteTrioStore(AsyncStore):
                 self._go_on(found.shards, sharded)
         return await self._call(request)
 
-    def _go_on(self, shards: Sequence[Shard], former: "ClusterTrioStore | None") -> "ClusterTrioStore | None":
+    def _go_on(self, shards: Sequence[Shard], former: ClusterTrioStore | None) -> ClusterTrioStore | None:
         """Go on with these shards, or with none, if no other call has noticed yet."""
         if self._sharded is former:
-            from infinistore.client.cluster.opening import open_shards
-
             self._sharded = open_shards(ClusterTrioStore, self.calls, shards, self._environment, RemoteTrioStore)
             if former is not None:
                 former.close()
