@@ -5,6 +5,7 @@ until no crash can bring a key back, `Flush` until blocks are durable.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from infinistore.protocol.messages import (
     CountReply,
@@ -22,8 +23,10 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation
-from infinistore.server.disk import DiskService
 from infinistore.server.movers.base import Handler
+
+if TYPE_CHECKING:
+    from infinistore.server.disk import DiskService
 
 _IN_STORE = bytes.maketrans(b"\2", b"\1")
 
@@ -31,7 +34,7 @@ _IN_STORE = bytes.maketrans(b"\2", b"\1")
 class DiskRequests:
     """The requests of one connection."""
 
-    def __init__(self, conversation: Conversation, disk: DiskService) -> None:
+    def __init__(self, conversation: Conversation, disk: "DiskService") -> None:
         self._conversation = conversation
         self._core = conversation.core
         self._disk = disk
