@@ -31,7 +31,7 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
-from infinistore.server.buggified.machine import buggified, collide, make_body_budget
+from infinistore.server.buggified import buggified, collide, make_body_budget
 from infinistore.server.connection import SessionLimits
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners

@@ -9,8 +9,7 @@ import pytest
 import infinistore
 from infinistore.buggify import Buggify, Point
 from infinistore.errors import OutOfMemory
-from infinistore.server.buggified.machine import buggified
-from infinistore.server.buggified.streams import BuggifiedStream
+from infinistore.server.buggified import BuggifiedStream, buggified
 from infinistore.server.environment import Environment
 from infinistore.transports.base import ReactingStream, Stream, can_react
 from tests.server.running import KIB, MIB, make_config, running_server

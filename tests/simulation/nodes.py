@@ -27,7 +27,7 @@ from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.server import Server, ServerAddresses
 from infinistore.server.budgets import BODY_BUDGET_BYTES
-from infinistore.server.buggified.machine import buggified
+from infinistore.server.buggified import buggified
 from infinistore.server.composition import compose_server, join_cluster, open_disks, share_descriptors
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
