@@ -191,7 +191,7 @@ class Session:
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
         quick = self._at_once.handlers_of(self._movers, handlers)
         if context.disk is not None:
-            from infinistore.server.session.disk_requests import DiskRequests  # late: most servers have no disk
+            from infinistore.server.session.requests import DiskRequests  # late: most servers have no disk
 
             self._handlers |= DiskRequests(conversation, context.disk).handlers
             self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
