@@ -18,9 +18,8 @@ import attrs
 from rich.text import Text
 
 from infinistore.cluster.membership import Node, NodeState
-from infinistore.monitor import controls as keys
 from infinistore.monitor import figures
-from infinistore.monitor.controls import Controls
+from infinistore.monitor.controls import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP, Controls
 from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
 from infinistore.monitor.model import Alarm, Snapshot
 from infinistore.monitor.rates import Rates
@@ -122,7 +121,7 @@ def _added(values: Iterable[int]) -> int | None:
 
 _PAGE_ROWS: Final = 10
 _STEPS: Final = {
-    keys.UP: -1, keys.DOWN: 1, "k": -1, "j": 1, keys.PAGE_UP: -_PAGE_ROWS, keys.PAGE_DOWN: _PAGE_ROWS,
+    UP: -1, DOWN: 1, "k": -1, "j": 1, PAGE_UP: -_PAGE_ROWS, PAGE_DOWN: _PAGE_ROWS,
 }  # fmt: skip
 
 HELP: Final = (
@@ -168,15 +167,15 @@ class ClusterControls:
         if self.screen.typing is not None or self.screen.help:
             return self._press_screen(key)
         if self.opened is not None:
-            if key == keys.BACKSPACE or (key == keys.ESCAPE and not self.screen.filter):
+            if key == BACKSPACE or (key == ESCAPE and not self.screen.filter):
                 return attrs.evolve(self, opened=None, screen=attrs.evolve(self.screen, filter="", in_cluster=False))
             return self._press_screen(key)
-        if key == keys.ENTER and shown:
+        if key == ENTER and shown:
             selected = shown[self.place(shown)]
             # A filter of nodes is none of clients and prefixes.
             screen = attrs.evolve(self.screen, filter="", in_cluster=True)
             return attrs.evolve(self, selected=selected, opened=selected, screen=screen)
-        if key in _STEPS or key in (keys.HOME, keys.END):
+        if key in _STEPS or key in (HOME, END):
             return self._move(key, shown)
         if key == "s":
             members = list(NodeOrder)
@@ -186,7 +185,7 @@ class ClusterControls:
     def _move(self, key: str, shown: Sequence[str]) -> "ClusterControls":
         if not shown:
             return self
-        place = {keys.HOME: 0, keys.END: len(shown) - 1}.get(key, self.place(shown) + _STEPS.get(key, 0))
+        place = {HOME: 0, END: len(shown) - 1}.get(key, self.place(shown) + _STEPS.get(key, 0))
         return attrs.evolve(self, selected=shown[max(0, min(len(shown) - 1, place))])
 
     def _press_screen(self, key: str) -> "ClusterControls":

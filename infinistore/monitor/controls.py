@@ -1,5 +1,5 @@
-"""The keys: the bytes of a terminal as keys, and what they do, as a pure function: state
-and key in, next state out.
+"""The keys: how the bytes of a terminal become keys, and what each does, as a pure
+function: state and key in, next state out.
 
 A key is a printable character, or one of the names below. Other keys (function keys)
 are recognised as a whole and ignored, so that their parts never count as keys.

@@ -1,6 +1,6 @@
-"""The screen of a store: its parts, each as lines that fit a width, and their layout for a
-terminal size; and the same as plain values for `--json`. Pure: snapshot and size in,
-lines out.
+"""The screen of a store: its parts, each as lines that fit a width, and their layout
+for a terminal size; and the same as plain values for `--json`. Pure: snapshot and size
+in, lines out.
 
 From 60 x 16 on it is the full screen, with two columns from 160 cells on. Below that it
 has only the most important figures, and below 12 x 4 only a message. Every size gives

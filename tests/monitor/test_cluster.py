@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.cluster.membership import Node, NodeState
-from infinistore.monitor import controls as keys
 from infinistore.monitor.cluster import still
 from infinistore.monitor.cluster_view import (
     ClusterControls,
@@ -24,7 +23,7 @@ from infinistore.monitor.cluster_view import (
     shown_rows,
     total,
 )
-from infinistore.monitor.controls import Controls
+from infinistore.monitor.controls import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_UP, UP, Controls
 from infinistore.monitor.lines import ASCII, UNICODE
 from infinistore.sizes import GIB
 from tests.cli.in_process import ServerHere
@@ -85,7 +84,7 @@ CLUSTERS = {
     st.integers(1, 60),
     st.sampled_from(sorted(CLUSTERS)),
     st.sampled_from([UNICODE, ASCII]),
-    st.lists(st.sampled_from(["?", "/", "x", "s", "r", "p", keys.ENTER, keys.END, keys.UP]), max_size=5),
+    st.lists(st.sampled_from(["?", "/", "x", "s", "r", "p", ENTER, END, UP]), max_size=5),
 )
 def test_any_size_is_filled_exactly(width: int, height: int, name: str, glyphs: Any, pressed: Sequence[str]) -> None:
     controls = ClusterControls()
@@ -141,13 +140,13 @@ def test_many_nodes_scroll_with_the_selected_one_in_sight() -> None:
     shown = text(snapshot, 80, 24, controls)
     assert "1-15 of 100" in shown
     for expected in (*range(1, 100), 99):
-        controls = controls.press(keys.DOWN, ids)
+        controls = controls.press(DOWN, ids)
         shown = text(snapshot, 80, 24, controls)
         assert f"> n{expected:03}" in shown
         assert "total" in shown
     assert "86-100 of 100" in shown
-    assert "n000" in text(snapshot, 80, 24, controls.press(keys.HOME, ids))
-    assert controls.press(keys.PAGE_UP, ids).selected == "n089"
+    assert "n000" in text(snapshot, 80, 24, controls.press(HOME, ids))
+    assert controls.press(PAGE_UP, ids).selected == "n089"
 
 
 def test_nodes_are_sorted_and_filtered() -> None:
@@ -169,20 +168,20 @@ def test_nodes_are_sorted_and_filtered() -> None:
 def test_enter_opens_the_screen_of_a_node_and_escape_leads_back() -> None:
     snapshot = CLUSTERS["mixed"]
     ids = [one.node.id for one in snapshot.rows]
-    opened = ClusterControls().press(keys.DOWN, ids).press(keys.ENTER, ids)
+    opened = ClusterControls().press(DOWN, ids).press(ENTER, ids)
     assert opened.opened == "n002"
     shown = text(snapshot, 80, 24, opened)
     assert "n002 infinistore://10.0.0.2:22345" in shown
     assert "Esc back" in shown and "client, by traffic" in shown
-    filtered = opened.press("/", ids).press("x", ids).press(keys.BACKSPACE, ids).press("y", ids).press(keys.ENTER, ids)
+    filtered = opened.press("/", ids).press("x", ids).press(BACKSPACE, ids).press("y", ids).press(ENTER, ids)
     assert (filtered.opened, filtered.screen.filter) == ("n002", "y")
-    assert filtered.press(keys.ESCAPE, ids) == opened  # the filter first
-    for key in (keys.ESCAPE, keys.BACKSPACE):
+    assert filtered.press(ESCAPE, ids) == opened  # the filter first
+    for key in (ESCAPE, BACKSPACE):
         back = opened.press(key, ids)
         assert (back.opened, back.selected) == (None, "n002")
         assert "Enter open" in text(snapshot, 80, 24, back)
     assert opened.press("q", ids).screen.quit
-    assert ClusterControls().press(keys.ENTER, []) == ClusterControls()
+    assert ClusterControls().press(ENTER, []) == ClusterControls()
 
 
 def test_the_selection_stays_with_its_node_and_near_one_that_left() -> None:
