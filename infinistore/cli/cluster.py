@@ -5,7 +5,7 @@ back, and purges all of them.
 import logging
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -31,25 +31,41 @@ if TYPE_CHECKING:
     from infinistore.statistics import Stats
 
 
+_T = TypeVar("_T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_STORE_SCHEMES: Final = ("infinistore", "infinistores", "tcp", "unix", "shm", "rdma")
+_SHOWN_OF_INSTANCE: Final = 8
 _BAR: Final = 20
 _GONE_S: Final = 15.0
 """How long a node may not be registered while it drains: longer than its lease."""
 
 
-def asker_of(cluster: "ClusterUrl", given: Mapping[str, Any]) -> "AskInstance":
-    """Return what asks the nodes of a cluster who they are, with the token and the
-    certificates that the URL names, or `given`.
+@click.group("cluster", short_help="Look at the nodes of a cluster, take one out, purge all.")
+def command() -> None:
+    """Look at the nodes of a cluster, take one out or bring it back, or purge all of
+    them.
+
+    \b
+    URL says where to hear who they are:
+        infinistore+static://a:22345,b:22345         these, for ever
+        infinistore+file:///etc/infinistore/nodes.json
+        infinistore+etcd://h1:2379,h2:2379/CLUSTER   those registered there
+
+    The commands for a store take such a URL with --url: `infinistore stat` adds the
+    statistics of the nodes up, and `infinistore ls` lists the keys of all of them.
+    """
+
+
+def _asker_of(cluster: "ClusterUrl", token: str | None) -> "AskInstance":
+    """Return what asks the nodes of a cluster who they are, with the certificates and
+    the token that the URL names, or with this token.
 
     Raises:
         ConfigError: a file that the URL names cannot be used.
     """
     from infinistore.cluster_io.probing import credentials, instance_asker
 
-    return instance_asker(*credentials(cluster.options, given.get("token")))
-
-
-def _given_token(token_file: Path | None) -> dict[str, Any]:
-    return {} if token_file is None else {"token": read_given_token(token_file)}
+    return instance_asker(*credentials(cluster.options, token))
 
 
 def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -59,7 +75,7 @@ def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]],
     )  # fmt: skip
 
 
-@click.command("drain", short_help="Take a node out of the cluster, and keep its hottest blocks.")
+@command.command("drain", short_help="Take a node out of the cluster, and keep its hottest blocks.")
 @click.argument("node")
 @click.argument("url", envvar="INFINISTORE_URL")
 @_timeout(600.0, "How long to wait until the node has drained; 0 only asks it to.")
@@ -89,19 +105,19 @@ def drain(node: str, url: str, *, token_file: Path | None, timeout: float, force
 
     cluster = _parse_with_node(url, node)
     if isinstance(cluster.place, EtcdPlace):
-        operator = Operator(cluster.place, asker_of(cluster, _given_token(token_file)))
+        operator = Operator(cluster.place, _asker_of(cluster, read_given_token(token_file)))
         found = _drain_registered(cluster, operator, node, timeout, force=force, quiet=as_json)
         if as_json:
             print_json({"url": str(cluster), "node": node, **attrs.asdict(found)})
         elif found.done:
-            print_line(f"{node} has drained and is out of the cluster: {describe_drain(found)}")
+            print_line(f"{node} has drained and is out of the cluster: {_describe_drain(found)}")
         else:
             print_line(f"{node} drains")
     else:
         _set_in_file(cluster, node, draining=True, force=force, as_json=as_json)
 
 
-@click.command("add", short_help="Let a node serve again that has drained.")
+@command.command("add", short_help="Let a node serve again that has drained.")
 @click.argument("node")
 @click.argument("url", envvar="INFINISTORE_URL")
 @_timeout(15.0, "How long to wait until the node serves; 0 only lets it.")
@@ -125,7 +141,7 @@ def add(node: str, url: str, *, token_file: Path | None, timeout: float, as_json
         _set_in_file(cluster, node, draining=False, force=False, as_json=as_json)
         return
     changed, standing = _add_registered(
-        Operator(cluster.place, asker_of(cluster, _given_token(token_file))), node, timeout
+        Operator(cluster.place, _asker_of(cluster, read_given_token(token_file))), node, timeout
     )
     state = None if standing is None or standing.state is None else standing.state.value
     weight = 0 if standing is None else standing.weight
@@ -141,7 +157,7 @@ def add(node: str, url: str, *, token_file: Path | None, timeout: float, as_json
         raise NegativeAnswer(f"{node} may serve, but does not: {why}")
 
 
-def describe_drain(drain: "Drain") -> str:
+def _describe_drain(drain: "Drain") -> str:
     """Tell how far a drain is."""
     moved = f"{drain.moved_groups} of {drain.groups} groups moved ({describe_size(drain.moved_bytes)})"
     there = f", {drain.skipped_groups} were there" if drain.skipped_groups else ""
@@ -226,7 +242,7 @@ async def _until_out(
             f"{node} is no longer registered and has not said that it is done: its server ended, or lost etcd; it "
             "drains on if it comes back"
         )
-    raise DeadlineExceeded(f"{node} has not drained within {timeout_s:g} s, and goes on: {describe_drain(last.drain)}")
+    raise DeadlineExceeded(f"{node} has not drained within {timeout_s:g} s, and goes on: {_describe_drain(last.drain)}")
 
 
 def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple[bool, NodeStanding | None]":
@@ -296,7 +312,7 @@ def _progress(node: str, *, quiet: bool) -> Iterator[Callable[["Drain | None"], 
 
     def show(drain: "Drain | None") -> None:
         nonlocal shown
-        told = f"{node} is not registered now" if drain is None else f"{node} drains: {describe_drain(drain)}"
+        told = f"{node} is not registered now" if drain is None else f"{node} drains: {_describe_drain(drain)}"
         if on_terminal:
             bar = "" if drain is None else f"[{'#' * int(_BAR * drain.ratio):<{_BAR}}] {drain.ratio:4.0%} "
             line = f"infinistore: {bar}{told}"[: shutil.get_terminal_size().columns - 1]
@@ -314,32 +330,6 @@ def _progress(node: str, *, quiet: bool) -> Iterator[Callable[["Drain | None"], 
         if on_terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-_T = TypeVar("_T")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_STORE_SCHEMES: Final = ("infinistore", "infinistores", "tcp", "unix", "shm", "rdma")
-_SHOWN_OF_INSTANCE: Final = 8
-
-
-@click.group("cluster", short_help="Look at the nodes of a cluster, take one out, purge all.")
-def command() -> None:
-    """Look at the nodes of a cluster, take one out or bring it back, or purge all of
-    them.
-
-    \b
-    URL says where to hear who they are:
-        infinistore+static://a:22345,b:22345         these, for ever
-        infinistore+file:///etc/infinistore/nodes.json
-        infinistore+etcd://h1:2379,h2:2379/CLUSTER   those registered there
-
-    The commands for a store take such a URL with --url: `infinistore stat` adds the
-    statistics of the nodes up, and `infinistore ls` lists the keys of all of them.
-    """
-
-
-command.add_command(drain)
-command.add_command(add)
 
 
 def _arguments(deadline_s: float) -> Callable[[_Function], _Function]:
@@ -367,7 +357,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
     given = _given(token_file, deadline)
     view, age_s = _look(cluster, given)
     asked = _ask_all(cluster, view.nodes, given, lambda store: store.stats())
-    drains = _told_drains(asked) | _drains(cluster, view, asker_of(cluster, given))
+    drains = _told_drains(asked) | _drains(cluster, view, _asker_of(cluster, given.get("token")))
     if as_json:
         print_json(
             {
@@ -387,7 +377,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
             _print_nodes(asked)
         for node_id, drain in drains.items():
             told = "has drained, and stays out until it is added" if drain.done else "drains"
-            print_line(f"{node_id} {told}: {describe_drain(drain)}")
+            print_line(f"{node_id} {told}: {_describe_drain(drain)}")
     if not asked:
         raise NegativeAnswer(f"no node is in {cluster}; start a server with --cluster")
     silent = [f"{one.node.id} does not answer: {one.problem}" for one in asked if one.problem]
@@ -412,7 +402,7 @@ def purge(url: str, token_file: Path | None, deadline: float, as_json: bool, yes
     from infinistore.cluster.locate import EtcdPlace
 
     if isinstance(cluster.place, EtcdPlace):
-        done, failed = _purge_registered(cluster.place, deadline, asker_of(cluster, given))
+        done, failed = _purge_registered(cluster.place, deadline, _asker_of(cluster, given.get("token")))
     else:
         view, _ = _look(cluster, given)
         asked = _ask_all(cluster, view.nodes, given, lambda store: store.purge())
@@ -435,7 +425,8 @@ def _parse(url: str, store_command: str) -> "ClusterUrl":
 
 
 def _given(token_file: Path | None, deadline_s: float) -> dict[str, Any]:
-    return {"deadline_s": deadline_s} | ({} if token_file is None else {"token": read_given_token(token_file)})
+    token = read_given_token(token_file)
+    return {"deadline_s": deadline_s} | ({} if token is None else {"token": token})
 
 
 def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":

@@ -13,7 +13,7 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 _REFUSALS: Final = {401: AuthenticationFailed, 403: PermissionDenied}
 
 
-def ask_server(url: str, path: str, *, token: str = "", ca: Path | None = None, within_s: float = 10.0) -> Any:
+def ask_server(url: str, path: str, *, token: str | None = None, ca: Path | None = None, within_s: float = 10.0) -> Any:
     """Return what `GET path` answers. `url` is where the management API is; over HTTPS,
     `ca` is a file with the authorities to trust instead of the system's. Blocking.
 

@@ -203,7 +203,7 @@ def _source(target: Target, address: str | None) -> "Source":
         in_url = False
     return Source(
         url=url,
-        token=read_given_token(target.token_file) if target.token_file is not None else None,
+        token=read_given_token(target.token_file),
         deadline_s=target.deadline_s if target.deadline_s is not None else None if in_url else _DEADLINE_S,
         wait_s=target.wait_s,
         name=f"monitor {socket.gethostname()}:{os.getpid()}",
@@ -214,7 +214,7 @@ def _tenants_of(url: str, ca: Path | None, source: "Source") -> Callable[[], Any
     from infinistore.cli.managing import ask_server
 
     within_s = source.deadline_s or _DEADLINE_S
-    return partial(ask_server, url, "/tenants", token=source.token or "", ca=ca, within_s=within_s)
+    return partial(ask_server, url, "/tenants", token=source.token, ca=ca, within_s=within_s)
 
 
 def _is_live_terminal() -> bool:

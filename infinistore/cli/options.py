@@ -106,8 +106,8 @@ class Target:
     def _given(self) -> dict[str, Any]:
         """The options given by flags; others may be in the URL."""
         given: dict[str, Any] = {}
-        if self.token_file is not None:
-            given["token"] = read_given_token(self.token_file)
+        if (token := read_given_token(self.token_file)) is not None:
+            given["token"] = token
         if self.deadline_s is not None:
             given["deadline_s"] = self.deadline_s
         return given
@@ -150,10 +150,12 @@ class Target:
                 return
 
 
-def read_given_token(token_file: Path) -> str:
-    """Return the token in the file that the running command was given. An error names
-    the flag, or the variable, that named it.
+def read_given_token(token_file: Path | None) -> str | None:
+    """Return the token in the file that the running command was given; None without
+    one. An error names the flag, or the variable, that named it.
     """
+    if token_file is None:
+        return None
     from infinistore.secret_files import read_token
 
     context = click.get_current_context(silent=True)

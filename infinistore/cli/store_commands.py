@@ -29,29 +29,6 @@ if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
 
 
-def silent_nodes(store: "BlockingStore") -> str:
-    """Return the ids of the nodes of a cluster that do not answer, separated by commas;
-    nothing if the store is no cluster, or does not tell.
-    """
-    try:
-        cluster = store.stats().cluster if store.is_cluster else None
-    except PermissionDenied:  # a tenant without the role monitor
-        return ""
-    return "" if cluster is None else ", ".join(node.id for node in cluster.nodes if node.problem)
-
-
-def demand_all_nodes(lost: str, done: str) -> None:
-    """Refuse to call something done if a node has had no part in it: `lost` is its
-    error in words.
-
-    Raises:
-        StoreUnavailable: these nodes do not answer.
-    """
-    if lost:
-        remedy = "start these nodes, or take them out of the cluster, and repeat"
-        raise StoreUnavailable(f"some keys may not be {done}: {lost}; {remedy}")
-
-
 @click.command("put", short_help="Store a file or standard input under a key.")
 @click.argument("key", type=KEY)
 @click.argument("file", default="-")
@@ -204,8 +181,13 @@ def ls(prefix: str, limit: int | None, after: str, as_json: bool, target: Target
 
 def _note_silent(store: "BlockingStore") -> None:
     """Tell whose keys of a cluster are not listed, because nobody answered."""
-    if silent := silent_nodes(store):
-        note(f"what {silent} may have is not listed: no answer; see `infinistore cluster status`")
+    try:
+        cluster = store.stats().cluster if store.is_cluster else None
+    except PermissionDenied:  # a tenant without the role monitor is not told
+        return
+    silent = [] if cluster is None else [node.id for node in cluster.nodes if node.problem]
+    if silent:
+        note(f"what {', '.join(silent)} may have is not listed: no answer; see `infinistore cluster status`")
 
 
 def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -> Iterator[list[str]]:
@@ -219,11 +201,21 @@ def _pages(store: "BlockingStore", prefix: str, after: str, limit: int | None) -
         limit = None if limit is None else limit - len(page)
 
 
+def _arguments(which: str) -> Callable[[Any], Any]:
+    """Return what gives a command its arguments; `which` is done to keys by prefix."""
+
+    def add(command: Any) -> Any:
+        prefix = click.option(
+            "--prefix", metavar="PREFIX", type=KEY, help=f"{which} every key that begins with PREFIX."
+        )
+        keys = click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
+        return keys(prefix(json_option(client_options(command))))
+
+    return add
+
+
 @click.command("rm", short_help="Delete keys.")
-@click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
-@click.option("--prefix", metavar="PREFIX", type=KEY, help="Delete every key that begins with PREFIX.")
-@json_option
-@client_options
+@_arguments("Delete")
 def rm(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
     """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
 
@@ -241,27 +233,8 @@ def rm(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target)
             deleted, lost = delete_files(store, list(dict.fromkeys(keys))), ""
         else:
             deleted, lost = delete_by_prefix(store, prefix)
-        missing = len(set(keys)) - deleted if prefix is None else 0
-        if as_json:
-            print_json({"deleted": deleted, "missing": missing})
-        else:
-            print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
-        demand_all_nodes(lost, "deleted")
-    if missing:
-        raise NegativeAnswer("" if as_json else f"{missing} of {len(set(keys))} keys were not there")
-
-
-def _arguments(which: str) -> Callable[[Any], Any]:
-    """Return what gives a command its arguments; `which` keys a prefix names."""
-
-    def add(command: Any) -> Any:
-        prefix = click.option(
-            "--prefix", metavar="PREFIX", type=KEY, help=f"{which} every key that begins with PREFIX."
-        )
-        keys = click.argument("keys", metavar="[KEY]...", nargs=-1, type=KEY)
-        return keys(prefix(json_option(client_options(command))))
-
-    return add
+        asked = len(set(keys)) if prefix is None else deleted
+        _report("deleted", deleted, asked, lost, "were not there", as_json=as_json)
 
 
 @click.command("pin", short_help="Keep keys from being evicted.")
@@ -279,7 +252,8 @@ def pin(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: b
     `put` stored in blocks is pinned with its blocks. All pinned keys together may take
     --max-protected-ratio of the server's pool. A server that restarts forgets all pins.
     """
-    _carry_out("pinned", lambda store: partial(store.pin, ttl_s=ttl), keys, prefix, as_json=as_json, target=target)
+    pinned = ("pinned", "are not in memory")
+    _carry_out(*pinned, lambda store: partial(store.pin, ttl_s=ttl), keys, prefix, as_json=as_json, target=target)
 
 
 @click.command("unpin", short_help="Let pinned keys be evicted again.")
@@ -290,11 +264,12 @@ def unpin(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Targ
     Exits with 1 if a KEY was not pinned, with --prefix with 3 if a node of a cluster
     does not answer, which may have such keys.
     """
-    _carry_out("unpinned", lambda store: store.unpin, keys, prefix, as_json=as_json, target=target)
+    _carry_out("unpinned", "were not pinned", lambda store: store.unpin, keys, prefix, as_json=as_json, target=target)
 
 
 def _carry_out(
     done: str,
+    why_not: str,
     call_of: "Callable[[BlockingStore], Callable[[Iterable[str]], int]]",
     keys: tuple[str, ...],
     prefix: str | None,
@@ -306,23 +281,31 @@ def _carry_out(
         raise click.UsageError("name the keys, or give --prefix PREFIX")
     from infinistore.blocking import do_by_prefix
 
-    asked, lost = 0, ""
     with target.open() as store:
         call = call_of(store)
         if prefix is None:
             names = with_blocks(store, list(dict.fromkeys(keys)))
-            count, asked = call(names), len(names)
+            count, asked, lost = call(names), len(names), ""
         else:
             count, lost = do_by_prefix(store, prefix, call)
-        missing = asked - count if prefix is None else 0
-        if as_json:
-            print_json({done: count, "missing": missing})
-        else:
-            print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
-        demand_all_nodes(lost, done)
-    if missing:
-        why = "are not in memory" if done == "pinned" else "were not pinned"
-        raise NegativeAnswer("" if as_json else f"{missing} of {asked} keys {why}")
+            asked = count
+        _report(done, count, asked, lost, why_not, as_json=as_json)
+
+
+def _report(done: str, count: int, asked: int, lost: str, why_not: str, *, as_json: bool) -> None:
+    """Print of how many keys something was done; and say of which it was not: those of
+    nodes that are `lost`, their error in words, and, `why_not`, others that were asked
+    for.
+    """
+    if as_json:
+        print_json({done: count, "missing": asked - count})
+    else:
+        print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
+    if lost:
+        remedy = "start these nodes, or take them out of the cluster, and repeat"
+        raise StoreUnavailable(f"some keys may not be {done}: {lost}; {remedy}")
+    if count < asked:
+        raise NegativeAnswer("" if as_json else f"{asked - count} of {asked} keys {why_not}")
 
 
 @click.command("stat", short_help="Show statistics.")

@@ -212,7 +212,7 @@ _LIVE: Final = {
 def _show_live(url: str, token_file: Path | None, ca: Path | None, as_json: bool) -> None:
     from infinistore.cli.managing import ask_server
 
-    found = ask_server(url, "/tenants", token="" if token_file is None else read_given_token(token_file), ca=ca)
+    found = ask_server(url, "/tenants", token=read_given_token(token_file), ca=ca)
     if as_json:
         print_json(found)
         return
