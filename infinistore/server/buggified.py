@@ -21,8 +21,9 @@ from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.environment import Environment
 from infinistore.transports.base import React, Stream, can_react
 
-_MOST_SLOW_S = 0.05
+_MOST_PAUSE_S = 0.05
 _FEW_BYTES = 100
+_LITTLE_AHEAD_BYTES = 64
 
 
 class BuggifiedStream:
@@ -86,14 +87,10 @@ class BuggifiedStream:
             count -= moved
 
     async def _pause(self, deadline: float) -> None:
-        until = trio.current_time() + _MOST_SLOW_S * self._buggify.random.random()
+        until = trio.current_time() + _MOST_PAUSE_S * self._buggify.random.random()
         await trio.sleep_until(min(until, deadline))
         if until >= deadline:
             raise TimeoutError
-
-
-_MOST_PAUSE_S = 0.05
-_LITTLE_AHEAD_BYTES = 64
 
 
 def buggified(environment: Environment) -> Environment:

@@ -207,6 +207,15 @@ async def _ignore(message: Message, received: Received) -> None:
     """What has no reply can be refused only by doing nothing."""
 
 
+async def refuse_too_many_keys(message: Any, received: Received) -> None:
+    """Handle `TooManyKeys`."""
+    raise LimitExceeded(message.why)
+
+
+async def _refuse(error: type[InfiniStoreException], why: str, message: Message, received: Received) -> None:
+    raise error(f"{type(message).__name__}: {why}")
+
+
 def open_movers(
     movers: Sequence[Mover], conversation: Conversation, holdings: Holdings
 ) -> tuple[list[ConnectionMover], dict[type[Message], Handler]]:
@@ -218,13 +227,13 @@ def open_movers(
     """
     opened: list[ConnectionMover] = []
     handlers: dict[type[Message], Handler] = {}
-    refusals: dict[type[Message], Handler] = {}
+    refused: dict[type[Message], Handler] = {}
     try:
         for mover in movers:
             why = mover.unavailable(conversation)
             if why:
                 for kind in mover.requests:
-                    refusals.setdefault(kind, partial(_refuse, mover.refusal, why))
+                    refused.setdefault(kind, partial(_refuse, mover.refusal, why))
                 continue
             one = mover.open(conversation, holdings)
             opened.append(one)
@@ -234,16 +243,7 @@ def open_movers(
         for one in opened:
             one.close()
         raise
-    return opened, {**refusals, **handlers}
-
-
-async def refuse_too_many_keys(message: Any, received: Received) -> None:
-    """Handle `TooManyKeys`."""
-    raise LimitExceeded(message.why)
-
-
-async def _refuse(error: type[InfiniStoreException], why: str, message: Message, received: Received) -> None:
-    raise error(f"{type(message).__name__}: {why}")
+    return opened, {**refused, **handlers}
 
 
 MAX_PAGE_KEYS = 10_000

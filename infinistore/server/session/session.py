@@ -69,7 +69,14 @@ from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Handler, Mover
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
-from infinistore.server.session.requests import ANSWERS, RemovalWaits, open_movers, refusals, refuse_too_many_keys
+from infinistore.server.session.requests import (
+    ANSWERS,
+    DiskRequests,
+    RemovalWaits,
+    open_movers,
+    refusals,
+    refuse_too_many_keys,
+)
 from infinistore.server.take_over.giving import Giving, refuse_take_over, socket_of
 from infinistore.server.take_over.kept import Keeping
 from infinistore.statistics import ClientStatistics
@@ -191,8 +198,6 @@ class Session:
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
         quick = self._at_once.handlers_of(self._movers, handlers)
         if context.disk is not None:
-            from infinistore.server.session.requests import DiskRequests  # late: most servers have no disk
-
             self._handlers |= DiskRequests(conversation, context.disk).handlers
             self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
         self._permitted = self._handlers, self._answers, quick
