@@ -23,7 +23,7 @@ from infinistore.client.connection.circuit_breaker import CircuitBreaker
 from infinistore.client.connection.effects import Background, Part, Sleep, Together
 from infinistore.client.operations.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl
-from infinistore.client.requests import Request
+from infinistore.client.requests import Mark, Put, Request
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
@@ -83,6 +83,12 @@ class Server:
 
     def carry_out(self, request: Request[Any]) -> Any:
         """Do what is asked for, now."""
+        deletions = self._store.core.deletions
+        if isinstance(request, Mark):
+            return deletions.mark(ends_earlier=request.ends_earlier)
+        if isinstance(request, Put) and request.since:
+            gone = deletions.since(request.since, request.batch.keys)
+            request = request.at([place for place, is_gone in enumerate(gone) if not is_gone])
         call = EmbeddedOperations.handlers[type(request)](self._operations, request)
         try:
             while True:
