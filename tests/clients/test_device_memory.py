@@ -235,7 +235,7 @@ async def test_a_refusal_that_comes_after_register_leaves_rdma_to_others(caplog:
                 return device
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("infinistore.transports.rdma.opening.open_device", open_without_peer_memory)
+                patch.setattr("infinistore.transports.rdma.ibverbs.open_device", open_without_peer_memory)
                 await store.put("a", VALUE)
             assert (await store.stats()).transport == "rdma"
             assert not registration.registered

@@ -14,8 +14,8 @@ import pytest
 from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.cuda import DeviceMemory, Dmabuf
+from infinistore.transports.rdma.ibverbs import open_device
 from infinistore.transports.rdma.memory import address_of
-from infinistore.transports.rdma.opening import open_device
 from infinistore.transports.rdma.verbs import NoRdma
 from tests.rdma.conftest import Host
 from tests.rdma.serving import opened

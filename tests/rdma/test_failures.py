@@ -23,8 +23,8 @@ from infinistore.errors import StoreUnavailable, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, ExistsReply, Keys, Put, RdmaConnect, RdmaConnectReply, RdmaPut
 from infinistore.server.movers.rdma import RdmaMover
+from infinistore.transports.rdma.ibverbs import open_device
 from infinistore.transports.rdma.memory import RegisteredSpan, address_of
-from infinistore.transports.rdma.opening import open_device
 from infinistore.transports.rdma.verbs import Completion, Device, Endpoint, Operation, Queue
 from tests.bad_days.servers import ServerProcess
 from tests.rdma.conftest import Cable, Host
@@ -311,7 +311,7 @@ def test_a_server_that_is_killed_is_an_error_soon_and_found_again(hosts: tuple[H
 _CARELESS = """
 import gc, os, sys
 from infinistore.transports.rdma.memory import address_of
-from infinistore.transports.rdma.opening import open_device
+from infinistore.transports.rdma.ibverbs import open_device
 
 buffer = bytearray(100_000)
 device = open_device(sys.argv[1])

@@ -24,7 +24,7 @@ from unittest import mock
 import attrs
 
 from infinistore.errors import TransferFailed
-from infinistore.transports.rdma import opening
+from infinistore.transports.rdma import ibverbs
 from infinistore.transports.rdma.devices import Address, Place
 from infinistore.transports.rdma.plan import Piece
 from infinistore.transports.rdma.verbs import Completion, DeviceLimits, Endpoint, NoRdma, Operation
@@ -320,7 +320,7 @@ def fabric_in_use(limits: DeviceLimits | None = None, **settings: Any) -> Iterat
     fabric = Fabric(limits)
     for name, value in settings.items():
         setattr(fabric, name, value)
-    with mock.patch.object(opening, "open_device", fabric.open):
+    with mock.patch.object(ibverbs, "open_device", fabric.open):
         yield fabric
     assert fabric.queues == {}
     assert fabric.devices == []

@@ -311,15 +311,22 @@ os.register_at_fork(after_in_child=_open_again_in_child)
 
 def open_device(
     name: str | None,
-    port: int,
-    link: str | None,
-    gid_index: int,
+    port: int = 1,
+    link: str | None = None,
+    gid_index: int = -1,
     near: Address | None = None,
     *,
     peer: Address | None = None,
     place: Place | None = None,
 ) -> "VerbsDevice":
-    """Open a port; see `infinistore.transports.rdma.opening.open_device`."""
+    """Open a port of an RDMA device; without a name, the best one that works. `link` is
+    "IB" or "Ethernet", and -1 prefers no GID. A port is preferred that has `near`, an
+    address of this machine that peers are known to reach; with a `place`, where the
+    memory is that is to be moved, the nearest of those that reach `peer`.
+
+    Raises:
+        NoRdma: there is none, or it cannot be used.
+    """
     # Before pyverbs, which nobody needs without a device.
     chosen = choose_port(name, port, link, gid_index, near=near, peer=peer, place=place)
     return VerbsDevice(load_pyverbs(), chosen, lambda: choose_port(chosen.device, port, link, gid_index, near=near))

@@ -61,7 +61,7 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.versions import Capability
 from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.cuda import DeviceMemory, DeviceSpan, RegisteredDeviceMemory, current_gpu, gpu_place
-from infinistore.transports.rdma import opening
+from infinistore.transports.rdma import ibverbs
 from infinistore.transports.rdma.choice import near_address
 from infinistore.transports.rdma.devices import Address, Place, there_is_rdma
 from infinistore.transports.rdma.memory import RegisteredMemory, RegisteredSpan, Staging
@@ -251,7 +251,7 @@ class StoreRdma:
             options = self._options
             name = options.device or None
             place = self._place() if name is None else None
-            device = opening.open_device(name, options.ib_port, None, options.gid_index, near, peer=peer, place=place)
+            device = ibverbs.open_device(name, options.ib_port, None, options.gid_index, near, peer=peer, place=place)
             try:
                 for registration in self._registrations:
                     self._make_known_later(registration, device)

@@ -49,7 +49,7 @@ from infinistore.protocol.versions import Capability
 from infinistore.server.connection import Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.sizes import in_units
-from infinistore.transports.rdma import opening
+from infinistore.transports.rdma import ibverbs
 from infinistore.transports.rdma.choice import near_address
 from infinistore.transports.rdma.devices import Place
 from infinistore.transports.rdma.memory import address_of
@@ -177,7 +177,7 @@ def open_rdma(config: ServerConfig, pool: Pool) -> RdmaPool | None:
     """
     device: Device | None = None
     try:
-        device = opening.open_device(
+        device = ibverbs.open_device(
             config.dev_name,
             config.ib_port,
             config.link_type,
