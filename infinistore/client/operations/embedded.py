@@ -16,7 +16,7 @@ from functools import partial
 from itertools import compress
 from math import ceil
 from operator import not_
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -51,8 +51,15 @@ from infinistore.protocol.effects import Pause
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
-if TYPE_CHECKING:
-    from infinistore.client.operations.embedded_disks import EmbeddedDisks
+
+class Disks(Protocol):
+    """The disks of a store, as far as the store itself has to do with them."""
+
+    def close(self) -> None:
+        """Write what waits for them, and end what uses the pool."""
+
+    def let_go(self) -> None:
+        """In a forked child, close what is open."""
 
 
 class AwaitDisk(NamedTuple):
@@ -132,7 +139,7 @@ class EmbeddedStore:
         """Around every call into the core; taken by `with` alone."""
         self.clock = clock
         self.deadline_s = options.deadline_s
-        self.disks: EmbeddedDisks | None = None
+        self.disks: Disks | None = None
         """The disks below the pool, if there are any; set by who opens the store."""
         self.operations = EmbeddedOperations
         """What carries out requests."""

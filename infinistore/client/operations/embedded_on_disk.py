@@ -28,8 +28,9 @@ class OperationsOnDisk(EmbeddedOperations):
     def _disks(self) -> EmbeddedDisks:
         """For a call, under the lock. StoreUnavailable: the store was closed."""
         self._store.check_usable()
-        assert self._store.disks is not None
-        return self._store.disks
+        disks = self._store.disks
+        assert isinstance(disks, EmbeddedDisks)
+        return disks
 
     async def get(self, request: requests.Get) -> list[bytearray | None]:
         """Read the batch into memory of its own; None for what is missing."""
