@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from infinistore.blocking import BlockingStore
-from infinistore.client.operations import embedded_disks
+from infinistore.client.operations import embedded_on_disk as embedded_disks
 from infinistore.config import ServerConfig
 from infinistore.disk.demotion import Demotion
 from infinistore.disk.jobs import ReadInto

@@ -15,8 +15,7 @@ def open_embedded(options: Options) -> EmbeddedStore:
     store = EmbeddedStore(options)
     if options.disk:
         # Late, because they need numpy.
-        from infinistore.client.operations.embedded_disks import EmbeddedDisks
-        from infinistore.client.operations.embedded_on_disk import OperationsOnDisk
+        from infinistore.client.operations.embedded_on_disk import EmbeddedDisks, OperationsOnDisk
 
         try:
             store.disks = EmbeddedDisks(options, store.core, store.returns, store.clock)
