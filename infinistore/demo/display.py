@@ -326,10 +326,8 @@ def _describe_work(who: str, event: Finished, layers: int) -> list[str]:
         sentences.append(
             f"computed {event.computed_tokens:,} tokens through {layers} layers in {event.compute_s:.2f} s (simulated)"
         )
-        added_s = max(0.0, event.compute_and_write_s - event.compute_s)
-        sentences.append(
-            f"stored {describe_size(event.written_bytes)} meanwhile ({rate:.1f} GB/s), which took {added_s:.2f} s more"
-        )
+        stored = f"stored {describe_size(event.written_bytes)} meanwhile ({rate:.1f} GB/s)"
+        sentences.append(f"{stored}, which took {event.storing_added_s:.2f} s more")
     elif who == "prefill":
         sentences.append(f"computed the last {event.computed_tokens:,} tokens, which fill no chunk and are not stored")
     return sentences
@@ -412,7 +410,7 @@ def _moved(payload_bytes: int, seconds: float) -> str:
 
 
 def _longer(result: PromptResult) -> str:
-    return f"{result.storing_added_s:.3f} s" if result.prefill.written_bytes else "nothing"
+    return f"{result.prefill.storing_added_s:.3f} s" if result.prefill.written_bytes else "nothing"
 
 
 def _saved(work: Finished, seconds: float) -> str:

@@ -121,20 +121,27 @@ class Finished:
     """Time spent in calls to the store that load."""
     disk_blocks: int
     """How many of the loaded blocks were on disk only."""
-    computed_tokens: int
+    computed_tokens: int = 0
     """Tokens whose cache was not stored; 0 for decode, which does not compute."""
-    compute_s: float
+    compute_s: float = 0.0
     """Time of the simulated model for them, without delays."""
-    written_bytes: int
-    write_s: float
+    written_bytes: int = 0
+    write_s: float = 0.0
     """Time spent in calls to the store that write."""
-    compute_and_write_s: float
+    compute_and_write_s: float = 0.0
     """From the first layer's start to the last block's commit.
 
     Without overlap, it would be the sum of `compute_s` and `write_s`.
     """
     unstored_blocks: int = 0
     """How many blocks had no node to take them."""
+
+    @property
+    def storing_added_s(self) -> float:
+        """How much longer prefill took because it stored what it computed. Writes that
+        hide behind compute are free.
+        """
+        return max(0.0, self.compute_and_write_s - self.compute_s)
 
 
 @frozen

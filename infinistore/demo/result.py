@@ -31,13 +31,6 @@ class PromptResult:
     prefill: Finished
     decode: Finished
 
-    @property
-    def storing_added_s(self) -> float:
-        """How much longer prefill took because it stored what it computed. Writes that
-        hide behind compute are free.
-        """
-        return max(0.0, self.prefill.compute_and_write_s - self.prefill.compute_s)
-
     def computing_instead_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
         """Return what computing the tokens that `work` loaded would have taken, at the
         speed of the simulated model.
@@ -236,7 +229,7 @@ class DemoResult:
                 "write_s": prefill.write_s,
                 "write_gb_per_s": gigabytes_per_s(prefill.written_bytes, prefill.write_s),
                 "compute_and_write_s": prefill.compute_and_write_s,
-                "storing_added_s": result.storing_added_s,
+                "storing_added_s": prefill.storing_added_s,
             },
             "decode": {
                 "hit_tokens": decode.hit_tokens,

@@ -132,7 +132,7 @@ class RestartAct:
         are.
         """
         self.display.act("Disk", "prefill and decode never wait for it; we do, once")
-        keys = list(dict.fromkeys(key for prompt in prompts for key in self._keys(prompt)))
+        keys = _keys(self.layout, prompts)
         started = time.perf_counter()
         durable = await self.store.flush(keys)
         if durable < len(keys):
@@ -152,7 +152,7 @@ class RestartAct:
         return filled_bytes
 
     async def _show_what_is_left(self, prompt: Prompt) -> None:
-        keys = self._keys(prompt)
+        keys = _keys(self.layout, [prompt])
         found = await self.store.exists_many(keys)
         self.display.left(prompt.name, len(keys), found.in_memory, sum(found))
 
@@ -171,8 +171,11 @@ class RestartAct:
         self.display.recovered(statistics.store.keys, statistics.disk.disks[0].keys)
         return seconds
 
-    def _keys(self, prompt: Prompt) -> list[str]:
-        return block_keys(self.layout, chunk_names(self.layout, prompt.tokens))
+
+def _keys(layout: KVLayout, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the keys of all blocks of these prompts, each once."""
+    names = (chunk_names(layout, prompt.tokens) for prompt in prompts)
+    return list(dict.fromkeys(key for some in names for key in block_keys(layout, some)))
 
 
 def other_prompts(layout: KVLayout, tokens: Sequence[int], capacity_bytes: int) -> Iterator[list[int]]:
@@ -291,8 +294,8 @@ class ClusterActs:
         wrong.
         """
         first = prompts[0]
-        keys = self._keys([first])
-        all_keys = self._keys(prompts)
+        keys = _keys(self.layout, [first])
+        all_keys = _keys(self.layout, prompts)
         nodes = len(self.cluster.nodes)
         owners = await self._owners(all_keys)
         self.display.spread(owners)
@@ -358,10 +361,6 @@ class ClusterActs:
                 there = await store.exists_many(list(keys))
             found[name] = {key for key, is_there in zip(keys, there, strict=True) if is_there}
         return found
-
-    def _keys(self, prompts: Sequence[Prompt]) -> list[str]:
-        names = (chunk_names(self.layout, prompt.tokens) for prompt in prompts)
-        return list(dict.fromkeys(key for some in names for key in block_keys(self.layout, some)))
 
 
 async def wait_for_view(store: "AsyncStore", is_right: "Callable[[Sequence[NodeStatistics]], bool]") -> None:

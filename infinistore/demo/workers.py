@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 import infinistore
 from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, chunk_names, first_difference
@@ -56,28 +56,18 @@ _HOLD_S = 60.0  # an upper bound; the hold is released as soon as the prefix is 
 
 
 @frozen
-class LoadedPrefix:
-    """The number of found chunks, and the cost of loading them."""
-
-    chunks: int
-    disk_blocks: int
-    """How many blocks were on disk only when the prefix was looked up."""
-    loaded_bytes: int
-    load_s: float
-
-
-@frozen
 class PrefixLoader:
-    """Loads and checks chunks of one prompt; its name is part of the events."""
+    """Loads and checks chunks of one prompt. If the job says so, a block may be gone
+    between looking it up and loading it.
+    """
 
     store: "AsyncStore"
     layout: KVLayout
-    prompt: str
-    may_miss: bool = False
-    """Whether a block may be gone between looking it up and loading it."""
+    job: Job
 
-    async def load(self, tokens: int, names: Sequence[bytes]) -> LoadedPrefix:
-        """Load and check the leading chunks of `names` that are completely stored.
+    async def load(self, names: Sequence[bytes]) -> Finished:
+        """Load and check the leading chunks of `names` that are completely stored;
+        return what that was, and took.
 
         Sends `Matched` and two `LayerDone` events per layer. Memory: one layer of all
         found chunks.
@@ -91,7 +81,8 @@ class PrefixLoader:
             found = names[: int(match) // layout.layers]
             blocks = len(found) * layout.layers
             disk_blocks = max(0, blocks - match.in_memory)
-            send_event(Matched(self.prompt, tokens, len(found) * layout.chunk_tokens, blocks, disk_blocks))
+            tokens, hit_tokens = len(self.job.tokens), len(found) * layout.chunk_tokens
+            send_event(Matched(self.job.prompt, tokens, hit_tokens, blocks, disk_blocks))
             load_s, loaded_bytes = 0.0, 0
             if found:
                 # One buffer for all layers: its memory is touched once, and an engine
@@ -104,7 +95,7 @@ class PrefixLoader:
             if match.hold:
                 with trio.CancelScope(shield=True):
                     await self.store.release_hold(match.hold)
-        return LoadedPrefix(len(found), disk_blocks, loaded_bytes, load_s)
+        return Finished(self.job.prompt, tokens, hit_tokens, loaded_bytes, load_s, disk_blocks)
 
     async def _match(self, keys: list[str]) -> "PrefixMatch":
         """Count the leading keys, and hold them until they are read."""
@@ -129,17 +120,17 @@ class PrefixLoader:
         started = time.perf_counter()
         lengths = await self.store.get_many_into(items)
         loaded = time.perf_counter()
-        send_event(LayerDone(self.prompt, "loaded", layer, len(memory), loaded - started))
+        send_event(LayerDone(self.job.prompt, "loaded", layer, len(memory), loaded - started))
         for chunk, (name, block, length) in enumerate(zip(names, blocks, lengths, strict=True)):
             where = f"layer {layer} of chunk {chunk} (key {block_key(name, layer)})"
-            if length is None and self.may_miss:
+            if length is None and self.job.may_miss:
                 continue
             if length is None:
                 raise DemoError(f"{where} was there a moment ago and is missing now")
             expected = block_content(self.layout, name, layer)
             _check(where, expected, block[:length])
             await trio.lowlevel.checkpoint()
-        send_event(LayerDone(self.prompt, "checked", layer, len(memory), time.perf_counter() - loaded))
+        send_event(LayerDone(self.job.prompt, "checked", layer, len(memory), time.perf_counter() - loaded))
         return loaded - started, sum(length for length in lengths if length is not None)
 
 
@@ -157,12 +148,12 @@ Layer = list[tuple[str, bytes]]
 
 async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
     """Load the stored prefix of the prompt, compute the rest, and store it."""
-    layout, tokens = setup.layout, len(job.tokens)
+    layout = setup.layout
     names = chunk_names(layout, job.tokens)
-    prefix = await PrefixLoader(store, layout, job.prompt).load(tokens, names)
-    new_names = names[prefix.chunks :]
-    hit_tokens = prefix.chunks * layout.chunk_tokens
-    compute_s = (tokens - hit_tokens) / setup.prefill_tokens_per_s
+    loaded = await PrefixLoader(store, layout, job).load(names)
+    new_names = names[loaded.hit_tokens // layout.chunk_tokens :]
+    computed_tokens = loaded.tokens - loaded.hit_tokens
+    compute_s = computed_tokens / setup.prefill_tokens_per_s
 
     started = time.perf_counter()
     write_s, unstored = 0.0, 0
@@ -173,14 +164,9 @@ async def prefill(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
         async for blocks in computed:
             took_s, refused = await _write(store, job.prompt, layer, blocks)
             write_s, unstored, layer = write_s + took_s, unstored + refused, layer + 1
-    return Finished(
-        prompt=job.prompt,
-        tokens=tokens,
-        hit_tokens=hit_tokens,
-        loaded_bytes=prefix.loaded_bytes,
-        load_s=prefix.load_s,
-        disk_blocks=prefix.disk_blocks,
-        computed_tokens=tokens - hit_tokens,
+    return evolve(
+        loaded,
+        computed_tokens=computed_tokens,
         compute_s=compute_s,
         written_bytes=len(new_names) * layout.chunk_bytes,
         write_s=write_s,
@@ -230,27 +216,16 @@ async def decode(store: "AsyncStore", setup: Setup, job: Job) -> Finished:
     """Load and check the prompt's full chunks. All must exist, as prefill has
     stored them, unless the job says otherwise.
     """
-    layout, tokens = setup.layout, len(job.tokens)
+    layout = setup.layout
     names = chunk_names(layout, job.tokens)
-    prefix = await PrefixLoader(store, layout, job.prompt, job.may_miss).load(tokens, names)
-    if prefix.chunks < len(names) and not job.may_miss:
+    loaded = await PrefixLoader(store, layout, job).load(names)
+    found = loaded.hit_tokens // layout.chunk_tokens
+    if found < len(names) and not job.may_miss:
         raise DemoError(
-            f"prefill stored {len(names)} chunks of prompt {job.prompt}, but only the first {prefix.chunks} are still "
+            f"prefill stored {len(names)} chunks of prompt {job.prompt}, but only the first {found} are still "
             "there: others write to this store, or its pool or its disk has no room for them"
         )
-    return Finished(
-        prompt=job.prompt,
-        tokens=tokens,
-        hit_tokens=prefix.chunks * layout.chunk_tokens,
-        loaded_bytes=prefix.loaded_bytes,
-        load_s=prefix.load_s,
-        disk_blocks=prefix.disk_blocks,
-        computed_tokens=0,
-        compute_s=0.0,
-        written_bytes=0,
-        write_s=0.0,
-        compute_and_write_s=0.0,
-    )
+    return loaded
 
 
 _Work = Callable[["AsyncStore", Setup, Job], Awaitable[Finished]]
