@@ -90,6 +90,7 @@ def config_of(*, caching: bool, cache_gb: float | None) -> Any:
     )
 
 
+@pytest.mark.process  # vLLM starts one when its models are imported
 @pytest.mark.parametrize(
     ("caching", "cache_gb", "identifier", "unhashed"),
     [
