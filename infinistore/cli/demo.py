@@ -23,7 +23,7 @@ from infinistore.sizes import GIB, format_size, parse_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from infinistore.demo.result import DemoResult
+    from infinistore.demo.display import DemoResult
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

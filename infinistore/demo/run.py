@@ -41,7 +41,16 @@ import trio
 from attrs import frozen
 
 import infinistore
-from infinistore.demo.display import Display, Plan
+from infinistore.demo.display import (
+    DemoResult,
+    Display,
+    JoinResult,
+    LossResult,
+    NodesResult,
+    Plan,
+    PromptResult,
+    RestartResult,
+)
 from infinistore.demo.layout import KVLayout, block_keys, chunk_names
 from infinistore.demo.messages import DemoError, Event, Finished, Job, Setup, expected_error
 from infinistore.demo.processes import (
@@ -54,7 +63,6 @@ from infinistore.demo.processes import (
     start_server,
     start_worker,
 )
-from infinistore.demo.result import DemoResult, JoinResult, LossResult, NodesResult, PromptResult, RestartResult
 from infinistore.demo.settings import CONTEXT_TOKENS, DemoSettings
 from infinistore.demo.text import (
     INSERTED_SENTENCE,

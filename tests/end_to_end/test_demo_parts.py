@@ -18,7 +18,7 @@ from rich.text import Text
 from trio.testing import memory_stream_pair
 
 from infinistore import blocking
-from infinistore.demo.display import Display, Plan
+from infinistore.demo.display import Display, Plan, gigabytes_per_s
 from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, chunk_names, first_difference
 from infinistore.demo.messages import (
     DemoError,
@@ -31,7 +31,6 @@ from infinistore.demo.messages import (
     decode_order,
     encode_order,
 )
-from infinistore.demo.result import gigabytes_per_s
 from infinistore.demo.run import other_prompts, tokens_that_fit
 from infinistore.demo.text import VOCABULARY_SIZE, Prompt, pieces, sample_text_file, token_ids, two_prompts
 from infinistore.sizes import GIB, KIB, MIB
