@@ -10,8 +10,7 @@
 - `messages.py`: the messages between the processes, and expected failures
 - `workers.py`: prefill and decode, each in a separate process
 - `processes.py`: starts, restarts and stops the server, and the workers
-- `display.py`: the output while it runs, and the table at the end; `result.py` has the
-  figures
+- `display.py`: the output while it runs, and the figures at the end
 
 Like an engine, it uses only the public API.
 """

@@ -1,5 +1,5 @@
-"""The output of the demonstration: messages while it runs, and what it found, as a table
-and for `--json`.
+"""The output of the demonstration: messages while it runs, and what it found, as a
+table and for `--json`.
 
 Messages are printed as things happen. Below them, a terminal shows progress bars, layer
 by layer, which disappear at the end. Without a terminal there are only the messages and
