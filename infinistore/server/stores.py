@@ -20,7 +20,7 @@ from infinistore.errors import OutOfMemory
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
 from infinistore.server.movers.base import Mover
-from infinistore.server.movers.composed import make_movers
+from infinistore.server.movers.composed import make_movers, make_movers_of_others
 from infinistore.server.take_over.kept import Kept
 from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import Taking
@@ -136,15 +136,17 @@ def _core_limits(config: ServerConfig) -> CoreLimits:
 def _make_movers(
     config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment, resources: ExitStack
 ) -> list[Mover]:
-    return make_movers(
+    others = make_movers_of_others(environment.installed_transports(), config, core, resources)
+    own = make_movers(
         config,
         core,
+        environment,
         resources,
+        pool_bytes=config.max_pool_bytes or config.prealloc_bytes,
+        writable=config.shm_writes != "off",
         tables=addresses.unix_socket is not None and environment.tables_are_safe(),
-        transports=environment.installed_transports(),
-        create_arena=environment.create_arena,
-        run_in_thread=environment.run_in_thread,
     )
+    return [*others, *own]
 
 
 async def _fill_pool(config: ServerConfig, pool: Pool, environment: Environment, taking: Taking | Kept | None) -> None:

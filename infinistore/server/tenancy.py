@@ -36,11 +36,11 @@ from infinistore.protocol.messages import Tree
 from infinistore.server.budgets import Departures, Rates
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
-from infinistore.server.movers.composed import make_group_movers
+from infinistore.server.movers.composed import make_movers
 from infinistore.server.session.session import ServerContext
 from infinistore.server.take_over.memory import Adopting, Whole
 from infinistore.sizes import in_units
-from infinistore.statistics import DiskTierStatistics, StoreStatistics, summed_store
+from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, summed_store
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, TenantStatistics, why_no_places
 
 if TYPE_CHECKING:
@@ -556,8 +556,8 @@ async def open_groups(
         except ConfigError as error:
             raise ConfigError(f"{config.tenants}: group {name!r}: {error}") from None
         make = partial(
-            make_group_movers, config, environment, resources, tenants=tenants, mapped=mapped, writable=writable,
-            tables=tables and mapped,
+            make_movers, config, tenants, environment, resources, pool_bytes=pool.capacity_bytes, mapped=mapped,
+            writable=writable, tables=tables and mapped,
         )  # fmt: skip
         movers = await environment.run_in_thread(make)
         for_one = for_one or (bool(writers) and not writable)

@@ -1,13 +1,11 @@
 """The movers of a server, made of its settings: those of its one pool, or of the pool
-of each trust group.
+of each trust group. Making them blocks.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
 
 from infinistore.config import ServerConfig
-from infinistore.core.arena import Arena
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import Tenants
 from infinistore.errors import ConfigError
@@ -19,75 +17,45 @@ from infinistore.server.movers.shm import LivenessPipe, PublishedRemovals, ShmMo
 from infinistore.transports import Transport
 
 
-def make_movers(
-    config: ServerConfig,
-    core: StoreCore,
-    resources: ExitStack,
-    *,
-    tables: bool,
-    transports: list[Transport],
-    create_arena: Callable[..., Arena],
-    run_in_thread: Callable[..., Awaitable[Any]],
+def make_movers_of_others(
+    transports: Iterable[Transport], config: ServerConfig, core: StoreCore, resources: ExitStack
 ) -> list[Mover]:
-    """Make the movers of a server, in the order in which they may answer a request.
-    Blocking.
-
-    Those of other packages, `transports`, come first, and what is inline comes last.
-    `resources` closes them. `tables` says whether clients on this host may read known
-    blocks without asking.
+    """Make the movers of other packages, which `resources` closes. They come before
+    those of this one.
     """
     movers: list[Mover] = []
-
-    def add(mover: Mover) -> None:
-        resources.callback(mover.close)
-        movers.append(mover)
-
     for transport in transports:
         if transport.server_mover is not None:
             mover = transport.server_mover(config, core)
             if not isinstance(mover, Mover):
                 raise ConfigError(f"the server_mover of the transport {transport.name!r} returned no Mover: {mover!r}")
-            add(mover)
-    removals = None
-    if tables:
-        pool_bytes = config.max_pool_bytes or config.prealloc_bytes
-        removals = PublishedRemovals(pool_bytes, config.minimal_allocate_bytes, create_arena)
-        removals.watch(core)
-    add(
-        ShmMover(
-            LivenessPipe(),
-            writable=config.shm_writes != "off",
-            removals=removals,
-            create_arena=create_arena,
-            run_in_thread=run_in_thread,
-        )
-    )
-    add(RdmaMover(open_rdma(config, core.pool)))
-    add(InlineMover())
+            resources.callback(mover.close)
+            movers.append(mover)
     return movers
 
 
-def make_group_movers(
+def make_movers(
     config: ServerConfig,
+    store: StoreCore | Tenants,
     environment: Environment,
     resources: ExitStack,
     *,
-    tenants: Tenants,
-    mapped: bool,
+    pool_bytes: int,
+    mapped: bool = True,
     writable: bool,
     tables: bool,
 ) -> list[Mover]:
-    """Make the movers of a trust group, in the order in which they may answer a
-    request; none of other packages. Blocking. `resources` closes them.
+    """Make the movers of a store, or of a trust group, in the order in which they may
+    answer a request: what is inline comes last. `resources` closes them.
 
-    Clients map the pool if it is `mapped`, and write to it if it is `writable`;
-    `tables` says whether they may read known blocks without asking.
+    The pool can grow to `pool_bytes`. Clients map it if it is `mapped`, and write to it
+    if it is `writable`; `tables` says whether those on this host may read known blocks
+    without asking.
     """
     removals = None
     if tables:
-        pool_bytes = tenants.pool.capacity_bytes
         removals = PublishedRemovals(pool_bytes, config.minimal_allocate_bytes, environment.create_arena)
-        removals.watch(tenants)
+        removals.watch(store)
     shm = ShmMover(
         LivenessPipe(),
         writable=writable,
@@ -97,6 +65,6 @@ def make_group_movers(
         run_in_thread=environment.run_in_thread,
     )
     resources.callback(shm.close)
-    rdma = RdmaMover(open_rdma(config, tenants.pool))
+    rdma = RdmaMover(open_rdma(config, store.pool))
     resources.callback(rdma.close)
     return [shm, rdma, InlineMover()]
