@@ -257,6 +257,35 @@ LATENCY_BOUNDS_S = (
 
 
 @attrs.frozen(kw_only=True)
+class TenantStatistics:
+    """What one tenant has of a server, and has done there."""
+
+    tenant: str
+    group: str
+    connections: int
+    """How many it has open now."""
+    keys: int
+    used_bytes: int
+    """Space of its blocks and of its unfinished writes."""
+    pinned_bytes: int
+    """What of that cannot be evicted, because it is read, held or being written."""
+    reserved_bytes: int
+    """What its limits reserve for it."""
+    max_bytes: int | None
+    """What its limits allow it at most."""
+    hits: int
+    """Keys that its gets found."""
+    misses: int
+    """Keys that its gets did not find."""
+    evicted: int
+    """Its blocks that were evicted."""
+    refused: int
+    """Its connections and requests that were refused."""
+    pauses: int
+    """How often one of its connections was made to wait, because of its rates."""
+
+
+@attrs.frozen(kw_only=True)
 class DiskStatistics:
     """One disk. Counts are since the start, sizes in bytes."""
 

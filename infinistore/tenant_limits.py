@@ -1,5 +1,5 @@
-"""What a tenant may take of a server: its size in the pool, its keys, its rates, its
-connections; and what it has.
+"""What a tenant may take of a server: its size in the pool, its keys, its rates and its
+connections.
 
 A tenant belongs to a trust group, whose pool it shares with the other tenants of that
 group. Sizes are footprints: what blocks take of the pool, which is at least their
@@ -120,32 +120,3 @@ class TenantLimits:
                 f"reserved_bytes ({self.reserved_bytes}) must not be above max_bytes ({self.max_bytes}) of tenant"
                 f" {self.tenant!r}"
             )
-
-
-@attrs.frozen(kw_only=True)
-class TenantStatistics:
-    """What one tenant has of a server, and has done there."""
-
-    tenant: str
-    group: str
-    connections: int
-    """How many it has open now."""
-    keys: int
-    used_bytes: int
-    """Space of its blocks and of its unfinished writes."""
-    pinned_bytes: int
-    """What of that cannot be evicted, because it is read, held or being written."""
-    reserved_bytes: int
-    """What its limits reserve for it."""
-    max_bytes: int | None
-    """What its limits allow it at most."""
-    hits: int
-    """Keys that its gets found."""
-    misses: int
-    """Keys that its gets did not find."""
-    evicted: int
-    """Its blocks that were evicted."""
-    refused: int
-    """Its connections and requests that were refused."""
-    pauses: int
-    """How often one of its connections was made to wait, because of its rates."""

@@ -32,8 +32,8 @@ from infinistore.statistics import (
     ServerDetails,
     ServerStatistics,
     SpinStatistics,
+    TenantStatistics,
 )
-from infinistore.tenant_limits import TenantStatistics
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 

@@ -41,7 +41,7 @@ from infinistore.server.session.session import ServerContext
 from infinistore.server.take_over.memory import Adopting, Whole
 from infinistore.sizes import in_units
 from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, summed_store
-from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, TenantStatistics, why_no_places
+from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
 
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService

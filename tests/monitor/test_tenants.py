@@ -21,7 +21,7 @@ from infinistore.monitor.model import Model
 from infinistore.monitor.tenants import TenantsModel, tenant_lines
 from infinistore.monitor.view import document, screen
 from infinistore.sizes import MIB
-from infinistore.tenant_limits import TenantStatistics
+from infinistore.statistics import TenantStatistics
 from tests.cli.in_process import server_here
 
 from .made import NOON, loaded_stats, watched

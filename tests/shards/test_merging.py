@@ -15,8 +15,7 @@ from infinistore.server.shards.management import (
     merge_selftests,
     merge_statistics,
 )
-from infinistore.statistics import DrainStatistics, MembershipStatistics
-from infinistore.tenant_limits import TenantStatistics
+from infinistore.statistics import DrainStatistics, MembershipStatistics, TenantStatistics
 from tests.monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
 
 

@@ -42,8 +42,8 @@ from infinistore.statistics import (
     ServerDetails,
     ServerStatistics,
     StoreStatistics,
+    TenantStatistics,
 )
-from infinistore.tenant_limits import TenantStatistics
 
 __all__ = ["COMPONENTS", "OPERATIONS", "PROBES", "Management"]
 

@@ -23,8 +23,8 @@ from infinistore.statistics import (
     OperationStatistics,
     ServerStatistics,
     StoreStatistics,
+    TenantStatistics,
 )
-from infinistore.tenant_limits import TenantStatistics
 
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SLICE_SERIES = 8
