@@ -1,7 +1,7 @@
 """Generate what derives from the options of `open_store`.
 
 That is: the keyword arguments for type checkers, the docstrings, and tables on a page.
-The options are described in `infinistore/client/options.py` and `url.py`.
+The options are described in `infinistore/client/options.py`.
 """
 
 import ast

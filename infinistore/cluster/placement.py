@@ -195,7 +195,7 @@ class Apart:
 
 
 PLACEMENT_VERSION: Final = 1
-"""The version of the rules in this module, in `apart` and in `rendezvous`."""
+"""The version of the rules in this module."""
 SLOTS: Final = 1 << 16
 MOST_WITHOUT_NUMPY: Final = 30
 """With more nodes, computing slots without numpy holds a caller up for long: the first

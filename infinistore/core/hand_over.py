@@ -5,7 +5,7 @@ arenas and no block yet. It promises that no byte that somebody may still touch 
 for anything else: what clients of the earlier process had leased, reserved or were
 reading stays in quarantine, for a client of this store that stands in for them, until
 that one is closed. Blocks without a checksum are dropped: nobody could tell whether
-they are what was written. The others are hashed before they are read (`unverified`).
+they are what was written. The others are hashed before they are read (`reads`).
 
 Leaves to others: that the earlier process changes nothing after `export`; the memory
 itself; and to close the stand-ins when their clients are gone.

@@ -1,11 +1,11 @@
 """Writes: from the reservation of space to the commit that makes a batch visible.
 
 A batch is committed by a call, or was prepared and is committed when its writer says
-that it is written (see `prepared`). Either way all of its keys become visible in one
+that it is written (see `committed`). Either way all of its keys become visible in one
 step.
 
 Leaves to others: which blocks are evicted for a reservation (`space`), and when the
-space of replaced blocks is free again (`retired`).
+space of replaced blocks is free again (`pins`).
 """
 
 from collections import Counter

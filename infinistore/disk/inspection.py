@@ -4,7 +4,7 @@ An inspection finds the same records as the recovery of a volume, by the same co
 Verification then reads every block that a table or footer lists, live or not, and
 compares hashes.
 
-It is work in steps, see `tasks`; whoever drives them runs the jobs.
+It is work in steps, see `Tasks` in `jobs`; whoever drives them runs the jobs.
 """
 
 from collections.abc import Callable, Mapping

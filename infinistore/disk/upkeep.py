@@ -1,6 +1,6 @@
 """What a volume does beside its batches: spare segments, footers, snapshots, its end.
 
-Each is a task (`tasks`), so none of it stalls the caller.
+Each is a task (see `Tasks` in `jobs`), so none of it stalls the caller.
 """
 
 from collections.abc import Callable

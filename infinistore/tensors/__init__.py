@@ -5,8 +5,8 @@
 
     with blocking.open_store() as store, LayerWriter(store) as writer:
         for layer, cache in enumerate(caches):
-            compute(layer, cache) writer.write(cache, [(f"prompt/L{layer}", 0)],
-            cache.nbytes)  # returns at once
+            compute(layer, cache)
+            writer.write(cache, [(f"prompt/L{layer}", 0)], cache.nbytes)  # at once
         writer.flush()
 
 Requires PyTorch: `pip install '.[torch]'` in a clone. It is imported only when the

@@ -4,7 +4,7 @@ tables, network interfaces.
 Everything is read from files below a root that is given, /sys and /proc of this machine
 unless a test has recorded others, so that nothing here needs a device, a library or a
 privilege. What cannot be read counts as not there: devices and addresses may go while
-one looks. Which port and GID to use is decided in `rdma_choice`.
+one looks. Which port and GID to use is decided in `choice`.
 
 The files are described in Documentation/ABI/stable/sysfs-class-infiniband and
 testing/sysfs-class-net of the kernel.

@@ -148,8 +148,8 @@ class Connection(Generic[_AnyStream]):
     def __init__(self, stream: _AnyStream, options: Options, clock: Callable[[], float]) -> None:
         self.stream = stream
         self.turn: Turn | None = None
-        """The turn of its current or last call; see `turns.py`. None: that call cannot
-        be interrupted at arbitrary points."""
+        """The turn of its current or last call, see `Turns`. None: that call cannot be
+        interrupted at arbitrary points."""
         self.passed_over: Sequence[MoverSource] = ()
         """Better transports that failed when it was made. It is replaced when one is
         due for another try."""

@@ -46,8 +46,7 @@ class Attempt:
 
     deadline: float
     turn: Turn | None = None
-    """Locked while it is under way, where Ctrl-C may strike anywhere; see `turns.py`.
-    """
+    """Locked while it is under way, where Ctrl-C may strike anywhere; see `Turns`."""
     stream: ClientStream | None = None
     """The stream that bytes go through now."""
 

@@ -295,9 +295,7 @@ def exactly(**properties: Schema) -> Schema:
 
 @attrs.frozen
 class Operation:
-    """One path and method. `answers` are by status, as in
-    `infinistore.server.management.openapi.Described`.
-    """
+    """One path and method. `answers` are by status, as in `Described`."""
 
     method: str
     path: str

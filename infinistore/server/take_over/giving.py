@@ -5,7 +5,7 @@ three steps (`TakeOverStep`). At the first it gets the sockets and the memory, a
 server serves on. At the second the server ends its service: it accepts no more
 connections, finishes what is under way, and writes down what its pool has. With that
 goes the ownership of the pool, which only one of the two can take
-(`exporting.take_ownership`): the other process once it is ready, or this one if that
+(`memory.take_ownership`): the other process once it is ready, or this one if that
 has gone or takes too long. Whoever has taken it serves, and the other never does, for
 however long either was stopped.
 
