@@ -9,7 +9,7 @@ before any block that was put after them. So while some wait there, no block is 
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from infinistore.disk.disks import Disk, Disks, Membership
+from infinistore.disk.disks import Disk, Disks
 from infinistore.disk.settings import MOST_BLOCKS_PER_GROUP
 from infinistore.disk.waits import Wait
 
@@ -27,12 +27,11 @@ class _Grave:
 class Deletions:
     """The deletions of one tier that are not durable yet."""
 
-    def __init__(self, disks: Disks, membership: Membership) -> None:
+    def __init__(self, disks: Disks) -> None:
         self.unsafe_keys = 0
         """Keys that were deleted, and that a disk which cannot be written may bring
         back when it is opened again."""
         self._disks = disks
-        self._membership = membership
         self._graves: dict[Disk, _Grave] = {}
         self._failed: list[Disk] = []
 
@@ -76,7 +75,7 @@ class Deletions:
             for tombstones in (grave.waiting, *grave.under_way.values())
             for key in tombstones.keys() & set(keys)
         ]
-        counts = self._membership.counts
+        counts = self._disks.counts
         lingering = [disk.volume.lingers(keys) for disk in self._disks if not disk.is_writable and counts(disk)]
         lingering += [[True] * len(keys) for disk in self._failed if counts(disk)]
         unsafe = sum(map(any, zip(*lingering, strict=True)))

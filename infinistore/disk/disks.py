@@ -19,10 +19,10 @@ single error costs what it hit. Repeated ones make a disk read-only, then turn i
 so does at once what cannot pass, such as a device that is gone. It stays so until the
 store is opened again, because somebody has to look at it: `alarm` says so.
 
-`Membership` says which disks belong together. Every disk keeps the number of the last
-change of the set. It is raised when a store opens its disks, when one is added, and
-when one is given up. A disk that comes back with a lower number may have keys that were
-deleted or put again meanwhile, so it is purged before it is read.
+`Disks` also knows which disks belong together: its members. Every disk keeps the number
+of the last change of the set. It is raised when a store opens its disks, when one is
+added, and when one is given up. A disk that comes back with a lower number may have
+keys that were deleted or put again meanwhile, so it is purged before it is read.
 """
 
 import errno
@@ -502,6 +502,8 @@ class Disks:
 
     def __init__(self) -> None:
         self._disks: list[Disk] = []
+        self._members: list[Disk] = []
+        self._newest_membership = 0
 
     def __iter__(self) -> Iterator[Disk]:
         return iter(self._disks)
@@ -510,8 +512,16 @@ class Disks:
         return len(self._disks)
 
     def add(self, disk: Disk) -> None:
-        """Add a disk."""
+        """Add a disk: of two that know different numbers of the membership, the one
+        with the lower is purged, whichever was opened first."""
         self._disks.append(disk)
+        known = disk.volume.membership
+        if self._members and known != self._newest_membership:
+            outdated = [disk] if known < self._newest_membership else self._members
+            for one in outdated:
+                one.purges.append([])
+        self._members.append(disk)
+        self._newest_membership = max(self._newest_membership, known)
 
     def remove(self, disk: Disk) -> None:
         """Take a disk out."""
@@ -573,43 +583,26 @@ class Disks:
         for disk, keys in by_disk.items():
             disk.volume.note_reads(keys)
 
-
-class Membership:
-    """The set of disks of one tier."""
-
-    def __init__(self) -> None:
-        self._members: list[Disk] = []
-        self._newest = 0
-
-    def add(self, disk: Disk) -> None:
-        """Take a disk in: of two that know different numbers, the one with the lower
-        is purged, whichever was opened first."""
-        known = disk.volume.membership
-        if self._members and known != self._newest:
-            outdated = [disk] if known < self._newest else self._members
-            for one in outdated:
-                one.purges.append([])
-        self._members.append(disk)
-        self._newest = max(self._newest, known)
+    # Which disks belong together
 
     def recovered(self) -> None:
         """A disk has recovered; once all have, let the set begin anew."""
         if not any(one.is_recovering for one in self._members):
-            self._raise()
+            self._raise_membership()
 
     def exclude(self, disk: Disk) -> None:
         """Give a disk up: what it has does not count when it comes back."""
         if disk in self._members:
             self._members.remove(disk)
-            self._raise()
+            self._raise_membership()
 
     def counts(self, disk: Disk) -> bool:
         """Whether what a disk has may be there when the store is opened again: not if
         it was given up, and another one knows that durably."""
-        return disk in self._members or all(one.volume.membership < self._newest for one in self._members)
+        return disk in self._members or all(one.volume.membership < self._newest_membership for one in self._members)
 
-    def _raise(self) -> None:
-        self._newest += 1
+    def _raise_membership(self) -> None:
+        self._newest_membership += 1
         for disk in self._members:
-            disk.awaited_membership = self._newest
-            disk.volume.set_membership(self._newest)
+            disk.awaited_membership = self._newest_membership
+            disk.volume.set_membership(self._newest_membership)

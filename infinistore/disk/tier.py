@@ -42,11 +42,11 @@ from itertools import compress
 import attrs
 
 from infinistore.allocators.base import Extent
-from infinistore.core import Client, Journal, Reservation, StoreCore
+from infinistore.core import Client, Reservation, StoreCore
 from infinistore.core.index import Entry, extent_of
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import AdmissionQueue, Demotion, Flushes, same_block
-from infinistore.disk.disks import Disk, Disks, Membership, Place, TierStatistics
+from infinistore.disk.disks import Disk, Disks, Place, TierStatistics
 from infinistore.disk.jobs import Job, Result
 from infinistore.disk.promotion import Promotion, leading_at_once
 from infinistore.disk.reinsertion import Reinsertion
@@ -154,222 +154,6 @@ class TierHolds:
                     hold.core_ids.append(core_id)
 
 
-class JournalFollower:
-    """Follows the journal of one core. `purge` is called when all keys were removed."""
-
-    def __init__(
-        self,
-        core: StoreCore,
-        journal: Journal,
-        *,
-        disks: Disks,
-        queue: AdmissionQueue,
-        demotion: Demotion,
-        deletions: Deletions,
-        purge: Callable[[], object],
-    ) -> None:
-        self._core = core
-        self._journal = journal
-        self._disks = disks
-        self._queue = queue
-        self._demotion = demotion
-        self._deletions = deletions
-        self._purge = purge
-
-    @property
-    def has_items(self) -> bool:
-        """Whether there is something to follow."""
-        return len(self._journal) > 0
-
-    def stop(self) -> None:
-        """Forget what the core tells, now and later."""
-        self._journal.take()
-        self._journal.on_first = self._journal.take
-
-    def follow(self, promoted: AbstractSet[Extent] = frozenset()) -> None:
-        """Learn what the core committed and removed; `promoted` came from a disk."""
-        self._core.commit_written()
-        for change, keys, entries in self._journal.take() if self.has_items else ():
-            if change == "put":
-                if promoted and extent_of(entries[0]) in promoted:
-                    self._queue.pass_by(entries)
-                else:
-                    self._put(keys, entries)
-            elif change == "delete":
-                self._demotion.changed(keys, None)
-                self._deletions.delete(keys)
-            elif change == "purge":
-                self._purge()
-            elif change == "read":
-                self._read(keys)
-            # A block that was dropped from memory stays on disk: that copy may be good.
-
-    def _put(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
-        """Forget older blocks of these keys, and queue those that are on no disk."""
-        equal, outdated = self._demotion.changed(keys, entries)
-        for disk in self._disks:
-            if disk.is_recovering:
-                disk.note_changes(keys)
-                continue
-            for key, entry, location in zip(keys, entries, disk.volume.find(keys), strict=True):
-                if location is not None:
-                    same = not location.own_checksum and same_block(entry, location.length, location.checksum)
-                    (equal if same else outdated).add(key)
-        if outdated:
-            self._disks.forget(outdated)
-        if not equal:
-            self._queue.put(keys, entries)
-        else:
-            self._queue.pass_by([entry for key, entry in zip(keys, entries, strict=True) if key in equal])
-            fresh = [(key, entry) for key, entry in zip(keys, entries, strict=True) if key not in equal]
-            if fresh:
-                self._queue.put([key for key, _ in fresh], [entry for _, entry in fresh])
-
-    def _read(self, keys: Sequence[str]) -> None:
-        """Queue blocks that were read and are on no disk."""
-        current = self._core.index.get_many(keys)
-        fresh = {
-            key: entry
-            for key, entry, on_disk in zip(keys, current, self._disks.contains(keys), strict=True)
-            if entry is not None and not on_disk and not self._demotion.is_in_flight(key)
-        }
-        if fresh:
-            self._queue.read(list(fresh), list(fresh.values()))
-
-
-class Outcomes:
-    """What becomes of the disks of one tier."""
-
-    def __init__(
-        self,
-        disks: Disks,
-        *,
-        demotion: Demotion,
-        deletions: Deletions,
-        reinsertion: Reinsertion,
-        membership: Membership,
-    ) -> None:
-        self._disks = disks
-        self._demotion = demotion
-        self._deletions = deletions
-        self._reinsertion = reinsertion
-        self._membership = membership
-        self._purges: dict[tuple[Disk, int], list[Wait]] = {}
-        self._given_up: set[Disk] = set()
-        self._leaving: dict[Disk, list[Wait]] = {}
-        self._failed: list[Disk] = []
-
-    @property
-    def is_purging(self) -> bool:
-        """Whether a purge is not durable yet."""
-        return bool(self._purges)
-
-    @property
-    def has_failure(self) -> bool:
-        """Whether a disk has failed that is not given up yet."""
-        return any(disk.has_failed and disk not in self._given_up for disk in self._disks)
-
-    def step(self, disk: Disk, now: float) -> bool:
-        """Let a volume work, and act on what became of it; return whether there is
-        more to do now."""
-        has_more = disk.step()
-        for event in disk.events():
-            has_more = True
-            if isinstance(event, Reclaim):
-                self._reinsertion.begin(disk, event)
-            elif isinstance(event, Shrunk):
-                disk.health.shrank(event.errno)
-            else:
-                self._ended(disk, event, now)
-        has_recovered = disk.has_recovered()
-        for waits in disk.begin_purges():
-            self._begin_purge(disk, waits)
-        if has_recovered:  # one that is purged first belongs to the others not before that is durable
-            self._membership.recovered()
-        if disk.volume.state == "read-only" and disk.health.state == "healthy":
-            disk.health.refused(disk.volume.errno)
-        if disk.health.state != "healthy" and disk not in self._given_up:
-            disk.volume.stop_writing()
-            self._give_up(disk)
-            if disk.has_failed:
-                self._take_out_failed(disk)
-            has_more = True
-        return has_more
-
-    def shown(self) -> list[Disk]:
-        """Return the disks to be shown, with those that failed."""
-        return sorted([*self._disks, *self._failed], key=lambda disk: disk.number)
-
-    def _take_out_failed(self, disk: Disk) -> None:
-        """Have a disk taken out whose volume will tell no more how anything ended."""
-        disk.is_leaving = True
-        for key in [key for key in self._purges if key[0] is disk]:
-            self._end(disk, self._purges.pop(key), met=False)
-        self._leaving.setdefault(disk, [])
-
-    def remove(self, disk: Disk, wait: Wait) -> None:
-        """Take a disk out, as soon as nothing of it is under way."""
-        disk.is_leaving = True
-        self._give_up(disk)
-        disk.volume.close()
-        self._leaving.setdefault(disk, []).append(wait)
-
-    def purge(self, waits: list[Wait]) -> None:
-        """Purge every disk, or have it purged when it has recovered. What a failed one
-        has may be back when it is opened again."""
-        for disk in self._failed:
-            self._end(disk, waits, met=False)
-        for disk in self._disks:
-            disk.purges.append(waits)
-            for ready in disk.begin_purges():
-                self._begin_purge(disk, ready)
-
-    def _give_up(self, disk: Disk) -> None:
-        if disk not in self._given_up:
-            self._given_up.add(disk)
-            self._demotion.give_up(disk)
-            self._deletions.give_up(disk)
-            self._membership.exclude(disk)
-
-    def take_out(self) -> bool:
-        """Forget the disks that were to go, and have ended; return whether there were
-        any: what waited for them goes elsewhere."""
-        ended = [one for one in self._leaving if one.has_ended]
-        for disk in ended:
-            self._disks.remove(disk)
-            if disk.has_failed:
-                self._failed.append(disk)
-            self._demotion.remove(disk)
-            self._deletions.remove(disk)
-            self._reinsertion.remove(disk)
-            for wait in self._leaving.pop(disk):
-                wait.end(met=True)
-        return bool(ended)
-
-    def _ended(self, disk: Disk, event: Durable | Lost, now: float) -> None:
-        waits = self._purges.pop((disk, event.token), None)
-        met = isinstance(event, Durable)
-        if isinstance(event, Lost):
-            disk.health.write_failed(event.errno, now)
-        if waits is not None:
-            self._end(disk, waits, met=met)
-        elif not self._reinsertion.ended(disk, event.token):
-            for part in (self._demotion, self._deletions):
-                if part.durable(disk, event.token, now) if met else part.lost(disk, event.token):
-                    break
-
-    def _begin_purge(self, disk: Disk, waits: list[Wait]) -> None:
-        if disk.health.state == "off" or disk.volume.state in ("closing", "closed"):
-            self._end(disk, waits, met=False)
-        else:
-            self._purges[disk, disk.volume.purge()] = waits
-
-    def _end(self, disk: Disk, waits: list[Wait], *, met: bool) -> None:
-        """End a purge on a disk. It does not matter where that will be emptied."""
-        for wait in waits:
-            wait.end(met=met or not self._membership.counts(disk))
-
-
 _WRITING_RATIO = 0.8  # of the time to close: the rest is for snapshots
 
 
@@ -400,7 +184,8 @@ class DiskTier:
         was. It may be called often, and from within any call of the core."""
         self.prefetch_skipped_blocks = 0
         self._clock = clock
-        core.journal.on_first = self._has_work
+        self._journal = core.journal
+        self._journal.on_first = self._has_work
         self._writer = core.open_client("the disks' writer", counted=False)
         self._reader = core.open_client("the disks' reader", counted=False)
         self._disks = Disks()
@@ -410,29 +195,16 @@ class DiskTier:
             core, self._writer, disks=self._disks, queue=self._queue, flushes=self._flushes, settings=self.settings
         )
         self._promotion = Promotion(core, self._reader, self._disks, self._commit, clock)
-        self._membership = Membership()
-        self._deletions = Deletions(self._disks, self._membership)
+        self._deletions = Deletions(self._disks)
         self._demotion.on_doubt = self._deletions.outdate
-        self._journal = JournalFollower(
-            core,
-            core.journal,
-            disks=self._disks,
-            queue=self._queue,
-            demotion=self._demotion,
-            deletions=self._deletions,
-            purge=lambda: self._purge([]),
-        )
         self._reinsertion = Reinsertion(core)
-        self._outcomes = Outcomes(
-            self._disks,
-            demotion=self._demotion,
-            deletions=self._deletions,
-            reinsertion=self._reinsertion,
-            membership=self._membership,
-        )
         self._holds = TierHolds(core, self._reader, self._disks, random or random_module.SystemRandom())
         self._promotion.on_promoted = lambda keys: self._holds.promoted(keys, self._clock())
         self._waits = Waits()
+        self._purges: dict[tuple[Disk, int], list[Wait]] = {}
+        self._given_up: set[Disk] = set()
+        self._leaving: dict[Disk, list[Wait]] = {}
+        self._failed: list[Disk] = []
         self._has_more = False
         self._closing: Wait | None = None
         self._closed: set[Disk] = set()
@@ -447,7 +219,6 @@ class DiskTier:
             raise ValueError(f"there is a disk {volume.number} already")
         disk = Disk(volume, self.settings)
         self._disks.add(disk)
-        self._membership.add(disk)
         self._demotion.add(disk)
         self._deletions.add(disk)
         self._has_work()
@@ -464,7 +235,10 @@ class DiskTier:
             raise KeyError(f"there is no disk {number}")
         self._follow()
         wait = Wait(deadline, 1)
-        self._outcomes.remove(disk, wait)
+        disk.is_leaving = True
+        self._give_up(disk)
+        disk.volume.close()
+        self._leaving.setdefault(disk, []).append(wait)
         self._has_work()
         return self._waits.add(wait)
 
@@ -478,7 +252,7 @@ class DiskTier:
         self._holds.expire(now)
         self._has_more = False
         for disk in self._disks:
-            self._has_more |= self._outcomes.step(disk, now)
+            self._has_more |= self._step(disk, now)
         self._work(now)
         jobs = []
         for disk in self._disks:
@@ -503,13 +277,14 @@ class DiskTier:
             if disk is not None:
                 disk.traffic.done(result)
         for disk in self._disks:
-            self._has_more |= self._outcomes.step(disk, now)
+            self._has_more |= self._step(disk, now)
 
     def next_deadline(self) -> float | None:
         """Return when to call `jobs` at the latest; None: not before something
         happens."""
-        has_more = self._has_more or self._journal.has_items or self._outcomes.has_failure
-        if has_more or any(disk.traffic.has_waiting for disk in self._disks):
+        has_failure = any(disk.has_failed and disk not in self._given_up for disk in self._disks)
+        has_waiting = any(disk.traffic.has_waiting for disk in self._disks)
+        if self._has_more or self._journal or has_failure or has_waiting:
             return self._clock()
         times = [
             self._waits.next_deadline(),
@@ -638,7 +413,7 @@ class DiskTier:
         so in memory, too. `unmet` counts disks that failed.
         """
         self._follow()
-        wait = Wait(deadline, len(self._outcomes.shown()))
+        wait = Wait(deadline, len(self._shown()))
         self._purge([wait])
         self._has_work()
         return self._waits.add(wait)
@@ -666,7 +441,7 @@ class DiskTier:
         """Return the current figures."""
         demotion, promotion = self._demotion, self._promotion
         return TierStatistics(
-            disks=tuple(disk.statistics() for disk in self._outcomes.shown()),
+            disks=tuple(disk.statistics() for disk in self._shown()),
             queued_bytes=demotion.waiting_bytes,
             ageing_bytes=self._queue.ageing_bytes,
             pinned_bytes=demotion.pinned_bytes,
@@ -691,7 +466,8 @@ class DiskTier:
         if error is not None:
             for disk in self._disks:
                 disk.health.failed(error)
-        self._journal.stop()
+        self._journal.take()
+        self._journal.on_first = self._journal.take
         self._waits.fail(why)
 
     def let_go(self) -> None:
@@ -710,10 +486,142 @@ class DiskTier:
         self._follow()
         extents = set(reservation.extents)
         self.core.commit(reservation, keys, checksums, replace=False)
-        self._journal.follow(extents)
+        self._follow(extents)
 
-    def _follow(self) -> None:
-        self._journal.follow()
+    def _follow(self, promoted: AbstractSet[Extent] = frozenset()) -> None:
+        """Learn what the core committed and removed; `promoted` came from a disk."""
+        self.core.commit_written()
+        for change, keys, entries in self._journal.take() if self._journal else ():
+            if change == "put":
+                if promoted and extent_of(entries[0]) in promoted:
+                    self._queue.pass_by(entries)
+                else:
+                    self._follow_put(keys, entries)
+            elif change == "delete":
+                self._demotion.changed(keys, None)
+                self._deletions.delete(keys)
+            elif change == "purge":
+                self._purge([])
+            elif change == "read":
+                self._follow_read(keys)
+            # A block that was dropped from memory stays on disk: that copy may be good.
+
+    def _follow_put(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Forget older blocks of these keys, and queue those that are on no disk."""
+        equal, outdated = self._demotion.changed(keys, entries)
+        for disk in self._disks:
+            if disk.is_recovering:
+                disk.note_changes(keys)
+                continue
+            for key, entry, location in zip(keys, entries, disk.volume.find(keys), strict=True):
+                if location is not None:
+                    same = not location.own_checksum and same_block(entry, location.length, location.checksum)
+                    (equal if same else outdated).add(key)
+        if outdated:
+            self._disks.forget(outdated)
+        if not equal:
+            self._queue.put(keys, entries)
+        else:
+            self._queue.pass_by([entry for key, entry in zip(keys, entries, strict=True) if key in equal])
+            fresh = [(key, entry) for key, entry in zip(keys, entries, strict=True) if key not in equal]
+            if fresh:
+                self._queue.put([key for key, _ in fresh], [entry for _, entry in fresh])
+
+    def _follow_read(self, keys: Sequence[str]) -> None:
+        """Queue blocks that were read and are on no disk."""
+        current = self.core.index.get_many(keys)
+        fresh = {
+            key: entry
+            for key, entry, on_disk in zip(keys, current, self._disks.contains(keys), strict=True)
+            if entry is not None and not on_disk and not self._demotion.is_in_flight(key)
+        }
+        if fresh:
+            self._queue.read(list(fresh), list(fresh.values()))
+
+    # What becomes of disks
+
+    def _step(self, disk: Disk, now: float) -> bool:
+        """Let a volume work, and act on what became of it; return whether there is
+        more to do now."""
+        has_more = disk.step()
+        for event in disk.events():
+            has_more = True
+            if isinstance(event, Reclaim):
+                self._reinsertion.begin(disk, event)
+            elif isinstance(event, Shrunk):
+                disk.health.shrank(event.errno)
+            else:
+                self._end_batch(disk, event, now)
+        has_recovered = disk.has_recovered()
+        for waits in disk.begin_purges():
+            self._begin_purge(disk, waits)
+        if has_recovered:  # one that is purged first belongs to the others not before that is durable
+            self._disks.recovered()
+        if disk.volume.state == "read-only" and disk.health.state == "healthy":
+            disk.health.refused(disk.volume.errno)
+        if disk.health.state != "healthy" and disk not in self._given_up:
+            disk.volume.stop_writing()
+            self._give_up(disk)
+            if disk.has_failed:
+                self._take_out_failed(disk)
+            has_more = True
+        return has_more
+
+    def _shown(self) -> list[Disk]:
+        """Return the disks to be shown, with those that failed."""
+        return sorted([*self._disks, *self._failed], key=lambda disk: disk.number)
+
+    def _take_out_failed(self, disk: Disk) -> None:
+        """Have a disk taken out whose volume will tell no more how anything ended."""
+        disk.is_leaving = True
+        for key in [key for key in self._purges if key[0] is disk]:
+            self._end_purge(disk, self._purges.pop(key), met=False)
+        self._leaving.setdefault(disk, [])
+
+    def _give_up(self, disk: Disk) -> None:
+        if disk not in self._given_up:
+            self._given_up.add(disk)
+            self._demotion.give_up(disk)
+            self._deletions.give_up(disk)
+            self._disks.exclude(disk)
+
+    def _take_out(self) -> bool:
+        """Forget the disks that were to go, and have ended; return whether there were
+        any: what waited for them goes elsewhere."""
+        ended = [one for one in self._leaving if one.has_ended]
+        for disk in ended:
+            self._disks.remove(disk)
+            if disk.has_failed:
+                self._failed.append(disk)
+            self._demotion.remove(disk)
+            self._deletions.remove(disk)
+            self._reinsertion.remove(disk)
+            for wait in self._leaving.pop(disk):
+                wait.end(met=True)
+        return bool(ended)
+
+    def _end_batch(self, disk: Disk, event: Durable | Lost, now: float) -> None:
+        waits = self._purges.pop((disk, event.token), None)
+        met = isinstance(event, Durable)
+        if isinstance(event, Lost):
+            disk.health.write_failed(event.errno, now)
+        if waits is not None:
+            self._end_purge(disk, waits, met=met)
+        elif not self._reinsertion.ended(disk, event.token):
+            for part in (self._demotion, self._deletions):
+                if part.durable(disk, event.token, now) if met else part.lost(disk, event.token):
+                    break
+
+    def _begin_purge(self, disk: Disk, waits: list[Wait]) -> None:
+        if disk.health.state == "off" or disk.volume.state in ("closing", "closed"):
+            self._end_purge(disk, waits, met=False)
+        else:
+            self._purges[disk, disk.volume.purge()] = waits
+
+    def _end_purge(self, disk: Disk, waits: list[Wait], *, met: bool) -> None:
+        """End a purge on a disk. It does not matter where that will be emptied."""
+        for wait in waits:
+            wait.end(met=met or not self._disks.counts(disk))
 
     # Looking
 
@@ -743,17 +651,24 @@ class DiskTier:
             self._next_snapshot = now + self.settings.snapshot_s
             for disk in self._disks:
                 disk.save_index()
-        self._has_more |= self._outcomes.take_out()
+        self._has_more |= self._take_out()
         if self._closing is not None:
             self._close(self._closing, now)
 
     def _purge(self, waits: list[Wait]) -> None:
+        """Purge every disk, or have it purged when it has recovered. What a failed one
+        has may be back when it is opened again."""
         self._queue.clear()
         self._demotion.clear()
-        self._outcomes.purge(waits)
+        for disk in self._failed:
+            self._end_purge(disk, waits, met=False)
+        for disk in self._disks:
+            disk.purges.append(waits)
+            for ready in disk.begin_purges():
+                self._begin_purge(disk, ready)
 
     def _close(self, wait: Wait, now: float) -> None:
-        is_written = self._demotion.is_idle and self._deletions.is_idle and not self._outcomes.is_purging
+        is_written = self._demotion.is_idle and self._deletions.is_idle and not self._purges
         for disk in self._disks:
             if is_written or now >= self._close_at or not disk.is_writable or disk.volume.is_full:
                 if disk.volume.state not in ("closing", "closed"):
