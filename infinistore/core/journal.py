@@ -1,8 +1,8 @@
 """The journal: what a store committed and removed, for whoever keeps a second copy.
 
 One item a batch, in the order in which the store carried it out, however it was asked
-to: by a call, or by a word in shared memory (see `committed`). What the journal tells is
-enough to know which block each key has, but for eviction, which it does not tell: an
+to: by a call, or by a word in shared memory (see `committed`). What the journal tells
+is enough to know which block each key has, but for eviction, which it does not tell: an
 evicted block is still the last one that was put under its key.
 
 Leaves to others: to call `take`, soon and again; items refer to keys and entries, and
