@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
-from infinistore.protocol.fields import Tree
+from infinistore.protocol.messages import Tree
 from infinistore.statistics import DrainStatistics
 
 from .monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store

@@ -26,8 +26,19 @@ from cattrs.gen import make_dict_unstructure_fn, override
 
 from infinistore.errors import InvalidRequest, LimitExceeded, ProtocolError, VersionMismatch
 from infinistore.keys import MAX_KEY_BYTES, join_keys, split_keys
-from infinistore.protocol.fields import Keys, Numbers, Tree
-from infinistore.protocol.messages import KINDS, Exists, Get, GetReply, Message, Put, PutReply, StatisticsReply
+from infinistore.protocol.messages import (
+    KINDS,
+    Exists,
+    Get,
+    GetReply,
+    Keys,
+    Message,
+    Numbers,
+    Put,
+    PutReply,
+    StatisticsReply,
+    Tree,
+)
 from infinistore.protocol.versions import MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 

@@ -36,7 +36,7 @@ from operator import gt
 from typing import Any
 
 from infinistore.errors import ProtocolError
-from infinistore.protocol.fields import Numbers
+from infinistore.protocol.messages import Numbers
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 
 HAZARD_SLOTS = 2046

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.fields import Numbers
+from infinistore.protocol.messages import Numbers
 from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.shared_tables import (
     HAZARD_SLOTS,

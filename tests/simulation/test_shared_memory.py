@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import trio
 from xxhash import xxh3_64_intdigest
 
-from infinistore.protocol.fields import Numbers
+from infinistore.protocol.messages import Numbers
 from infinistore.protocol.shared_tables import READER_BYTES, CommitWord, Hazards, HazardTable, TouchLog
 from tests.simulation.clock import VirtualClock
 from tests.simulation.processes import Process, Processes

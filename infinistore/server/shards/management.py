@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
-from infinistore.protocol.fields import Tree
+from infinistore.protocol.messages import Tree
 from infinistore.server.management import api
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
