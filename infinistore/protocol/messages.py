@@ -19,80 +19,6 @@ from infinistore.errors import ProtocolError
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.versions import Capability, NewerFields
 
-__all__ = [
-    "Abort",
-    "Commit",
-    "CountReply",
-    "Delete",
-    "ErrorReply",
-    "Evict",
-    "Exists",
-    "ExistsReply",
-    "Flush",
-    "Get",
-    "GetReply",
-    "Hello",
-    "HelloReply",
-    "KINDS",
-    "Keys",
-    "KeysReply",
-    "Lease",
-    "LeaseReply",
-    "ListKeys",
-    "MISSING",
-    "MOST_SHARDS",
-    "MapArenas",
-    "MapArenasReply",
-    "MapTables",
-    "MapTablesReply",
-    "Mark",
-    "MatchPrefix",
-    "MatchPrefixReply",
-    "Message",
-    "NO_CHECKSUM",
-    "Numbers",
-    "ONE_WAY",
-    "Pin",
-    "PinReply",
-    "Prefetch",
-    "PrefetchReply",
-    "Prepare",
-    "PrepareReply",
-    "Purge",
-    "Put",
-    "PutReply",
-    "RdmaConnect",
-    "RdmaConnectReply",
-    "RdmaFetch",
-    "RdmaFill",
-    "RdmaGet",
-    "RdmaGetReply",
-    "RdmaPut",
-    "Release",
-    "ReleaseHold",
-    "Removed",
-    "RemovedReply",
-    "Reply",
-    "Request",
-    "Reserve",
-    "ReserveReply",
-    "Shard",
-    "Statistics",
-    "StatisticsReply",
-    "TakeOver",
-    "TakeOverReply",
-    "TakeOverStep",
-    "TimesLeft",
-    "TimesLeftReply",
-    "Touch",
-    "Tree",
-    "Verify",
-    "VerifyReply",
-    "shards_from_texts",
-    "shards_to_texts",
-]
-
-
 Keys = NewType("Keys", list[str])
 """Keys in request order.
 
@@ -104,14 +30,14 @@ Tree = NewType("Tree", dict[str, object])
 """Nested maps and lists of plain values."""
 
 
-def count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     """Raise `ValueError` unless this is an unsigned 64-bit number."""
     if not isinstance(value, int) or not 0 <= value < 2**64:  # attrs' own validators take four calls
         raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
 
 
-text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
-ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
+_text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
+_ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
 
 
 @attrs.frozen
@@ -124,7 +50,7 @@ class MapArenas:
     KIND: ClassVar[int] = 0x10
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY
-    first: int = attrs.field(default=0, validator=count)
+    first: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -170,9 +96,9 @@ class MapTablesReply:
     KIND: ClassVar[int] = 0x93
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.TABLES
-    granule_bytes: int = attrs.field(validator=count)
-    max_pinned_bytes: int = attrs.field(default=0, validator=count)
-    unit_bytes: int = attrs.field(default=1, validator=count)
+    granule_bytes: int = attrs.field(validator=_count)
+    max_pinned_bytes: int = attrs.field(default=0, validator=_count)
+    unit_bytes: int = attrs.field(default=1, validator=_count)
 
 
 @attrs.frozen
@@ -201,7 +127,7 @@ class ReserveReply:
     KIND: ClassVar[int] = 0x91
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
-    reservation: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
     places: Numbers
 
 
@@ -216,11 +142,11 @@ class Commit:
     KIND: ClassVar[int] = 0x12
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
-    reservation: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
     keys: Keys
     checksums: Numbers
     replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -235,7 +161,7 @@ class Prepare:
     KIND: ClassVar[int] = 0x18
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.COMMIT_WORD
-    reservation: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
     keys: Keys
     sizes: Numbers
     checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
@@ -255,9 +181,9 @@ class PrepareReply:
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.COMMIT_WORD
     accepted: bool = attrs.field(validator=validators.instance_of(bool))
-    reservation: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
     places: Numbers
-    removals: int = attrs.field(default=0, validator=count)
+    removals: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -273,7 +199,7 @@ class Lease:
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY
     keys: Keys
     capacities: Numbers
-    inline_bytes: int = attrs.field(default=0, validator=count)
+    inline_bytes: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -288,11 +214,11 @@ class LeaseReply:
     KIND: ClassVar[int] = 0x94
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY
-    lease: int = attrs.field(validator=count)
+    lease: int = attrs.field(validator=_count)
     sizes: Numbers
     checksums: Numbers
     places: Numbers
-    removals: int = attrs.field(default=0, validator=count)
+    removals: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -320,7 +246,7 @@ class Release:
     KIND: ClassVar[int] = 0x15
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
-    lease: int = attrs.field(validator=count)
+    lease: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -330,7 +256,7 @@ class Abort:
     KIND: ClassVar[int] = 0x16
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
-    reservation: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -346,12 +272,12 @@ class RdmaConnect:
     KIND: ClassVar[int] = 0x20
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.RDMA
-    queue: int = attrs.field(validator=count)
-    packet: int = attrs.field(validator=count)
-    gid: str = attrs.field(validator=text)
-    lid: int = attrs.field(default=0, validator=count)
-    mtu: int = attrs.field(default=1024, validator=count)
-    reads: int = attrs.field(default=1, validator=count)
+    queue: int = attrs.field(validator=_count)
+    packet: int = attrs.field(validator=_count)
+    gid: str = attrs.field(validator=_text)
+    lid: int = attrs.field(default=0, validator=_count)
+    mtu: int = attrs.field(default=1024, validator=_count)
+    reads: int = attrs.field(default=1, validator=_count)
 
 
 @attrs.frozen
@@ -364,12 +290,12 @@ class RdmaConnectReply:
     KIND: ClassVar[int] = 0xA0
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.RDMA
-    queue: int = attrs.field(validator=count)
-    packet: int = attrs.field(validator=count)
-    gid: str = attrs.field(validator=text)
-    lid: int = attrs.field(default=0, validator=count)
-    mtu: int = attrs.field(default=1024, validator=count)
-    reads: int = attrs.field(default=1, validator=count)
+    queue: int = attrs.field(validator=_count)
+    packet: int = attrs.field(validator=_count)
+    gid: str = attrs.field(validator=_text)
+    lid: int = attrs.field(default=0, validator=_count)
+    mtu: int = attrs.field(default=1024, validator=_count)
+    reads: int = attrs.field(default=1, validator=_count)
 
 
 @attrs.frozen
@@ -390,7 +316,7 @@ class RdmaPut:
     remote_keys: Numbers
     checksums: Numbers
     replace: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -415,8 +341,8 @@ class RdmaGet:
     capacities: Numbers
     addresses: Numbers
     remote_keys: Numbers
-    region_bytes: int = attrs.field(default=0, validator=count)
-    inline_bytes: int = attrs.field(default=0, validator=count)
+    region_bytes: int = attrs.field(default=0, validator=_count)
+    inline_bytes: int = attrs.field(default=0, validator=_count)
     read_back: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
@@ -434,7 +360,7 @@ class RdmaGetReply:
     CAPABILITY: ClassVar = Capability.RDMA
     sizes: Numbers
     checksums: Numbers
-    lease: int = attrs.field(default=0, validator=count)
+    lease: int = attrs.field(default=0, validator=_count)
     inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
@@ -449,11 +375,11 @@ class RdmaFill:
     KIND: ClassVar[int] = 0x23
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.RDMA
-    reservation: int = attrs.field(validator=count)
-    first_byte: int = attrs.field(validator=count)
-    length: int = attrs.field(validator=count)
-    address: int = attrs.field(validator=count)
-    remote_key: int = attrs.field(validator=count)
+    reservation: int = attrs.field(validator=_count)
+    first_byte: int = attrs.field(validator=_count)
+    length: int = attrs.field(validator=_count)
+    address: int = attrs.field(validator=_count)
+    remote_key: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -467,11 +393,11 @@ class RdmaFetch:
     KIND: ClassVar[int] = 0x24
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.RDMA
-    lease: int = attrs.field(validator=count)
-    first_byte: int = attrs.field(validator=count)
-    length: int = attrs.field(validator=count)
-    address: int = attrs.field(validator=count)
-    remote_key: int = attrs.field(validator=count)
+    lease: int = attrs.field(validator=_count)
+    first_byte: int = attrs.field(validator=_count)
+    length: int = attrs.field(validator=_count)
+    address: int = attrs.field(validator=_count)
+    remote_key: int = attrs.field(validator=_count)
 
 
 MOST_SHARDS = 256
@@ -542,7 +468,7 @@ class Prefetch:
     CAPABILITY: ClassVar = Capability.DISK
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
-    hold_us: int = attrs.field(default=0, validator=count)
+    hold_us: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -556,9 +482,9 @@ class PrefetchReply:
     KIND: ClassVar[int] = 0x8E
     CAPABILITY: ClassVar = Capability.DISK
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    reading: int = attrs.field(validator=count)
-    skipped: int = attrs.field(default=0, validator=count)
-    hold: int = attrs.field(default=0, validator=count)
+    reading: int = attrs.field(validator=_count)
+    skipped: int = attrs.field(default=0, validator=_count)
+    hold: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -567,9 +493,9 @@ class ListKeys:
 
     KIND: ClassVar[int] = 0x08
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    prefix: str = attrs.field(default="", validator=text)
-    after: str = attrs.field(default="", validator=text)
-    limit: int = attrs.field(default=1000, validator=count)
+    prefix: str = attrs.field(default="", validator=_text)
+    after: str = attrs.field(default="", validator=_text)
+    limit: int = attrs.field(default=1000, validator=_count)
 
 
 @attrs.frozen
@@ -582,7 +508,7 @@ class KeysReply:
     KIND: ClassVar[int] = 0x88
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     keys: Keys
-    limit: int = attrs.field(validator=count)
+    limit: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -602,8 +528,8 @@ class Evict:
 
     KIND: ClassVar[int] = 0x0A
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    low: float = attrs.field(converter=float, validator=ratio)
-    high: float = attrs.field(converter=float, validator=ratio)
+    low: float = attrs.field(converter=float, validator=_ratio)
+    high: float = attrs.field(converter=float, validator=_ratio)
 
 
 @attrs.frozen
@@ -639,10 +565,10 @@ class Removed:
     KIND: ClassVar[int] = 0x1B
     CAPABILITY: ClassVar = Capability.REMOVALS
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    log: int = attrs.field(default=0, validator=count)
-    number: int = attrs.field(default=0, validator=count)
-    limit: int = attrs.field(default=10_000, validator=count)
-    wait_us: int = attrs.field(default=0, validator=count)
+    log: int = attrs.field(default=0, validator=_count)
+    number: int = attrs.field(default=0, validator=_count)
+    limit: int = attrs.field(default=10_000, validator=_count)
+    wait_us: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -656,10 +582,10 @@ class RemovedReply:
     KIND: ClassVar[int] = 0x9B
     CAPABILITY: ClassVar = Capability.REMOVALS
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    log: int = attrs.field(validator=count)
-    number: int = attrs.field(validator=count)
+    log: int = attrs.field(validator=_count)
+    number: int = attrs.field(validator=_count)
     keys: Keys
-    missed: int = attrs.field(default=0, validator=count)
+    missed: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -688,7 +614,7 @@ class Pin:
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
     pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -747,8 +673,8 @@ class TakeOver:
     KIND: ClassVar[int] = 0x19
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     CAPABILITY: ClassVar = Capability.TAKE_OVER
-    step: int = attrs.field(validator=count)
-    first: int = attrs.field(default=0, validator=count)
+    step: int = attrs.field(validator=_count)
+    first: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -782,8 +708,8 @@ class Hello:
 
     KIND: ClassVar[int] = 0x01
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    name: str = attrs.field(default="", validator=text)
-    token: str = attrs.field(default="", validator=text, repr=False)
+    name: str = attrs.field(default="", validator=_text)
+    token: str = attrs.field(default="", validator=_text, repr=False)
 
 
 @attrs.frozen
@@ -798,14 +724,14 @@ class HelloReply:
 
     KIND: ClassVar[int] = 0x81
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    instance: str = attrs.field(validator=text)
-    server_version: str = attrs.field(validator=text)
-    max_body_bytes: int = attrs.field(validator=count)
-    max_batch_keys: int = attrs.field(validator=count)
-    max_batch_bytes: int = attrs.field(validator=count)
-    max_value_bytes: int = attrs.field(validator=count)
-    unix_socket: str = attrs.field(default="", validator=text)
-    rdma: str = attrs.field(default="", validator=text)
+    instance: str = attrs.field(validator=_text)
+    server_version: str = attrs.field(validator=_text)
+    max_body_bytes: int = attrs.field(validator=_count)
+    max_batch_keys: int = attrs.field(validator=_count)
+    max_batch_bytes: int = attrs.field(validator=_count)
+    max_value_bytes: int = attrs.field(validator=_count)
+    unix_socket: str = attrs.field(default="", validator=_text)
+    rdma: str = attrs.field(default="", validator=_text)
     shards: Keys = attrs.field(factory=lambda: Keys([]), metadata={"since": 1})
 
 
@@ -827,8 +753,8 @@ class Put:
     sizes: Numbers
     checksums: bool = True
     replace: bool = True
-    ttl_us: int = attrs.field(default=0, validator=count, metadata={"since": 1})
-    since: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+    since: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -893,7 +819,7 @@ class ExistsReply:
     KIND: ClassVar[int] = 0x84
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
     present: bytes = attrs.field(validator=validators.instance_of(bytes))
-    on_disk: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -907,7 +833,7 @@ class MatchPrefix:
     KIND: ClassVar[int] = 0x05
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
     keys: Keys
-    hold_us: int = attrs.field(default=0, validator=count)
+    hold_us: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
@@ -920,9 +846,9 @@ class MatchPrefixReply:
 
     KIND: ClassVar[int] = 0x85
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    matched: int = attrs.field(validator=count)
-    hold: int = attrs.field(default=0, validator=count)
-    on_disk: int = attrs.field(default=0, validator=count, metadata={"since": 1})
+    matched: int = attrs.field(validator=_count)
+    hold: int = attrs.field(default=0, validator=_count)
+    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
@@ -933,7 +859,7 @@ class ReleaseHold:
 
     KIND: ClassVar[int] = 0x06
     NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    hold: int = attrs.field(validator=count)
+    hold: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -969,7 +895,7 @@ class CountReply:
 
     KIND: ClassVar[int] = 0x80
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    count: int = attrs.field(validator=count)
+    count: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
@@ -982,8 +908,8 @@ class ErrorReply:
 
     KIND: ClassVar[int] = 0xFF
     NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    code: int = attrs.field(validator=count)
-    message: str = attrs.field(validator=text)
+    code: int = attrs.field(validator=_count)
+    message: str = attrs.field(validator=_text)
     fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
