@@ -62,7 +62,7 @@ from infinistore.statistics import DrainStatistics, ListedNode, MembershipStatis
 _log = logging.getLogger("infinistore.cluster")
 
 
-class PeerToken:
+class _PeerToken:
     """The token that is in the file of --peer-token-file, for a server with tenants.
 
     Every node has the same tenants. So it must be good here, too.
@@ -97,7 +97,7 @@ class PeerToken:
         return token
 
 
-class Refusals:
+class _Refusals:
     """Logs which nodes refuse this one, once each until they do not."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Refusals:
             _log.warning("another node refuses this one", extra={"node": node.id, "problem": str(error)})
 
 
-class Others:
+class _Others:
     """The nodes of a membership that do not drain, without one. It belongs to whoever
     made that membership, who ends it.
     """
@@ -539,7 +539,7 @@ class ClusterService:
             server.tls.peer_context()  # so that a file that cannot be used is known at once
             tls = server.tls.peer_context
         ask_instance = instance_asker(
-            self._peer_token(config, token), tls, connect=machine.connect_node, on_answer=Refusals().note
+            self._peer_token(config, token), tls, connect=machine.connect_node, on_answer=_Refusals().note
         )
         self._membership = make_membership(
             place,
@@ -571,7 +571,7 @@ class ClusterService:
         """Return what other nodes are asked with."""
         if config.peer_token_file is None:
             return token
-        peer_token = PeerToken(config.peer_token_file, self._server.policy)
+        peer_token = _PeerToken(config.peer_token_file, self._server.policy)
         self._server.reloads.add(peer_token.reload_and_log)
         return lambda: peer_token.token
 
@@ -680,7 +680,7 @@ class ClusterService:
             most_bytes=core.pool.capacity_bytes // 2 if most_bytes is None else most_bytes,
             bytes_per_s=config.node_drain_bytes_per_s,
         )
-        others = Others(self._membership, self._node.id)
+        others = _Others(self._membership, self._node.id)
         environment = attrs.evolve(self._client, membership=lambda url: others)
         options: StoreOptions = {"name": f"drain of {self._node.id}", "lazy": True, "deadline_s": _PUT_S}
         if token:

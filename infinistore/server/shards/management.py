@@ -37,14 +37,14 @@ _RECEIVE_BYTES: Final = 64 * 1024
 
 
 @attrs.frozen
-class Answer:
+class _Answer:
     """An answer to a request."""
 
     status: int
     body: bytes
 
 
-async def ask(path: Path, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+async def _ask(path: Path, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> _Answer:
     """Send a request to the server at this socket, and return its answer.
 
     Raises:
@@ -73,7 +73,7 @@ async def ask(path: Path, method: str, target: str, headers: Mapping[str, str], 
             elif isinstance(event, h11.Data):
                 parts.append(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                return Answer(answered, b"".join(parts))
+                return _Answer(answered, b"".join(parts))
     except h11.RemoteProtocolError as error:
         raise StoreUnavailable(f"no answer from {path}: {error}") from None
     finally:
@@ -304,7 +304,7 @@ class ShardsManagement:
             raise HTTPException(503, f"shard {names} did not do it; it is done to {count} keys of the others")
         return JSONResponse({"status": "ok", "num": count})
 
-    async def _ask(self, request: Request, within_s: float) -> dict[int, Answer]:
+    async def _ask(self, request: Request, within_s: float) -> dict[int, _Answer]:
         """Pass a request on to all shards at once, and return the answers that come in
         time, in the order of the shards.
         """
@@ -312,12 +312,12 @@ class ShardsManagement:
         target = request.scope["path"] + (f"?{query}" if query else "")
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         body = await request.body()
-        answers: dict[int, Answer] = {}
+        answers: dict[int, _Answer] = {}
 
         async def one(shard: ShardState) -> None:
             assert shard.management_socket is not None
             try:
-                answers[shard.index] = await ask(shard.management_socket, request.method, target, headers, body)
+                answers[shard.index] = await _ask(shard.management_socket, request.method, target, headers, body)
             except StoreUnavailable:
                 return
 
@@ -328,7 +328,7 @@ class ShardsManagement:
         return dict(sorted(answers.items()))
 
 
-def _refusal(answer: Answer) -> HTTPException:
+def _refusal(answer: _Answer) -> HTTPException:
     said: Mapping[str, str] = json.loads(answer.body)
     return HTTPException(answer.status, said["error"])
 
