@@ -10,7 +10,7 @@ recency, and do not tell what exists.
 Leaves to others: checking the names, and what a commit does (the store).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from infinistore.core.clients import Reservation
@@ -22,46 +22,8 @@ Written: TypeAlias = Callable[[], Sequence[int] | None]
 while they are not written yet."""
 
 
-class Prepared:
-    """The prepared reservations of a store."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[Reservation, tuple[Sequence[str], Written]] = {}
-        """Their keys, and what returns their checksums. Read it; change it only through
-        the methods."""
-        self._keys: set[str] = set()
-
-    def __contains__(self, reservation: Reservation) -> bool:
-        return reservation in self.waiting
-
-    def add(self, reservation: Reservation, keys: Sequence[str], written: Written) -> None:
-        """Add one; none of its keys is in another."""
-        self.waiting[reservation] = keys, written
-        self._keys.update(keys)
-
-    def remove(self, reservation: Reservation) -> None:
-        """Remove one, if it is there."""
-        if reservation in self.waiting:
-            keys, _ = self.waiting.pop(reservation)
-            self._keys.difference_update(keys)
-
-    def names_any(self, keys: Sequence[str]) -> bool:
-        """Whether a block of one of these keys may be written at any moment."""
-        return bool(self._keys) and not self._keys.isdisjoint(keys)
-
-    def written(self) -> Iterator[tuple[Reservation, Sequence[str], Sequence[int]]]:
-        """Iterate over those written by now, with their keys and checksums.
-
-        Each may be removed meanwhile.
-        """
-        for reservation, (keys, written) in list(self.waiting.items()):
-            checksums = written()
-            if checksums is not None:
-                yield reservation, keys, checksums
-
-
 class CommittedIndex:
-    """The index of a store, empty at first.
+    """The index of a store, empty at first, and its prepared reservations.
 
     `commit` commits a prepared reservation, with its keys and checksums; `expire`
     removes the keys whose time is over.
@@ -69,13 +31,13 @@ class CommittedIndex:
 
     def __init__(
         self,
-        prepared: Prepared,
         commit: Callable[[Index, Reservation, Sequence[str], Sequence[int]], object],
         retention: Retention,
         expire: Callable[[Index], object],
     ) -> None:
         self.__index = Index()
-        self._prepared = prepared
+        self._prepared: dict[Reservation, tuple[Sequence[str], Written]] = {}
+        self._prepared_keys: set[str] = set()
         self._commit = commit
         self._ends = retention.ends
         self._expire = expire
@@ -83,12 +45,34 @@ class CommittedIndex:
     def up_to_date(self) -> Index:
         """Commit what has been written by now, and end what is over; return the index
         for one operation."""
-        if self._prepared.waiting:
-            for reservation, keys, checksums in self._prepared.written():
-                self._commit(self.__index, reservation, keys, checksums)
+        if self._prepared:
+            for reservation, (keys, written) in list(self._prepared.items()):  # each is forgotten meanwhile
+                checksums = written()
+                if checksums is not None:
+                    self._commit(self.__index, reservation, keys, checksums)
         if self._ends:
             self._expire(self.__index)
         return self.__index
+
+    def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> None:
+        """Commit a reservation once it is written; none of its keys is in another that
+        is prepared."""
+        self._prepared[reservation] = keys, written
+        self._prepared_keys.update(keys)
+
+    def is_prepared(self, reservation: Reservation) -> bool:
+        """Whether a reservation is prepared."""
+        return reservation in self._prepared
+
+    def forget(self, reservation: Reservation) -> None:
+        """Forget a reservation that was committed or given up, if it was prepared."""
+        if reservation in self._prepared:
+            keys, _ = self._prepared.pop(reservation)
+            self._prepared_keys.difference_update(keys)
+
+    def names_any(self, keys: Sequence[str]) -> bool:
+        """Whether a block of one of these keys may be written at any moment."""
+        return bool(self._prepared_keys) and not self._prepared_keys.isdisjoint(keys)
 
     def touch(self, keys: Sequence[str]) -> None:
         """Make keys the most recent ones, the first key the most recent of all.

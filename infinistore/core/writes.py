@@ -14,7 +14,7 @@ from typing import Literal
 
 from infinistore.allocators.base import Extent
 from infinistore.core.clients import Client, Reservation
-from infinistore.core.committed import CommittedIndex, Prepared, Written
+from infinistore.core.committed import CommittedIndex, Written
 from infinistore.core.index import Entry, Index, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
@@ -43,8 +43,7 @@ class Writes:
         hazard_pins: HazardPins,
         journal: Journal | None,
     ) -> None:
-        self._prepared = Prepared()
-        self.committed = CommittedIndex(self._prepared, self._commit_written, retention, removals.expire)
+        self.committed = CommittedIndex(self._commit_written, retention, removals.expire)
         """The index of the store. It is made here, because to reach it is to commit
         what has been written."""
         self.puts = 0
@@ -100,21 +99,21 @@ class Writes:
         """Name the blocks of a reservation that is still being written."""
         index = self.committed.up_to_date()
         self._check_names(reservation, keys, None)
-        if self._prepared.names_any(keys):
+        if self.committed.names_any(keys):
             return False
         self._removals.announce(list(filter(None, index.get_many(keys))))
-        self._prepared.add(reservation, keys, written)
+        self.committed.prepare(reservation, keys, written)
         return True
 
     def is_being_written(self, keys: Sequence[str]) -> bool:
         """Whether a prepared block with one of these keys may become visible at any
         moment."""
-        return self._prepared.names_any(keys)
+        return self.committed.names_any(keys)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the space of a reservation back, if it is open."""
         if reservation.state == "open":
-            self._prepared.remove(reservation)
+            self.committed.forget(reservation)
             self._close(reservation, "aborted")
             self._pool.free(reservation.extents)
 
@@ -141,14 +140,14 @@ class Writes:
             raise ValueError(f"a reservation of {blocks} blocks needs as many keys (and checksums), not {given}")
         if len(set(keys)) != blocks:
             raise ValueError(f"a key may be in a put only once, and this one is there twice: {_duplicate(keys)!r:.80}")
-        if reservation in self._prepared:
+        if self.committed.is_prepared(reservation):
             raise ValueError("this reservation was prepared: its blocks have names already")
 
     def _commit_written(
         self, index: Index, reservation: Reservation, keys: Sequence[str], checksums: Sequence[int]
     ) -> None:
         self._commit(index, reservation, keys, checksums or None, replace=True)
-        self._prepared.remove(reservation)
+        self.committed.forget(reservation)
         self._retired.tidy()
 
     def _commit(

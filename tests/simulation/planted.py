@@ -305,7 +305,7 @@ PLANTED = [
         "a key that is found after its time, until the next put by shared memory",
         "infinistore.core.committed",
         "        if self._ends:\n            self._expire(self.__index)\n",
-        "        if self._ends and self._prepared.waiting:\n            self._expire(self.__index)\n",
+        "        if self._ends and self._prepared:\n            self._expire(self.__index)\n",
     ),
     Planted(
         "a time to live that a later put keeps",

@@ -117,9 +117,9 @@ def _announce_after_freeing(self: Any, index: Index, keys: Sequence[str], entrie
 
 def _prepare_silently(self: Any, reservation: Any, keys: Sequence[str], written: Any) -> bool:
     self.committed.up_to_date()
-    if self._prepared.names_any(keys):
+    if self.committed.names_any(keys):
         return False
-    self._prepared.add(reservation, keys, written)
+    self.committed.prepare(reservation, keys, written)
     return True
 
 
