@@ -5,7 +5,7 @@ Each failure is followed by a new connection, so that a server that is back is f
 with the next sample, and not after the longer pauses of the client.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -104,7 +104,7 @@ async def sample(
                     first = not model.answered
                     if source.tenants is not None:
                         await _ask_for_tenants(source.tenants, model, may_fail=not first)
-                    model.observe(stats, now_s=trio.current_time(), at=_now())
+                    model.observe(stats, now_s=trio.current_time(), at=now())
                     if first:
                         task_status.started()
                     on_change()
@@ -116,7 +116,7 @@ async def sample(
                     raise
                 await trio.sleep(min(_WAIT_STEP_S, pace.interval_s))
                 continue
-            model.lose(str(error) or type(error).__name__, now_s=trio.current_time(), at=_now())
+            model.lose(str(error) or type(error).__name__, now_s=trio.current_time(), at=now())
         on_change()
         await pace.next()
 
@@ -134,7 +134,8 @@ async def _ask_for_tenants(ask: Callable[[], Any], model: Model, *, may_fail: bo
         model.lose_tenants(str(error) or type(error).__name__)
 
 
-def _now() -> datetime:
+def now() -> datetime:
+    """The time on the screen: local, with its zone."""
     return datetime.now().astimezone()
 
 
@@ -198,6 +199,11 @@ def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs
             Text(end=""),
             *tenant_lines(snapshot.tenants, Controls(), width, len(snapshot.tenants.rows) + 2, glyphs),
         ]
+    return without_gaps(lines)
+
+
+def without_gaps(lines: Sequence[Text]) -> list[Text]:
+    """Return these lines; of blank ones in a row one, and none at the ends."""
     kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
     return kept if not kept or kept[-1].plain else kept[:-1]
 

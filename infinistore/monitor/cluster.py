@@ -8,7 +8,6 @@ Only the node whose screen is shown is asked for its details, which cost more.
 import logging
 import math
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from typing import Final
 from urllib.parse import urlencode
@@ -23,7 +22,7 @@ from infinistore.cluster.membership import Node, StaticMembership
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.cluster_io.probing import credentials
 from infinistore.errors import InfiniStoreException, StoreUnavailable
-from infinistore.monitor.app import Pace, Source
+from infinistore.monitor.app import Pace, Source, now, without_gaps
 from infinistore.monitor.cluster_view import ClusterControls, ClusterSnapshot, NodeRow, screen, shown_rows
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
@@ -131,12 +130,12 @@ class ClusterWatch:
                             details = watched.node.id == self._opened
                             stats = await store.stats(details=details)
                             watched.answered_s = trio.current_time()
-                            watched.model.observe(stats, now_s=watched.answered_s, at=_now())
+                            watched.model.observe(stats, now_s=watched.answered_s, at=now())
                             self.on_change(watched.node.id)
                             await watched.pace.next()
                 except InfiniStoreException as error:
                     reason = str(error) or type(error).__name__
-                    watched.model.lose(reason, now_s=trio.current_time(), at=_now())
+                    watched.model.lose(reason, now_s=trio.current_time(), at=now())
                 self.on_change(watched.node.id)
                 await watched.pace.next()
 
@@ -172,7 +171,7 @@ class ClusterWatch:
         age_s = membership.age_s
         return ClusterSnapshot(
             url=str(self._cluster),
-            at=_now(),
+            at=now(),
             kind=_KINDS[type(self._cluster.place)],
             epoch=view.epoch,
             copies=view.copies,
@@ -191,10 +190,6 @@ class ClusterWatch:
 
 
 _KINDS = {StaticPlace: "static", FilePlace: "file", EtcdPlace: "etcd"}
-
-
-def _now() -> datetime:
-    return datetime.now().astimezone()
 
 
 _TICK_S: Final = 1.0
@@ -263,9 +258,7 @@ async def report(
 def still(snapshot: ClusterSnapshot, interval_s: float, width: int, glyphs: Glyphs) -> list[Text]:
     """Return the screen for printing: with all nodes, and without the line of keys."""
     controls = ClusterControls(Controls(interval_s=interval_s, has_keyboard=False))
-    lines = screen(snapshot, controls, width, len(snapshot.rows) + _LINES_AROUND, glyphs)[:-1]
-    kept = [text for before, text in zip(["", *(one.plain for one in lines)], lines, strict=False) if before or text]
-    return kept if not kept or kept[-1].plain else kept[:-1]
+    return without_gaps(screen(snapshot, controls, width, len(snapshot.rows) + _LINES_AROUND, glyphs)[:-1])
 
 
 def _patience_s(source: Source) -> float:
