@@ -171,7 +171,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """Return whether a block exists. For threads."""
-        return self._guarded_sync("look-up", lambda: self._store.exists(self._name(key)), False)
+        return self._record.guarded("look-up", lambda: self._store.exists(self._name(key)), False)
 
     def support_batched_contains(self) -> bool:
         """Many keys are looked up at once."""
@@ -181,7 +181,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         """Count the leading blocks that exist. Those that are on disk only come into
         memory from now on.
         """
-        return self._guarded_sync("look-up", lambda: self._match_blocking(keys), 0)
+        return self._record.guarded("look-up", lambda: self._match_blocking(keys), 0)
 
     def _match_blocking(self, keys: Sequence[CacheEngineKey]) -> int:
         match = self._store.match_prefix(map(self._name, keys))
@@ -381,7 +381,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Delete a block. Returns whether it existed."""
-        return self._guarded_sync("removal", lambda: self._store.delete(self._names([key])) > 0, False)
+        return self._record.guarded("removal", lambda: self._store.delete(self._names([key])) > 0, False)
 
     async def list(self) -> list[str]:
         """List the keys of all blocks of every model.
@@ -423,22 +423,9 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         self._async_exit.callback((await store.register(memory)).close)
 
     async def _guarded(self, call: str, work: Awaitable[_T], otherwise: _T) -> _T:
-        try:
-            result = await work
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on without the store
-            self._record.failed(call, error)
-            return otherwise
-        self._record.succeeded(call)
-        return result
-
-    def _guarded_sync(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on without the store
-            self._record.failed(call, error)
-            return otherwise
-        self._record.succeeded(call)
-        return result
+        with self._record.trying(call, Exception):
+            return await work
+        return otherwise
 
 
 def _drop(blocks: Iterable[MemoryObj | None]) -> None:

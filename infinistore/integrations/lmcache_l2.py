@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 from lmcache.lmcache_native import Bitmap
@@ -40,7 +40,6 @@ from infinistore.integrations.internal.weights import WeightFiles, weight_files
 
 __all__ = ["InfiniStoreL2Adapter"]
 
-_T = TypeVar("_T")
 _log = init_logger(__name__)
 _PREFIX = "lmcache-mp/"
 _LOOKUP_THREADS = 2
@@ -180,7 +179,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
             if l1_memory_desc is not None:  # so that RDMA moves objects without copying them
                 memory = (ctypes.c_ubyte * l1_memory_desc.size).from_address(l1_memory_desc.ptr)
-                self._guarded("registration", lambda: stack.callback(self._store.register(memory).close), None)
+                self._record.guarded("registration", lambda: stack.callback(self._store.register(memory).close), None)
             # Lookups never wait behind blocks.
             self._lookup_threads = _threads(stack, _LOOKUP_THREADS, "look-up")
             self._transfer_threads = _threads(stack, _TRANSFER_THREADS, "transfer")
@@ -208,7 +207,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
         """Store objects; existing ones are not sent again."""
         return self._stores.submit(
-            lambda: self._guarded("store", lambda: self._put(keys, objects), L2StoreResult(False, 0))
+            lambda: self._record.guarded("store", lambda: self._put(keys, objects), L2StoreResult(False, 0))
         )
 
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
@@ -234,7 +233,9 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         """Look up objects, and lock those that exist. Those that are on disk only come
         into memory from now on.
         """
-        return self._lookups.submit(lambda: self._guarded("look-up", lambda: self._look_up(keys), Bitmap(len(keys))))
+        return self._lookups.submit(
+            lambda: self._record.guarded("look-up", lambda: self._look_up(keys), Bitmap(len(keys)))
+        )
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
         """Return which objects were found, once; None while it runs."""
@@ -247,7 +248,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
             self._lookup_threads.submit(self._release, holds)
 
     def _release(self, holds: Sequence[str]) -> None:
-        self._guarded("unlock", lambda: sum(map(self._store.release_hold, holds)), 0)
+        self._record.guarded("unlock", lambda: sum(map(self._store.release_hold, holds)), 0)
 
     def _look_up(self, keys: Sequence[ObjectKey]) -> Bitmap:
         self._check_weights(keys)
@@ -289,7 +290,9 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
         """Load objects into their memory."""
-        return self._loads.submit(lambda: self._guarded("load", lambda: self._get(keys, objects), Bitmap(len(keys))))
+        return self._loads.submit(
+            lambda: self._record.guarded("load", lambda: self._get(keys, objects), Bitmap(len(keys)))
+        )
 
     def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
         """Return which objects were loaded, once; None while it runs."""
@@ -318,7 +321,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
 
         An object that a load is reading stays until the load is done.
         """
-        deleted: list[ObjectKey] = self._guarded("deletion", lambda: self._delete(keys), [])
+        deleted: list[ObjectKey] = self._record.guarded("deletion", lambda: self._delete(keys), [])
         if deleted:
             self._notify_keys_deleted(deleted, [self._sizes.get(_group(key), 0) for key in deleted])
 
@@ -367,15 +370,6 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         salt = f"@{key.cache_salt}" if key.cache_salt else ""
         group = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"
         return f"{self._prefixes[key.model_name]}{group}@{key.chunk_hash.hex()}{salt}"
-
-    def _guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, LMCache goes on without the store
-            self._record.failed(call, error)
-            return otherwise
-        self._record.succeeded(call)
-        return result
 
 
 def _threads(stack: ExitStack, count: int, name: str) -> ThreadPoolExecutor:

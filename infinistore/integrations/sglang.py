@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -216,7 +216,6 @@ def _engine() -> Any:
         return None
 
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _PREFIX = "sglang/"
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -283,7 +282,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 f"pages of {type(mem_pool_host).__name__} cannot be read in place: {pages.reason}; choose"
                 " --hicache-mem-layout page_first, or leave interface_v1 out"
             )
-        self._guarded("registration", lambda: self._register(pages), None)
+        self._record.guarded("registration", lambda: self._register(pages), None)
         self._kv = self._named(str(PoolName.KV), pages, _kv_geometry(mem_pool_host), pages.parts, page_tokens)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
@@ -295,7 +294,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             self._others[str(host_pool_name)] = self._kv
             return
         pages = HostPages(host_pool)
-        self._guarded("registration", lambda: self._register(pages), None)
+        self._record.guarded("registration", lambda: self._register(pages), None)
         name = str(host_pool_name)
         facts = {**pages.geometry, "kind": type(host_pool).__name__, "sizes": pages.sizes, "pool": name}
         self._others[name] = self._named(name, pages, facts, pages.parts, pages.page_tokens)
@@ -326,7 +325,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
         Those that are on disk only come into memory from now on.
         """
-        return self._guarded("look-up", lambda: self._match(keys), 0)
+        return self._record.guarded("look-up", lambda: self._match(keys), 0)
 
     def _match(self, keys: Sequence[str]) -> int:
         pages, hold = self._match_pool(self._kv, keys)
@@ -379,7 +378,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         A pool needs all of these pages, or, by TRAILING_PAGES, as many at their end as
         its transfer has keys. What is found is held until it is loaded.
         """
-        found = self._guarded("look-up", lambda: self._match_all(keys, pool_transfers or []), None)
+        found = self._record.guarded("look-up", lambda: self._match_all(keys, pool_transfers or []), None)
         return PoolTransferResult.empty() if found is None else found
 
     def _match_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
@@ -465,7 +464,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             finally:
                 self._release(self._held.pop_each(held))
 
-        loaded = self._guarded("load", load, [False] * len(keys))
+        loaded = self._record.guarded("load", load, [False] * len(keys))
         self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))
         return loaded
 
@@ -474,7 +473,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _release(self, holds: Sequence[str]) -> None:
         for hold in filter(None, holds):
-            self._guarded("release", partial(self._store.release_hold, hold), False)
+            self._record.guarded("release", partial(self._store.release_hold, hold), False)
 
     # What all interfaces share.
 
@@ -500,24 +499,15 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             self._store.put_many(pages, replace=False, ttl_s=self._settings.ttl_s)
             return True
 
-        stored = self._guarded("store", write, False) if keys else True
+        stored = self._record.guarded("store", write, False) if keys else True
         self._record.count(stored=len(keys) if stored else 0, not_stored=0 if stored else len(keys))
         return [stored] * len(keys)
-
-    def _guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, SGLang goes on without the store
-            self._record.failed(call, error)
-            return otherwise
-        self._record.succeeded(call)
-        return result
 
     # The older interface: each page is a separate tensor.
 
     def exists(self, key: str) -> bool:
         """Return whether a page exists."""
-        return self._guarded("look-up", lambda: all(self._store.exists_many(self._kv.names([key]))), False)
+        return self._record.guarded("look-up", lambda: all(self._store.exists_many(self._kv.names([key]))), False)
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
@@ -535,7 +525,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if self._in_place or len(targets) != len(keys) or any(target is None for target in targets):
             self._record.failed("load", ValueError("give a tensor for each page, and leave interface_v1 out"))
             return [None] * len(keys)
-        loaded = self._guarded(
+        loaded = self._record.guarded(
             "load", lambda: self._read(self._kv, keys, list(map(bytes_of, targets))), [False] * len(keys)
         )
         self._record.count(hits=sum(loaded), misses=len(loaded) - sum(loaded))

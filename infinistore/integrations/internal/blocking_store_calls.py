@@ -16,7 +16,6 @@ again.
 from collections.abc import Iterable, Sequence
 
 from infinistore.blocking import BlockingStore, PrefixMatch
-from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
 
 
@@ -45,12 +44,8 @@ def read_ahead(store: BlockingStore, match: PrefixMatch, keys: Iterable[str], re
     """
     if match.in_memory == match:
         return
-    try:
+    with record.trying("prefetch"):
         store.prefetch(keys)
-    except InfiniStoreException as error:
-        record.failed("prefetch", error)
-    else:
-        record.succeeded("prefetch")
 
 
 def pin_loaded(store: BlockingStore, keys: Iterable[str], pin_s: float | None, record: Record) -> None:
@@ -59,9 +54,5 @@ def pin_loaded(store: BlockingStore, keys: Iterable[str], pin_s: float | None, r
     """
     if pin_s is None or not (names := list(keys)):
         return
-    try:
+    with record.trying("pin"):
         store.pin(names, ttl_s=pin_s)
-    except InfiniStoreException as error:
-        record.failed("pin", error)
-    else:
-        record.succeeded("pin")

@@ -10,17 +10,21 @@ import enum
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from infinistore.errors import (
     AuthenticationFailed,
     BufferTooSmall,
     ChecksumMismatch,
     DeadlineExceeded,
+    InfiniStoreException,
     ProtocolError,
     StoreUnavailable,
 )
 
+_T = TypeVar("_T")
 _OUTAGES = (StoreUnavailable, DeadlineExceeded, AuthenticationFailed, ProtocolError)
 
 
@@ -53,6 +57,26 @@ class Record:
         """Add to counts."""
         with self._lock:
             self._counts.update(amounts)
+
+    @contextmanager
+    def trying(self, call: str, errors: type[Exception] = InfiniStoreException) -> Iterator[None]:
+        """Note whether a call succeeds within the `with` statement. If it fails by one
+        of these errors, the program goes on behind that.
+        """
+        try:
+            yield
+        except errors as error:
+            self.failed(call, error)
+        else:
+            self.succeeded(call)
+
+    def guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what `work` returns; `otherwise` if it fails, by whatever error: an
+        engine goes on without its store.
+        """
+        with self.trying(call, Exception):
+            return work()
+        return otherwise
 
     def failed(self, call: str, error: BaseException) -> None:
         """Count a failed call. Log it if that is new."""

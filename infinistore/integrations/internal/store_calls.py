@@ -15,7 +15,6 @@ again.
 from collections.abc import Iterable, Sequence
 
 from infinistore.aio import AsyncStore, PrefixMatch
-from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
 
 
@@ -44,12 +43,8 @@ async def read_ahead(store: AsyncStore, match: PrefixMatch, keys: Iterable[str],
     """
     if match.in_memory == match:
         return
-    try:
+    with record.trying("prefetch"):
         await store.prefetch(keys)
-    except InfiniStoreException as error:
-        record.failed("prefetch", error)
-    else:
-        record.succeeded("prefetch")
 
 
 async def pin_loaded(store: AsyncStore, keys: Iterable[str], pin_s: float | None, record: Record) -> None:
@@ -58,9 +53,5 @@ async def pin_loaded(store: AsyncStore, keys: Iterable[str], pin_s: float | None
     """
     if pin_s is None or not (names := list(keys)):
         return
-    try:
+    with record.trying("pin"):
         await store.pin(names, ttl_s=pin_s)
-    except InfiniStoreException as error:
-        record.failed("pin", error)
-    else:
-        record.succeeded("pin")
