@@ -176,8 +176,8 @@ _MOST_PROMPTS: Final = 1000
 _MOST_PINNED_KEYS: Final = 1024
 """How many keys one call pins, and at least one block."""
 _SOON_S: Final = 1.0
-_AGAIN_S: Final = 60.0
-_LONGER_S: Final = 2 * _AGAIN_S
+_PIN_AGAIN_S: Final = 60.0
+_LONGER_S: Final = 2 * _PIN_AGAIN_S
 """By how much the store's pins outlive `pin_s`: none ends while it is renewed."""
 _TRIES: Final = 10
 """How often a block is tried again that is not there yet, before the next minute."""
@@ -264,7 +264,7 @@ class Pins:
         """What the next job pins."""
         self._unused: deque[_Block] = deque()
         """What it unpins."""
-        self._again_s = clock() + _AGAIN_S
+        self._again_s = clock() + _PIN_AGAIN_S
         self._closing = threading.Event()
         self._pause = pause or self._closing.wait
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-pin")
@@ -307,7 +307,7 @@ class Pins:
             self.job = None
         now = self._clock()
         if now >= self._again_s:
-            self._again_s = now + _AGAIN_S
+            self._again_s = now + _PIN_AGAIN_S
             for block, used_s in list(self._used.items()):
                 if used_s + self._pin_s < now:
                     self._drop(block)

@@ -240,11 +240,7 @@ class WorkerSide:
             for name, label in self._labels.items()
             if label in self._group_of
         }
-        layers = self._layers.values()
-        return [
-            sum(layer.block_bytes for layer in layers if self._group_of[layer.label] == number)
-            for number in range(len(self._groups))
-        ]
+        return [sum(layer.block_bytes for layer in self._layers_of(number)) for number in range(len(self._groups))]
 
     def begin(self, step: Step) -> None:
         """Begin a step: wait for the writes of preempted requests' blocks."""
@@ -356,6 +352,9 @@ class WorkerSide:
             self.writer.__exit__(type(error), error, None)
         self.late_writes.close()
 
+    def _layers_of(self, group: int) -> list[LayerCache]:
+        return [layer for layer in self._layers.values() if self._group_of[layer.label] == group]
+
     def _write(self, layer: LayerCache, blocks: Blocks) -> Ticket | None:
         memory, stride_bytes, numbers = layer.memory, layer.stride_bytes, blocks.block_ids
         if not self._groups[blocks.group].is_full:
@@ -430,15 +429,12 @@ class WorkerSide:
 
     def _keys(self, load: Load) -> list[str]:
         """Return what this worker reads of a load, block by block."""
-        layers = [
-            [layer.label for layer in self._layers.values() if self._group_of[layer.label] == number]
-            for number in range(len(self._groups))
-        ]
+        labels = [[layer.label for layer in self._layers_of(number)] for number in range(len(self._groups))]
         return [
             self._names.key(block_hash, self._shard, label)
             for part in load.parts
             for block_hash in part.hashes
-            for label in layers[part.group]
+            for label in labels[part.group]
         ]
 
     def _read_parts(self, load: Load) -> set[int]:
@@ -467,9 +463,7 @@ class WorkerSide:
         """
         batch: list[LayerCache] = []
         batch_bytes = 0
-        for layer in self._layers.values():
-            if self._group_of[layer.label] != group:
-                continue
+        for layer in self._layers_of(group):
             if batch and (layer.view is None or batch_bytes + blocks * layer.block_bytes > _READ_BYTES):
                 yield batch
                 batch, batch_bytes = [], 0
