@@ -112,7 +112,7 @@ class _Refusals:
             _log.warning("another node refuses this one", extra={"node": node.id, "problem": str(error)})
 
 
-class _Others:
+class Others:
     """The nodes of a membership that do not drain, without one. It belongs to whoever
     made that membership, who ends it.
     """
@@ -680,7 +680,7 @@ class ClusterService:
             most_bytes=core.pool.capacity_bytes // 2 if most_bytes is None else most_bytes,
             bytes_per_s=config.node_drain_bytes_per_s,
         )
-        others = _Others(self._membership, self._node.id)
+        others = Others(self._membership, self._node.id)
         environment = attrs.evolve(self._client, membership=lambda url: others)
         options: StoreOptions = {"name": f"drain of {self._node.id}", "lazy": True, "deadline_s": _PUT_S}
         if token:
