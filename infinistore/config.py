@@ -732,7 +732,7 @@ def _conflicts_of_security(config: ServerConfig) -> list[tuple[tuple[str, ...], 
         found.append((("peer_token_file",), problem))
     if (
         config.tenants is not None
-        and registers_in_etcd(config.cluster)
+        and _registers_in_etcd(config.cluster)
         and config.peer_token_file is None
         and config.tls_cert is None
     ):
@@ -762,7 +762,7 @@ def _conflicts_of_security(config: ServerConfig) -> list[tuple[tuple[str, ...], 
 
 def _conflicts_of_cluster(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
     found: list[tuple[tuple[str, ...], str]] = []
-    if registers_in_etcd(config.cluster):
+    if _registers_in_etcd(config.cluster):
         if config.advertise is None and config.host in _EVERYWHERE:
             problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
             found.append((("cluster", "host"), problem))
@@ -772,7 +772,7 @@ def _conflicts_of_cluster(config: ServerConfig) -> list[tuple[tuple[str, ...], s
     return found
 
 
-def registers_in_etcd(cluster: str | None) -> bool:
+def _registers_in_etcd(cluster: str | None) -> bool:
     """Whether a server with this URL of a cluster registers in etcd."""
     return (cluster or "").partition("://")[0].endswith("+etcd")
 

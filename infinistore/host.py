@@ -37,10 +37,10 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except NO_THREAD as error:
-        raise no_thread(error) from error
+        raise _no_thread(error) from error
 
 
-def no_thread(error: Exception) -> StoreUnavailable:
+def _no_thread(error: Exception) -> StoreUnavailable:
     """Return the error for a thread that the system refused with one of `NO_THREAD`."""
     return StoreUnavailable(f"this process gets no more threads: {error}")
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-MAX_NAME_LENGTH: Final = 64
+_MAX_NAME_LENGTH: Final = 64
 DEFAULT_GROUP: Final = "default"
 """The trust group of a tenant whose group is not named."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -27,9 +27,9 @@ def check_tenant_name(name: object) -> None:
     Names are 1 to 64 letters, digits, hyphens and underscores of ASCII, and begin with
     a letter or digit: so they can stand in tokens, labels of metrics and paths.
     """
-    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH or not _NAME.fullmatch(name):
         raise ValueError(
-            f"must be 1 to {MAX_NAME_LENGTH} letters, digits, hyphens and underscores, and begin with a letter or"
+            f"must be 1 to {_MAX_NAME_LENGTH} letters, digits, hyphens and underscores, and begin with a letter or"
             f" digit, not {name!r:.80}"
         )
 

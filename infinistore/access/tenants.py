@@ -17,8 +17,8 @@ import attrs
 from infinistore.access.identity import DEFAULT_ROLES, Role
 from infinistore.tenant_limits import TenantLimits, check_tenant_name
 
-SECRET_BYTES: Final = 32
-DIGEST_PREFIX: Final = "sha256:"
+_SECRET_BYTES: Final = 32
+_DIGEST_PREFIX: Final = "sha256:"
 """What a stored hash begins with."""
 SUCCESSOR: Final = ".take-over"
 """What a process presents that takes the server's place: no token of a tenant, which
@@ -35,7 +35,7 @@ def make_token(tenant: str, random_bytes: Callable[[int], bytes]) -> str:
         ValueError: this cannot be the name of a tenant.
     """
     check_tenant_name(tenant)
-    secret = base64.urlsafe_b64encode(random_bytes(SECRET_BYTES)).rstrip(b"=").decode()
+    secret = base64.urlsafe_b64encode(random_bytes(_SECRET_BYTES)).rstrip(b"=").decode()
     return f"{tenant}.{secret}"
 
 
@@ -47,7 +47,7 @@ def tenant_of(token: str) -> str:
 
 def digest_of(token: str) -> str:
     """Return the hash under which a token is stored: `sha256:` and 64 hex digits."""
-    return DIGEST_PREFIX + hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+    return _DIGEST_PREFIX + hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_digest(text: str) -> str | None:

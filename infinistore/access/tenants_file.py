@@ -39,10 +39,10 @@ def parse_tenants(text: str, name: str = "the tenants file") -> Tenants:
     Raises:
         ConfigError: it cannot be used. The error begins with the name and the line.
     """
-    return _File(name).tenants(read_tree(text, name))
+    return _File(name).tenants(_read_tree(text, name))
 
 
-def read_tree(text: str, name: str, *, exact: bool = False) -> Node | None:
+def _read_tree(text: str, name: str, *, exact: bool = False) -> Node | None:
     """Return the nodes of a YAML document; with `exact`, with the places where each
     begins and ends in the text, which takes longer.
 
@@ -408,7 +408,7 @@ class _Lines:
     def __init__(self, text: str, name: str) -> None:
         self._name = name
         self._lines = text.split("\n")
-        self._root = read_tree(text, name, exact=True)
+        self._root = _read_tree(text, name, exact=True)
 
     @property
     def text(self) -> str:

@@ -39,7 +39,7 @@ class ClusterConfig:
 
 def read_config(document: Any) -> ClusterConfig:
     """Read the configuration of a cluster: `{"placement": 1, "copies": 1}`."""
-    given = read_object(document)
+    given = _read_object(document)
     version = given.get("placement", PLACEMENT_VERSION)
     if type(version) is not int or version != PLACEMENT_VERSION:
         raise WrongDocument(
@@ -61,7 +61,7 @@ def read_node(document: Any, **known: Any) -> Node:
     """Read a node. `known` are fields that the document does not have, or cannot
     know.
     """
-    given = {**read_object(document), **known}
+    given = {**_read_object(document), **known}
     node_id = given.get("id")
     if not node_id or not _is_text(node_id):
         raise WrongDocument(f"needs an id, a text of at most {_MOST_TEXT} characters")
@@ -101,7 +101,7 @@ def read_file(text: str | bytes, epoch: int) -> View:
 
     `{"nodes": [{"id": "a", "address": "10.0.0.1:22345", "weight": 100}], "copies": 1}`
     """
-    document = read_object(text)
+    document = _read_object(text)
     config = read_config(document)
     listed = document.get("nodes")
     if not isinstance(listed, list):
@@ -133,7 +133,7 @@ def read_purged(value: bytes) -> int:
     return revision if type(revision) is int and 0 <= revision <= _MOST_REVISION else 0
 
 
-def read_object(document: Any) -> dict[str, Any]:
+def _read_object(document: Any) -> dict[str, Any]:
     """Read an object of JSON, as text or as `json` has parsed it. Its values may be
     anything.
     """
@@ -239,7 +239,7 @@ def read_drain(document: bytes) -> Drain:
     not begun.
     """
     try:
-        given = read_object(document)
+        given = _read_object(document)
     except WrongDocument:
         return Drain()
     counts = {name: given[name] for name in _COUNTS if type(given.get(name)) is int and 0 <= given[name] <= _MOST_COUNT}

@@ -197,7 +197,7 @@ class Apart:
 PLACEMENT_VERSION: Final = 1
 """The version of the rules in this module."""
 SLOTS: Final = 1 << 16
-MOST_WITHOUT_NUMPY: Final = 30
+_MOST_WITHOUT_NUMPY: Final = 30
 """With more nodes, computing slots without numpy holds a caller up for long: the first
 1,000 keys take 7 ms a node."""
 _SLOT_BITS: Final = SLOTS - 1
@@ -236,7 +236,7 @@ class Placement:
         self.view = view
         self._moves: _Moves = _Moves() if previous is None else previous._moves
         arrays = _import_numpy() if with_numpy else None
-        self.lacks_numpy = arrays is None and len(view.nodes) > MOST_WITHOUT_NUMPY
+        self.lacks_numpy = arrays is None and len(view.nodes) > _MOST_WITHOUT_NUMPY
         """Whether there are so many nodes that it should be installed."""
         self._apart = Apart(view.nodes, view.copies)
         self._states = [node.state for node in view.nodes]

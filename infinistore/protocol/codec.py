@@ -395,7 +395,7 @@ def statistics_from_tree(tree: Tree) -> StatisticsTree:
         raise ProtocolError(f"the server's statistics are not those of this release: {error!r:.300}") from None
 
 
-Notice = TypeVar("Notice", bound=Message)
+_Notice = TypeVar("_Notice", bound=Message)
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
@@ -453,7 +453,7 @@ def encode_head(
 ) -> bytes:
     """Return header, body and padding of one frame. The payload follows it on the wire.
 
-    `unstructure` is for the receiver; see `body_fields.unstructure_for`.
+    `unstructure` is for the receiver; see `unstructure_for`.
 
     Raises:
         VersionMismatch: the receiver does not understand this message.
@@ -516,7 +516,7 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
 def decode_body(kind: int, body: memoryview, structure: Structure = STRUCTURE, max_keys: int | None = None) -> Message:
     """Decode the body of a frame of this kind. `parse_header` has checked its length.
 
-    `structure` is for the sender; see `body_fields.structure_for`.
+    `structure` is for the sender; see `structure_for`.
 
     Raises:
         LimitExceeded: the body is long, and has more than `max_keys` keys. They were
@@ -575,7 +575,7 @@ def _too_many_keys(cls: type[Message], what: str, max_keys: int) -> LimitExceede
     )
 
 
-def decode_notices(data: bytes, cls: type[Notice]) -> Iterator[Notice]:
+def decode_notices(data: bytes, cls: type[_Notice]) -> Iterator[_Notice]:
     """Decode consecutive frames without payload, all with messages of one class.
 
     Raises:

@@ -69,7 +69,7 @@ _SPARE: Final = 16  # for the process: a look at /proc, a module that is loaded 
 _LEAST: Final = 4
 
 
-def open_descriptors() -> int:
+def _open_descriptors() -> int:
     """Return how many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd")) - 1  # one is that of the folder
 
@@ -93,7 +93,7 @@ class DescriptorBudget:
         strangers: int,
         management: int,
         arenas: int,
-        open_now: Callable[[], int] = open_descriptors,
+        open_now: Callable[[], int] = _open_descriptors,
     ) -> None:
         self._open_now = open_now
         self._most_clients = clients

@@ -355,7 +355,7 @@ class HasTenants(Protocol):
         """
 
 
-def load_tenants(config: "ServerConfig") -> Tenants:
+def _load_tenants(config: "ServerConfig") -> Tenants:
     """Read the tenants file of a configuration. Blocking.
 
     Raises:
@@ -387,7 +387,7 @@ class TenantsReload:
         policy: TenantPolicy,
         server: HasTenants | None = None,
         *,
-        load: "Callable[[ServerConfig], Tenants]" = load_tenants,
+        load: "Callable[[ServerConfig], Tenants]" = _load_tenants,
         run_in_thread: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
         """`load` reads the file, which `run_in_thread` runs: by default a thread of
@@ -462,7 +462,7 @@ def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:
     audit = AuditLog(config.audit_log)
     if config.tenants is None:
         return OneTenant(token, audit)
-    return TenantPolicy(load_tenants(config), audit, os.geteuid())
+    return TenantPolicy(_load_tenants(config), audit, os.geteuid())
 
 
 def add_tenants(reloads: Reloads, config: ServerConfig, policy: Policy, server: HasTenants | None = None) -> None:

@@ -38,11 +38,11 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 _T = TypeVar("_T")
-MAX_ARENAS = 256
-MAX_CLIENTS = 256
+_MAX_ARENAS = 256
+_MAX_CLIENTS = 256
 MAX_PREFIXES = 64
 MAX_SAMPLE_KEYS = 4096
-MAX_OPERATIONS = 512
+_MAX_OPERATIONS = 512
 ARENA_PARTS = 128
 """The number of parts that an arena's fill is reported in, if it has as many units."""
 
@@ -56,12 +56,12 @@ _UP_TO_SEPARATOR_BEFORE = re.compile(r".*[/:@#|](?=.)", re.DOTALL)
 async def gather(core: StoreCore, clients: Iterable[ClientStatistics], recorder: Recorder, state: str) -> ServerDetails:
     """Gather the details of a server with these clients and in this state."""
     operations = recorder.statistics()
-    if len(operations) > MAX_OPERATIONS:
-        operations = heapq.nlargest(MAX_OPERATIONS, operations, key=lambda one: one.count)
+    if len(operations) > _MAX_OPERATIONS:
+        operations = heapq.nlargest(_MAX_OPERATIONS, operations, key=lambda one: one.count)
     found_clients = busiest(clients)
     await trio.lowlevel.checkpoint()
     found_arenas = []
-    for index in range(min(len(core.pool.arenas), MAX_ARENAS)):
+    for index in range(min(len(core.pool.arenas), _MAX_ARENAS)):
         found_arenas.append(arena(core, index))
         await trio.lowlevel.checkpoint()
     return ServerDetails(operations, found_clients, found_arenas, await prefixes(core), state)
@@ -69,7 +69,7 @@ async def gather(core: StoreCore, clients: Iterable[ClientStatistics], recorder:
 
 def busiest(clients: Iterable[ClientStatistics]) -> list[ClientStatistics]:
     """Return the connections that moved the most bytes, the busiest first."""
-    return heapq.nlargest(MAX_CLIENTS, clients, key=lambda client: client.received_bytes + client.sent_bytes)
+    return heapq.nlargest(_MAX_CLIENTS, clients, key=lambda client: client.received_bytes + client.sent_bytes)
 
 
 def arena(core: StoreCore, index: int) -> ArenaStatistics:

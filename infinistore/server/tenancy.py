@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
 
-def check_settings(config: ServerConfig) -> None:
+def _check_settings(config: ServerConfig) -> None:
     """Raise ConfigError if the configuration has what does not work with tenants."""
     if config.auto_increase:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_disks(config: ServerConfig, limits: Iterable[TenantLimits]) -> None:
         )
 
 
-def group_sizes(config: ServerConfig, tenants: NamedTenants, parts: int = 1) -> dict[str, int]:
+def _group_sizes(config: ServerConfig, tenants: NamedTenants, parts: int = 1) -> dict[str, int]:
     """Return the bytes of each group's pool.
 
     Groups that the file gives a size have it. Tenants that name no group share the
@@ -108,11 +108,11 @@ def group_sizes(config: ServerConfig, tenants: NamedTenants, parts: int = 1) -> 
                 " groups smaller, or the pool larger, or put each tenant into a group"
             )
         sizes[DEFAULT_GROUP] = rest_bytes
-    by_group(tenants.limits, sizes)
+    _by_group(tenants.limits, sizes)
     return sizes
 
 
-def by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str, list[TenantLimits]]:
+def _by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str, list[TenantLimits]]:
     """Return the limits of the tenants of each group.
 
     Raises:
@@ -129,7 +129,7 @@ def by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str,
     return found
 
 
-def is_for_one(config: ServerConfig, tenants: NamedTenants, group: str) -> bool:
+def _is_for_one(config: ServerConfig, tenants: NamedTenants, group: str) -> bool:
     """Whether a group's clients may write to its pool because it has one tenant now,
     and so may have no other later."""
     members = sum(one.group == group for one in tenants.limits)
@@ -172,9 +172,9 @@ class PlannedGroups:
 
     def __init__(self, config: ServerConfig, tenants: NamedTenants) -> None:
         """Raises ConfigError if the tenants file and the configuration do not fit."""
-        check_settings(config)
+        _check_settings(config)
         self._config = config
-        self._sizes = group_sizes(config, tenants)
+        self._sizes = _group_sizes(config, tenants)
         least_bytes = config.shards * max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes)
         for name, size_bytes in self._sizes.items():
             if size_bytes < least_bytes:
@@ -182,7 +182,7 @@ class PlannedGroups:
                     f"{config.tenants}: group {name!r} has {in_units(size_bytes)} for {config.shards} shards; give it"
                     f" {in_units(least_bytes)} or more, or start fewer shards"
                 )
-        self._only = OnlyTenants({name: () for name in self._sizes if is_for_one(config, tenants, name)})
+        self._only = OnlyTenants({name: () for name in self._sizes if _is_for_one(config, tenants, name)})
         self._apply(tenants.limits)
 
     async def apply_limits(self, limits: list[TenantLimits]) -> None:
@@ -197,7 +197,7 @@ class PlannedGroups:
         if problem := why_no_places(len(limits), self._config.max_connections):
             raise ConfigError(problem)
         check_disks(self._config, limits)
-        wanted = by_group(limits, self._sizes)
+        wanted = _by_group(limits, self._sizes)
         self._only.check(wanted)
         for name, members in wanted.items():
             if problem := why_not_reserved(members, self._sizes[name]):
@@ -410,7 +410,7 @@ class Tenancy:
             ConfigError: these cannot be. Nothing has changed.
         """
         mine = [one.divided(self._parts) for one in limits]
-        wanted = by_group(mine, self._groups)
+        wanted = _by_group(mine, self._groups)
         self._only.check(wanted)
         for name, group in self._groups.items():
             group.tenants.check(wanted[name])
@@ -523,16 +523,16 @@ async def open_groups(
         ConfigError: the tenants file and the configuration do not fit.
         OutOfMemory: the machine has no memory for the pools.
     """
-    check_settings(config)
+    _check_settings(config)
     groups: dict[str, Group] = {}
     kept: list[str] = []
     earlier = {} if taking is None else {group.name: group for group in taking.groups}
-    for name, size_bytes in group_sizes(config, named, parts).items():
+    for name, size_bytes in _group_sizes(config, named, parts).items():
         members = [one.divided(parts) for one in named.limits if one.group == name]
         pool = Pool(create_allocator(config.allocator, config.minimal_allocate_bytes))
         resources.callback(pool.close)
         mapped = name in named.groups
-        for_one = is_for_one(config, named, name)
+        for_one = _is_for_one(config, named, name)
         writable = mapped and (config.shm_writes == "on" or for_one)
         writers: Sequence[str] = ()
         if taking is not None and name in earlier:

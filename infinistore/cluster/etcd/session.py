@@ -109,7 +109,7 @@ Flow: TypeAlias = Coroutine[Effect, Any, _T]
 """A coroutine whose awaits end in these effects."""
 
 
-CALL_S: Final = 2.0
+_CALL_S: Final = 2.0
 """How long one member may take to answer."""
 _NEEDS_TOKEN: Final = (
     "user name is empty",
@@ -142,7 +142,7 @@ class EtcdSession:
         """Ask another member from now on."""
         self.member = (self.member + 1) % self._members
 
-    async def call(self, request: Request, timeout_s: float = CALL_S) -> bytes:
+    async def call(self, request: Request, timeout_s: float = _CALL_S) -> bytes:
         """Send a request, and return the body of the answer.
 
         Raises:
@@ -162,7 +162,7 @@ class EtcdSession:
             self.turn()
         raise EtcdUnavailable(problem)
 
-    async def open_stream(self, request: Request, timeout_s: float = CALL_S) -> None:
+    async def open_stream(self, request: Request, timeout_s: float = _CALL_S) -> None:
         """Open a stream for a request, at the member that is asked next, with the token
         of the last call.
 

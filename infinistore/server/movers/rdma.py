@@ -58,7 +58,7 @@ from infinistore.transports.rdma.requester import Requester
 from infinistore.transports.rdma.verbs import Device, Endpoint, NoRdma, Operation, Region
 
 
-def remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement:
+def _remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement:
     """Return the places that a request names; one remote key stands for all addresses.
 
     Raises:
@@ -71,7 +71,7 @@ def remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement
     return Placement(addresses, keys)
 
 
-def present_lengths(lease: Lease) -> list[int]:
+def _present_lengths(lease: Lease) -> list[int]:
     """Return the lengths of the blocks that are there."""
     return list(map(length_of, lease.pinned))
 
@@ -80,10 +80,10 @@ def packed(remote: Placement, lease: Lease) -> Placement:
     """Return the places of the blocks that are there, back to back in the one span of
     the request.
     """
-    return end_to_end(remote.addresses[0], remote.keys[0], present_lengths(lease))
+    return end_to_end(remote.addresses[0], remote.keys[0], _present_lengths(lease))
 
 
-def of_present(remote: Placement, lease: Lease) -> Placement:
+def _of_present(remote: Placement, lease: Lease) -> Placement:
     """Return the places, of those of all blocks, of the blocks that are there."""
     if len(lease.pinned) == len(remote.addresses):
         return remote
@@ -312,7 +312,7 @@ class _RdmaConnection(ConnectionMover):
         count = len(put.keys)
         if not len(put.sizes) == len(put.addresses) == count or len(put.checksums) not in (0, count):
             raise ProtocolError(f"an RdmaPut of {count} keys with columns of other lengths")
-        remote = remote_placement(put.addresses, put.remote_keys)
+        remote = _remote_placement(put.addresses, put.remote_keys)
         reservation = await conversation.reserve(put.sizes, received.deadline_us)
         try:
             local = self._pool.placement(reservation.extents)
@@ -335,7 +335,7 @@ class _RdmaConnection(ConnectionMover):
             raise ProtocolError(f"an RdmaGet of {len(get.keys)} keys with columns of other lengths")
         if packs and len(get.addresses) != 1:
             raise ProtocolError(f"an RdmaGet into one span, with {len(get.addresses)} addresses")
-        remote = remote_placement(get.addresses, get.remote_keys)
+        remote = _remote_placement(get.addresses, get.remote_keys)
         count = None if conversation.disk is None else await conversation.fetch(get, received)
         if packs and Capability.DISK not in conversation.connection.peer.capabilities:
             count = None  # clients of the last release take no lease for a part of a batch
@@ -353,8 +353,8 @@ class _RdmaConnection(ConnectionMover):
                 number = self._holdings.keep(lease)
                 keeps = True
                 return await conversation.reply(RdmaGetReply(sizes, checksums, number))
-            target = packed(remote, lease) if packs else of_present(remote, lease)
-            lengths = present_lengths(lease)
+            target = packed(remote, lease) if packs else _of_present(remote, lease)
+            lengths = _present_lengths(lease)
             await self._move(Operation.WRITE, self._pool.placement(lease.pinned), target, lengths, received)
             if get.read_back:
                 await self._read_back(target, lengths, received)

@@ -134,7 +134,7 @@ class Link:
         self._sock.close()
 
 
-def receive_start(sock: socket.socket) -> Start | None:
+def _receive_start(sock: socket.socket) -> Start | None:
     """Wait, before Trio runs, for the first message to a shard; None if its supervisor
     is gone.
     """
@@ -189,7 +189,7 @@ class ShardProcess:
 
     def __init__(self, descriptor: int) -> None:
         self._sock = socket.socket(fileno=descriptor)
-        start = receive_start(self._sock)
+        start = _receive_start(self._sock)
         if start is None:
             raise EOFError
         self.start: Start = start

@@ -41,7 +41,7 @@ ARENA_OF_GROUP = "arena of a group"
 look for that know of no groups."""
 DECIDE_S = 60.0
 """How long the other process may take from the end of the service to its own begin."""
-DECIDE_FOR_EACH_KEY_S = 100e-6
+_DECIDE_FOR_EACH_KEY_S = 100e-6
 """And for each key besides: it needs a third of that on a busy machine."""
 
 
@@ -216,7 +216,7 @@ class Giving:
 
     async def decide(self) -> bool:
         """Wait until the other process serves, or has gone; whether it serves."""
-        with trio.move_on_after(DECIDE_S + DECIDE_FOR_EACH_KEY_S * len(self.whole)):
+        with trio.move_on_after(DECIDE_S + _DECIDE_FOR_EACH_KEY_S * len(self.whole)):
             await self._over.wait()
         taker, self.taker = self.taker, None
         if taker is not None:

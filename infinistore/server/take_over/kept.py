@@ -121,11 +121,11 @@ class Keeping:
         listeners = self._giving.listeners
         if listeners is None or self._manager.listeners:  # it has them
             return []
-        name = name_of_sockets(self._config)
+        name = _name_of_sockets(self._config)
         return [(f"{name}-{n}", sock) for n, sock in enumerate(listeners.clients)]
 
 
-def name_of_sockets(config: ServerConfig) -> str:
+def _name_of_sockets(config: ServerConfig) -> str:
     """Return how the sockets are named that a server with these settings listens on:
     another one must not get them."""
     path = (config.unix_socket, config.unix_socket_access, config.unix_socket_group)
@@ -210,7 +210,7 @@ class Kept(Adopting):
         others."""
         if self._manager.listeners:
             return False
-        name = name_of_sockets(self.config)
+        name = _name_of_sockets(self.config)
         while (descriptor := self._manager.take(f"{name}-{len(self._sockets)}")) is not None:
             sock = _listener_of(descriptor)
             if sock is None:

@@ -136,7 +136,7 @@ class OneStore:
     def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
         """See `Whole`: in `PoolState.pins`, there is one group for each connection, and
         at last that of this process."""
-        watched, pins = watched_of(self._core, ended)
+        watched, pins = _watched_of(self._core, ended)
         return watched, encode_state(self._core.hand_over.export(instance, pins))
 
     def adopt(self, state: PoolState) -> Taken:
@@ -154,7 +154,7 @@ class OneStore:
         return self._core.statistics().checksum_drops
 
 
-def watched_of(core: StoreCore, ended: Sequence[Ended]) -> tuple[list[Ended], list[list[Client]]]:
+def _watched_of(core: StoreCore, ended: Sequence[Ended]) -> tuple[list[Ended], list[list[Client]]]:
     """Return those of a store that have to be watched: `ended`, and clients of which
     nobody can tell when they touch the pool no more. And the clients of each of them,
     with those of this process at last."""
@@ -504,7 +504,7 @@ class HandedGroups:
         for name, group in self._groups.items():
             for tenant, store in group.tenants.all_stores().items():
                 mine = [left.pop(client) for client in list(left) if client in store.clients]
-                of_tenant, pins = watched_of(store, mine)
+                of_tenant, pins = _watched_of(store, mine)
                 watched += of_tenant
                 tenants.append(TenantState(name, tenant, store.hand_over.export(instance, pins)))
         quiet = [one for one in ended if one.client is None or one.client in left]
