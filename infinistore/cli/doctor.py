@@ -8,12 +8,10 @@ import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import Target, json_option
-from infinistore.cli.output import console, print_json, print_line, print_table, progress_bar
+from infinistore.cli.output import console, print_json, print_line, print_rendered, print_table, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rich.table import Table
 
     from infinistore.cli.measure import MeasuredPath
     from infinistore.doctor import Finding, Host
@@ -144,7 +142,8 @@ def _print_findings(findings: "Sequence[Finding]") -> None:
                 for line in finding.details:
                     text.append(f"\n{line}", style="dim")
                 table.add_row(Text(level, style=_STYLES[level]), finding.subject, text)
-        _print(table)
+        print_rendered(table)
+        print_line("")
 
 
 def _print_paths(paths: "Sequence[MeasuredPath]") -> None:
@@ -168,12 +167,3 @@ def _print_paths(paths: "Sequence[MeasuredPath]") -> None:
 
 def _as_json(finding: "Finding") -> dict[str, Any]:
     return attrs.asdict(finding) | {"level": finding.level.value}
-
-
-def _print(table: "Table") -> None:
-    screen = console()
-    with screen.capture() as captured:  # written by ourselves: see `print_table`
-        screen.print(table)
-        screen.print()
-    for line in captured.get().splitlines():
-        print_line(line.rstrip())

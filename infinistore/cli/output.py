@@ -16,6 +16,7 @@ from infinistore.cli.failures import NegativeAnswer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 _WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
@@ -72,8 +73,14 @@ def print_table(
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
+    print_rendered(table)
+
+
+def print_rendered(table: "Table") -> None:
+    """Print a table of rich's on standard output. Rich renders it, and does not write
+    it: it would answer a closed pipe by an exit code of its own.
+    """
     screen = console()
-    # Written by ourselves: rich would answer a closed pipe by an exit code of its own.
     with screen.capture() as captured:
         screen.print(table)
     for line in captured.get().strip("\n").splitlines():

@@ -367,7 +367,8 @@ def _style(row: NodeRow, *, is_selected: bool) -> str:
 
 def document(snapshot: ClusterSnapshot) -> dict[str, Any]:
     """Return a snapshot as a JSON object."""
-    sums = total(snapshot.rows)
+    sums = attrs.asdict(total(snapshot.rows))
+    per_s = {name: sums.pop(name) for name in ("requests", "received_bytes", "sent_bytes")}
     return {
         "at": snapshot.at.isoformat(timespec="milliseconds"),
         "url": snapshot.url,
@@ -377,22 +378,7 @@ def document(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "view_age_s": snapshot.view_age_s,
         "problem": snapshot.problem,
         "warnings": [attrs.asdict(alarm) for alarm in cluster_alarms(snapshot)],
-        "total": {
-            "nodes": sums.nodes,
-            "answering": sums.answering,
-            "weight": sums.weight,
-            "keys": sums.keys,
-            "used_bytes": sums.used_bytes,
-            "capacity_bytes": sums.capacity_bytes,
-            "disk_used_bytes": sums.disk_used_bytes,
-            "disk_capacity_bytes": sums.disk_capacity_bytes,
-            "hit_rate": sums.hit_rate,
-            "per_s": {
-                "requests": sums.requests,
-                "received_bytes": sums.received_bytes,
-                "sent_bytes": sums.sent_bytes,
-            },
-        },
+        "total": sums | {"per_s": per_s},
         "nodes": [_node(row) for row in snapshot.rows],
     }
 
