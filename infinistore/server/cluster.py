@@ -97,7 +97,7 @@ class _PeerToken:
         return token
 
 
-class _Refusals:
+class Refusals:
     """Logs which nodes refuse this one, once each until they do not."""
 
     def __init__(self) -> None:
@@ -539,7 +539,7 @@ class ClusterService:
             server.tls.peer_context()  # so that a file that cannot be used is known at once
             tls = server.tls.peer_context
         ask_instance = instance_asker(
-            self._peer_token(config, token), tls, connect=machine.connect_node, on_answer=_Refusals().note
+            self._peer_token(config, token), tls, connect=machine.connect_node, on_answer=Refusals().note
         )
         self._membership = make_membership(
             place,
