@@ -1,6 +1,5 @@
 """TLS over a stream of asyncio."""
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLContext
@@ -8,26 +7,15 @@ from typing import Any
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
+from infinistore.transports.tls.session import Endpoint, StreamOverTls, TlsSession
 
 
-class AsyncioTlsStream:
+class AsyncioTlsStream(StreamOverTls):
     """A stream over an `AsyncioSocketStream`, which it owns. The handshake is part of
     the first call that sends or receives. One task at a time uses it.
 
     Besides what its methods raise there, they raise `TlsFailed`.
     """
-
-    def __init__(self, inner: Any, session: TlsSession) -> None:
-        self.inner = inner
-        self.session = session
-        self._sending = False
-
-    @property
-    def socket(self) -> socket.socket:
-        """The socket below; what goes through it is ciphertext."""
-        found: socket.socket = self.inner.socket
-        return found
 
     @property
     def waited(self) -> bool:
@@ -73,18 +61,6 @@ class AsyncioTlsStream:
             if done:
                 return
             await self._receive(0)
-
-    def close(self) -> None:
-        """Close the stream at once, with the end of TLS if that can be sent."""
-        if not self._sending:
-            say_goodbye(self.inner, self.session)
-        self.inner.close()
-
-    def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
-        return is_stale(self.inner, self.session)
 
 
 def over_tls(connect: Callable[..., Any], context: SSLContext) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """TLS over a stream for threads."""
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLContext
@@ -8,27 +7,16 @@ from typing import Any
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
+from infinistore.transports.tls.session import Endpoint, StreamOverTls, TlsSession
 
 
-class BlockingTlsStream:
+class BlockingTlsStream(StreamOverTls):
     """A stream over a `BlockingSocketStream`, which it owns. The handshake is part of
     the first call that sends or receives.
 
     At `deadline`, on `time.monotonic`, calls raise `TimeoutError`. Besides what its
     methods raise there, they raise `TlsFailed`.
     """
-
-    def __init__(self, inner: Any, session: TlsSession) -> None:
-        self.inner = inner
-        self.session = session
-        self._sending = False
-
-    @property
-    def socket(self) -> socket.socket:
-        """The socket below; what goes through it is ciphertext."""
-        found: socket.socket = self.inner.socket
-        return found
 
     @property
     def deadline(self) -> float:
@@ -74,18 +62,6 @@ class BlockingTlsStream:
             if done:
                 return
             self._receive(0)
-
-    def close(self) -> None:
-        """Close the stream at once, with the end of TLS if that can be sent."""
-        if not self._sending:
-            say_goodbye(self.inner, self.session)
-        self.inner.close()
-
-    def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
-        return is_stale(self.inner, self.session)
 
 
 def over_tls(connect: Callable[..., Any], context: SSLContext) -> Callable[..., Any]:

@@ -367,32 +367,43 @@ class Endpoint(Protocol):
         """The name that the certificate must have."""
 
 
-class _Inner(Protocol):
-    @property
-    def socket(self) -> socket.socket: ...
-    def is_stale(self) -> bool: ...
-
-
-def is_stale(inner: _Inner, session: TlsSession) -> bool:
-    """Whether the peer of an idle connection has closed it, or said something that
-    nobody asked for. What TLS says for itself, such as a ticket, is taken in.
+class StreamOverTls:
+    """What the streams over TLS have in common, whatever drives them: each is over
+    another stream, which it owns.
     """
-    while session.is_quiet():
-        if not inner.is_stale():
-            return False
-        try:
-            count = inner.socket.recv_into(session.room(0), 0, socket.MSG_DONTWAIT)
-        except OSError:
-            return True
-        if not count:
-            return True
-        session.received(count)
-    return True
 
+    def __init__(self, inner: Any, session: TlsSession) -> None:
+        self.inner = inner
+        self.session = session
+        self._sending = False
 
-def say_goodbye(inner: object, session: TlsSession) -> None:
-    """Tell the peer that the connection ends, if there is room for it."""
-    sock = getattr(inner, "socket", None)
-    if isinstance(sock, socket.socket) and sock.fileno() != -1 and (goodbye := session.end()):
-        with suppress(OSError):
-            sock.send(goodbye, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    @property
+    def socket(self) -> socket.socket:
+        """The socket below; what goes through it is ciphertext."""
+        found: socket.socket = self.inner.socket
+        return found
+
+    def close(self) -> None:
+        """Close the stream at once, with the end of TLS if that can be sent."""
+        if not self._sending:
+            sock = getattr(self.inner, "socket", None)
+            if isinstance(sock, socket.socket) and sock.fileno() != -1 and (goodbye := self.session.end()):
+                with suppress(OSError):
+                    sock.send(goodbye, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self.inner.close()
+
+    def is_stale(self) -> bool:
+        """Whether the peer of an idle connection has closed it, or said something that
+        nobody asked for. What TLS says for itself, such as a ticket, is taken in.
+        """
+        while self.session.is_quiet():
+            if not self.inner.is_stale():
+                return False
+            try:
+                count = self.socket.recv_into(self.session.room(0), 0, socket.MSG_DONTWAIT)
+            except OSError:
+                return True
+            if not count:
+                return True
+            self.session.received(count)
+        return True

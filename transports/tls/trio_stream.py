@@ -1,7 +1,6 @@
 """TLS over a stream of Trio."""
 
 import math
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLContext
@@ -11,10 +10,10 @@ import trio
 
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.effects import Span
-from infinistore.transports.tls.session import Endpoint, TlsSession, is_stale, say_goodbye
+from infinistore.transports.tls.session import Endpoint, StreamOverTls, TlsSession
 
 
-class TlsStream:
+class TlsStream(StreamOverTls):
     """A stream over another one, which it owns. The handshake is part of the first call
     that sends or receives; until then, one task at a time uses it.
 
@@ -23,17 +22,6 @@ class TlsStream:
     """
 
     passes_descriptors = False
-
-    def __init__(self, inner: Any, session: TlsSession) -> None:
-        self.inner = inner
-        self.session = session
-        self._sending = False
-
-    @property
-    def socket(self) -> socket.socket:
-        """The socket below; what goes through it is ciphertext."""
-        found: socket.socket = self.inner.socket
-        return found
 
     async def send_all(self, views: Sequence[memoryview], within_s: float = math.inf) -> None:
         """Send all of these views, in order."""
@@ -77,18 +65,6 @@ class TlsStream:
         if goodbye := self.session.end():
             await self.inner.send_all([goodbye])
         await self.inner.send_eof()
-
-    def close(self) -> None:
-        """Close the stream at once, with the end of TLS if that can be sent."""
-        if not self._sending:
-            say_goodbye(self.inner, self.session)
-        self.inner.close()
-
-    def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
-        return is_stale(self.inner, self.session)
 
 
 def over_tls(connect: Callable[..., Any], context: SSLContext) -> Callable[..., Any]:
