@@ -18,18 +18,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
-from infinistore.tensors.block_memory import (
+from infinistore.tensors.devices import (
     Problem,
+    Staging,
+    Transfer,
+    any_on_device,
     batch_of,
     copy_in,
     copy_out,
+    direct_batch,
     finish,
     longer_blocks_refused,
+    pin_pool,
     problems,
     sources,
     targets,
 )
-from infinistore.tensors.devices import Staging, Transfer, any_on_device, direct_batch, pin_pool
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore

@@ -17,18 +17,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from infinistore.errors import DeviceMemoryUnreachable, LimitExceeded
-from infinistore.tensors.block_memory import (
+from infinistore.tensors.devices import (
     Problem,
+    Staging,
+    Transfer,
+    any_on_device,
     batch_of,
+    beside_loop,
     copy_in,
     copy_out,
+    direct_batch,
     finish,
     longer_blocks_refused,
+    pin_pool,
     problems,
     sources,
     targets,
 )
-from infinistore.tensors.devices import Staging, Transfer, any_on_device, beside_loop, direct_batch, pin_pool
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
