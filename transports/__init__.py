@@ -1,7 +1,7 @@
 """How bytes move between a client and the server.
 
-`base` says what a stream is. `sockets`, `rdma` and `cuda` reach the system. `registry`
-finds the transports that other packages bring.
+`base` says what a stream is. `sockets`, `rdma` and `cuda` reach the system, `tls` is a
+stream over a stream. `registry` finds the transports that other packages bring.
 """
 
 from infinistore.transports.registry import Transport, installed_transports, load_transport, transport_names

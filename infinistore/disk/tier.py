@@ -25,10 +25,9 @@ What it promises:
 This module puts the parts together: writing (`demotion`), reading (`promotion`),
 removal (`deletions`), room on disk (`reinsertion`), each disk's jobs and health
 (`disks`). It keeps the holds over both tiers: what is in memory is held there, the rest
-on disk, bounded as the core's holds are, in time and in bytes. And it acts on what
-becomes of disks: it wakes those whose batch has ended, begins with a disk once it has
-recovered, gives up one that fails, and takes out one that is to go when nothing of it
-is under way any more.
+on disk, bounded as the core's holds are, in time and in bytes. It wakes the writers of
+a finished batch, starts a disk once its recovery is done, drops a disk that failed, and
+removes a retired disk when its last job has finished.
 """
 
 import errno

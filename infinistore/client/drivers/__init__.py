@@ -1,1 +1,3 @@
-"""What waits: Trio, asyncio, and threads."""
+"""The drivers: `open_store` for Trio, for asyncio and for threads. Each runs calls, and
+carries out what they ask for.
+"""

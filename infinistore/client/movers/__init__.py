@@ -1,1 +1,3 @@
-"""How blocks move between a client and its server."""
+"""The client's half of each way for blocks: `base.py` says what a mover is; inline,
+shared memory and RDMA are movers.
+"""

@@ -1,1 +1,3 @@
-"""What a store can do: over a connection, and embedded."""
+"""How requests are carried out: over a connection (`remote.py`), or by a store in this
+process (`embedded.py`).
+"""

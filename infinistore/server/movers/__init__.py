@@ -1,1 +1,3 @@
-"""How blocks move between a client and its server."""
+"""The server's half of each way for blocks: `base.py` says what a mover is,
+`composed.py` lists those of a server.
+"""

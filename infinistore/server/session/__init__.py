@@ -1,1 +1,1 @@
-"""One connection of a client."""
+"""Sessions: one for each connection of a client, from its hello to its end."""
