@@ -1,5 +1,5 @@
-"""The blocks of a batch of tensors: which way suits which tensor, and the host memory that
-blocks are copied from and to.
+"""The blocks of a batch of tensors: which way suits which tensor, and the host memory
+that blocks are copied from and to.
 
 The copies of a tensor's device move its blocks, with staging memory, or an RDMA card
 does without a copy. The latter is possible if the tensor is on a GPU and its memory is
