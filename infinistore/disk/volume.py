@@ -32,7 +32,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from infinistore.disk.batches import Appending, Batches
+from infinistore.disk.batches import Batches
 from infinistore.disk.format import Superblock, decode_superblocks
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Flush, Job, Result, Steps
 from infinistore.disk.log import (
@@ -118,9 +118,8 @@ class Volume:
         """The most that should be appended again of one segment."""
         self._capacity_bytes = capacity_bytes
         self._log = Log(number, superblock, segments, records)
-        self._batches = Batches(self._log)
+        self._batches = Batches(self._log, self._seal)
         self._upkeep = Upkeep(self._log, self._batches, writable=self._is_writable, stop=self._stop)
-        self._appending = Appending(self._log, self._batches, self._seal)
         self._unrestored = False
         self._purging = 0
         self.errno = 0
@@ -319,16 +318,16 @@ class Volume:
         after `done`, `step`, `unpin` and `reclaimed`. Very many small blocks need a
         larger table than this allows for; they go to the next segment.
         """
-        return self._appending.room() if self._is_writable() else 0
+        return self._batches.room() if self._is_writable() else 0
 
     def fitting(self, keys: Sequence[str], lengths: Sequence[int]) -> int:
         """Count the leading blocks of these lengths that one batch has room for."""
-        return self._appending.fitting(keys, lengths)
+        return self._batches.fitting(keys, lengths)
 
     @property
     def largest_block_bytes(self) -> int:
         """The longest block that a segment has room for."""
-        return self._appending.room_in(Segment(0))
+        return self._batches.room_in(Segment(0))
 
     def append(
         self,
@@ -354,7 +353,7 @@ class Volume:
         """
         if not self._is_writable() or not keys:
             return None
-        return self._appending.append(
+        return self._batches.append(
             *(keys, lengths, checksums, views),
             own_checksums=own_checksums,
             sources=sources,
@@ -452,7 +451,7 @@ class Volume:
         """Whether nothing more can be written, because nothing may be overwritten."""
         segments = self._log.segments
         is_last = not segments.overwrites and segments.are_used_up
-        return is_last and (self._appending.was_refused or not self.room())
+        return is_last and (self._batches.was_refused or not self.room())
 
     def stop_writing(self) -> None:
         """Write nothing more: the volume becomes read-only. Batches under way go on."""
