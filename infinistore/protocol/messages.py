@@ -29,6 +29,11 @@ Numbers = NewType("Numbers", "array[int]")
 Tree = NewType("Tree", dict[str, object])
 """Nested maps and lists of plain values."""
 
+MISSING = 2**64 - 1
+"""The size that a reply gives for a key that is not in the store."""
+NO_CHECKSUM = 0
+"""The checksum of a block that was written without one."""
+
 
 def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     """Raise `ValueError` unless this is an unsigned 64-bit number."""
@@ -38,6 +43,512 @@ def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
 
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
 _ratio = validators.and_(validators.instance_of(float), validators.ge(0.0), validators.le(1.0))
+
+MOST_SHARDS = 256
+"""How many shards a server may have."""
+
+
+@attrs.frozen
+class Shard:
+    """Where a shard is reached: its TCP port, and its Unix socket or an empty text."""
+
+    port: int
+    unix_socket: str = ""
+
+    def __str__(self) -> str:
+        """As it crosses the wire: `PORT`, or `PORT PATH`."""
+        return f"{self.port} {self.unix_socket}" if self.unix_socket else str(self.port)
+
+
+def shards_to_texts(shards: Sequence[Shard]) -> Keys:
+    """Return what `HelloReply.shards` says of these shards, in order."""
+    return Keys([str(shard) for shard in shards])
+
+
+def shards_from_texts(texts: Sequence[str]) -> tuple[Shard, ...]:
+    """Return the shards of a `HelloReply`; none if the server has no others.
+
+    Raises:
+        ProtocolError: these are no shards, or too many.
+    """
+    if len(texts) > MOST_SHARDS:
+        raise ProtocolError(f"the server says that it has {len(texts)} shards; at most {MOST_SHARDS} are possible")
+    shards = tuple(_shard(text) for text in texts)
+    if len({shard.port for shard in shards}) < len(shards):
+        raise ProtocolError("the server gave the same port for two shards")
+    return shards
+
+
+def _shard(text: str) -> Shard:
+    port, _, path = text.partition(" ")
+    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not is_number or not 0 < int(port) < 65536 or (path and not path.startswith("/")):
+        raise ProtocolError(f"the server gave no address of a shard: {text[:80]!r}")
+    return Shard(int(port), path)
+
+
+@attrs.frozen
+class Hello:
+    """The first frame of a connection, from the client.
+
+    `token` is empty if the client has none. `name` identifies the client in the
+    statistics.
+    """
+
+    KIND: ClassVar[int] = 0x01
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    name: str = attrs.field(default="", validator=_text)
+    token: str = attrs.field(default="", validator=_text, repr=False)
+
+
+@attrs.frozen
+class HelloReply:
+    """The server's answer to `Hello`: its identity, and the limits for requests.
+
+    `instance` is a random id, new in every run of a server. `unix_socket` is the path
+    of the same server for clients on its host, or empty. `rdma` is the link of the port
+    that it uses for RDMA, or empty. `shards` says where the shards are that this server
+    is one of (`infinistore.protocol.messages`); it is empty if there are no others.
+    """
+
+    KIND: ClassVar[int] = 0x81
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    instance: str = attrs.field(validator=_text)
+    server_version: str = attrs.field(validator=_text)
+    max_body_bytes: int = attrs.field(validator=_count)
+    max_batch_keys: int = attrs.field(validator=_count)
+    max_batch_bytes: int = attrs.field(validator=_count)
+    max_value_bytes: int = attrs.field(validator=_count)
+    unix_socket: str = attrs.field(default="", validator=_text)
+    rdma: str = attrs.field(default="", validator=_text)
+    shards: Keys = attrs.field(factory=lambda: Keys([]), metadata={"since": 1})
+
+
+@attrs.frozen
+class Put:
+    """Store a batch.
+
+    The payload is the blocks back to back, then their checksums if there are any.
+
+    The checksums come last, 8 bytes each, so that the writer can hash a block just
+    before it sends it. If `ttl_us` is not 0, the blocks end after that many
+    microseconds. If `since` is not 0, it is a mark: a key that is there, or was deleted
+    after it, is skipped.
+    """
+
+    KIND: ClassVar[int] = 0x02
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    sizes: Numbers
+    checksums: bool = True
+    replace: bool = True
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+    since: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+
+
+@attrs.frozen
+class PutReply:
+    """The batch is stored.
+
+    `skipped` has the indices of the blocks that were not stored because their key
+    existed (`replace=False`), or had been deleted (`since`).
+    """
+
+    KIND: ClassVar[int] = 0x82
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    skipped: Numbers
+
+
+@attrs.frozen
+class Get:
+    """Read a batch.
+
+    `capacities` is empty, or has the length of the buffer for each block.
+    """
+
+    KIND: ClassVar[int] = 0x03
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    capacities: Numbers
+    checksums: bool = True
+
+
+@attrs.frozen
+class GetReply:
+    """The blocks, back to back in the payload.
+
+    `sizes` has one number for each key, `MISSING` for a key that is not in the store.
+    `checksums` is empty if none were requested; else it has one number for each key,
+    `NO_CHECKSUM` for a block that has none.
+    """
+
+    KIND: ClassVar[int] = 0x83
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    sizes: Numbers
+    checksums: Numbers
+
+
+@attrs.frozen
+class Exists:
+    """Ask which keys are in the store. With `touch`, this counts as a use of them."""
+
+    KIND: ClassVar[int] = 0x04
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class ExistsReply:
+    """One byte for each key: 1 if it is in the store, else 0.
+
+    `on_disk` counts those that are on disk only.
+    """
+
+    KIND: ClassVar[int] = 0x84
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    present: bytes = attrs.field(validator=validators.instance_of(bytes))
+    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+
+
+@attrs.frozen
+class MatchPrefix:
+    """Count the leading keys that are in the store.
+
+    If `hold_us` is not 0, a hold protects them from eviction for that many
+    microseconds.
+    """
+
+    KIND: ClassVar[int] = 0x05
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    hold_us: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class MatchPrefixReply:
+    """How many leading keys are in the store, and the id of the hold.
+
+    `hold` is 0 if none was requested, or nothing matched. `on_disk` counts the keys
+    among them that are on disk only.
+    """
+
+    KIND: ClassVar[int] = 0x85
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    matched: int = attrs.field(validator=_count)
+    hold: int = attrs.field(default=0, validator=_count)
+    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+
+
+@attrs.frozen
+class ReleaseHold:
+    """End a hold before it expires. The count in the reply is 1 if it existed,
+    else 0.
+    """
+
+    KIND: ClassVar[int] = 0x06
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    hold: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class Delete:
+    """Delete keys. The count in the reply says how many existed."""
+
+    KIND: ClassVar[int] = 0x07
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class Verify:
+    """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
+
+    KIND: ClassVar[int] = 0x0C
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class VerifyReply:
+    """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
+
+    KIND: ClassVar[int] = 0x8C
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    sound: bytes = attrs.field(validator=validators.instance_of(bytes))
+
+
+@attrs.frozen
+class CountReply:
+    """The reply to every request that is answered by one number."""
+
+    KIND: ClassVar[int] = 0x80
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    count: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class ErrorReply:
+    """The request failed. `code` is one of `infinistore.errors`.
+
+    If it is `fatal`, the server closes the connection. The layout of this message and
+    of the header is the same in every major version of the protocol.
+    """
+
+    KIND: ClassVar[int] = 0xFF
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    code: int = attrs.field(validator=_count)
+    message: str = attrs.field(validator=_text)
+    fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Flush:
+    """Write blocks to disk now, and wait until they are durable.
+
+    The count in the reply is the number of keys whose blocks are.
+    """
+
+    KIND: ClassVar[int] = 0x0D
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class Prefetch:
+    """Begin to read blocks from disk into memory, the first ones first.
+
+    If `hold_us` is not 0, a hold protects what is there from eviction for that many
+    microseconds.
+    """
+
+    KIND: ClassVar[int] = 0x0E
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    hold_us: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class PrefetchReply:
+    """How many blocks are being read, and the id of the hold.
+
+    `skipped` counts those on disk that are not read, because reading ahead has a
+    bounded part of the pool. `hold` is 0 if none was requested, or nothing is there.
+    """
+
+    KIND: ClassVar[int] = 0x8E
+    CAPABILITY: ClassVar = Capability.DISK
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    reading: int = attrs.field(validator=_count)
+    skipped: int = attrs.field(default=0, validator=_count)
+    hold: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class ListKeys:
+    """Request one page of keys with `prefix`, after `after`, in code point order."""
+
+    KIND: ClassVar[int] = 0x08
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    prefix: str = attrs.field(default="", validator=_text)
+    after: str = attrs.field(default="", validator=_text)
+    limit: int = attrs.field(default=1000, validator=_count)
+
+
+@attrs.frozen
+class KeysReply:
+    """One page of keys.
+
+    `limit` is the limit that the server used. A page with fewer keys is the last.
+    """
+
+    KIND: ClassVar[int] = 0x88
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    keys: Keys
+    limit: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class Purge:
+    """Delete everything. The count in the reply says how many keys existed."""
+
+    KIND: ClassVar[int] = 0x09
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+
+
+@attrs.frozen
+class Evict:
+    """If more than `high` of the pool is in use, evict blocks until at most `low` is.
+
+    The count in the reply is the number of evicted blocks.
+    """
+
+    KIND: ClassVar[int] = 0x0A
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    low: float = attrs.field(converter=float, validator=_ratio)
+    high: float = attrs.field(converter=float, validator=_ratio)
+
+
+@attrs.frozen
+class Statistics:
+    """Request the statistics; with `details`, also what takes longer to collect."""
+
+    KIND: ClassVar[int] = 0x0B
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    details: bool = False
+
+
+@attrs.frozen
+class StatisticsReply:
+    """The statistics as nested maps, with the names of `infinistore.statistics.Stats`.
+
+    The maps are "server", "store" and, on request, "details". No other message has
+    lists.
+    """
+
+    KIND: ClassVar[int] = 0x8B
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    statistics: Tree
+
+
+@attrs.frozen
+class Removed:
+    """Ask which keys were removed since the removal with this number of this log.
+
+    If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
+    at once where to begin.
+    """
+
+    KIND: ClassVar[int] = 0x1B
+    CAPABILITY: ClassVar = Capability.REMOVALS
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    log: int = attrs.field(default=0, validator=_count)
+    number: int = attrs.field(default=0, validator=_count)
+    limit: int = attrs.field(default=10_000, validator=_count)
+    wait_us: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class RemovedReply:
+    """Keys that were removed and are not there now, and where to go on.
+
+    `missed` removals before these are not known any more; `MISSING` if nobody knows how
+    many.
+    """
+
+    KIND: ClassVar[int] = 0x9B
+    CAPABILITY: ClassVar = Capability.REMOVALS
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    log: int = attrs.field(validator=_count)
+    number: int = attrs.field(validator=_count)
+    keys: Keys
+    missed: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class Mark:
+    """Ask for a mark, which `Put.since` names.
+
+    With `ends_earlier`, a put that names an earlier one stores nothing from now on.
+    """
+
+    KIND: ClassVar[int] = 0x1C
+    CAPABILITY: ClassVar = Capability.COPIES
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Pin:
+    """Protect keys from eviction, or with `pinned` false, protect them no more.
+
+    If `ttl_us` is not 0, the protection ends after that many microseconds. What is
+    protected for longer stays so.
+    """
+
+    KIND: ClassVar[int] = 0x0F
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+    pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
+
+
+@attrs.frozen
+class PinReply:
+    """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
+
+    KIND: ClassVar[int] = 0x8F
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
+
+
+@attrs.frozen
+class TimesLeft:
+    """Ask when keys end."""
+
+    KIND: ClassVar[int] = 0x1A
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    keys: Keys
+
+
+@attrs.frozen
+class TimesLeftReply:
+    """After how many microseconds each key ends.
+
+    0 for a key that does not, `MISSING` for one that is not in memory.
+    """
+
+    KIND: ClassVar[int] = 0x9A
+    CAPABILITY: ClassVar = Capability.RETENTION
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    times: Numbers
+
+
+class TakeOverStep(enum.IntEnum):
+    """How far the process is that takes over."""
+
+    BEGIN = 0
+    """It asks for the sockets that the server listens on."""
+    HAND_OVER = 1
+    """It is ready: the server ends its service and tells what its pool has."""
+    END = 2
+    """It has all it needs. Only a server without `Capability.OWNERSHIP` is asked, which
+    ends and never serves again."""
+
+
+@attrs.frozen
+class TakeOver:
+    """One step on the way to take the server's place; see `TakeOverStep`.
+
+    `first` is the number of the first descriptor that is wanted: one reply carries only
+    so many.
+    """
+
+    KIND: ClassVar[int] = 0x19
+    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    CAPABILITY: ClassVar = Capability.TAKE_OVER
+    step: int = attrs.field(validator=_count)
+    first: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class TakeOverReply:
+    """Descriptors from number `first` on come with the first byte.
+
+    `names` says what all descriptors of the step are, and `numbers` has a number for
+    each: the length of an arena, else 0.
+    """
+
+    KIND: ClassVar[int] = 0x99
+    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    CAPABILITY: ClassVar = Capability.TAKE_OVER
+    names: Keys
+    numbers: Numbers
 
 
 @attrs.frozen
@@ -400,519 +911,6 @@ class RdmaFetch:
     remote_key: int = attrs.field(validator=_count)
 
 
-MOST_SHARDS = 256
-"""How many shards a server may have."""
-
-
-@attrs.frozen
-class Shard:
-    """Where a shard is reached: its TCP port, and its Unix socket or an empty text."""
-
-    port: int
-    unix_socket: str = ""
-
-    def __str__(self) -> str:
-        """As it crosses the wire: `PORT`, or `PORT PATH`."""
-        return f"{self.port} {self.unix_socket}" if self.unix_socket else str(self.port)
-
-
-def shards_to_texts(shards: Sequence[Shard]) -> Keys:
-    """Return what `HelloReply.shards` says of these shards, in order."""
-    return Keys([str(shard) for shard in shards])
-
-
-def shards_from_texts(texts: Sequence[str]) -> tuple[Shard, ...]:
-    """Return the shards of a `HelloReply`; none if the server has no others.
-
-    Raises:
-        ProtocolError: these are no shards, or too many.
-    """
-    if len(texts) > MOST_SHARDS:
-        raise ProtocolError(f"the server says that it has {len(texts)} shards; at most {MOST_SHARDS} are possible")
-    shards = tuple(_shard(text) for text in texts)
-    if len({shard.port for shard in shards}) < len(shards):
-        raise ProtocolError("the server gave the same port for two shards")
-    return shards
-
-
-def _shard(text: str) -> Shard:
-    port, _, path = text.partition(" ")
-    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
-    if not is_number or not 0 < int(port) < 65536 or (path and not path.startswith("/")):
-        raise ProtocolError(f"the server gave no address of a shard: {text[:80]!r}")
-    return Shard(int(port), path)
-
-
-@attrs.frozen
-class Flush:
-    """Write blocks to disk now, and wait until they are durable.
-
-    The count in the reply is the number of keys whose blocks are.
-    """
-
-    KIND: ClassVar[int] = 0x0D
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class Prefetch:
-    """Begin to read blocks from disk into memory, the first ones first.
-
-    If `hold_us` is not 0, a hold protects what is there from eviction for that many
-    microseconds.
-    """
-
-    KIND: ClassVar[int] = 0x0E
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    hold_us: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class PrefetchReply:
-    """How many blocks are being read, and the id of the hold.
-
-    `skipped` counts those on disk that are not read, because reading ahead has a
-    bounded part of the pool. `hold` is 0 if none was requested, or nothing is there.
-    """
-
-    KIND: ClassVar[int] = 0x8E
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    reading: int = attrs.field(validator=_count)
-    skipped: int = attrs.field(default=0, validator=_count)
-    hold: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class ListKeys:
-    """Request one page of keys with `prefix`, after `after`, in code point order."""
-
-    KIND: ClassVar[int] = 0x08
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    prefix: str = attrs.field(default="", validator=_text)
-    after: str = attrs.field(default="", validator=_text)
-    limit: int = attrs.field(default=1000, validator=_count)
-
-
-@attrs.frozen
-class KeysReply:
-    """One page of keys.
-
-    `limit` is the limit that the server used. A page with fewer keys is the last.
-    """
-
-    KIND: ClassVar[int] = 0x88
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    keys: Keys
-    limit: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class Purge:
-    """Delete everything. The count in the reply says how many keys existed."""
-
-    KIND: ClassVar[int] = 0x09
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-
-
-@attrs.frozen
-class Evict:
-    """If more than `high` of the pool is in use, evict blocks until at most `low` is.
-
-    The count in the reply is the number of evicted blocks.
-    """
-
-    KIND: ClassVar[int] = 0x0A
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    low: float = attrs.field(converter=float, validator=_ratio)
-    high: float = attrs.field(converter=float, validator=_ratio)
-
-
-@attrs.frozen
-class Statistics:
-    """Request the statistics; with `details`, also what takes longer to collect."""
-
-    KIND: ClassVar[int] = 0x0B
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    details: bool = False
-
-
-@attrs.frozen
-class StatisticsReply:
-    """The statistics as nested maps, with the names of `infinistore.statistics.Stats`.
-
-    The maps are "server", "store" and, on request, "details". No other message has
-    lists.
-    """
-
-    KIND: ClassVar[int] = 0x8B
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    statistics: Tree
-
-
-@attrs.frozen
-class Removed:
-    """Ask which keys were removed since the removal with this number of this log.
-
-    If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
-    at once where to begin.
-    """
-
-    KIND: ClassVar[int] = 0x1B
-    CAPABILITY: ClassVar = Capability.REMOVALS
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    log: int = attrs.field(default=0, validator=_count)
-    number: int = attrs.field(default=0, validator=_count)
-    limit: int = attrs.field(default=10_000, validator=_count)
-    wait_us: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class RemovedReply:
-    """Keys that were removed and are not there now, and where to go on.
-
-    `missed` removals before these are not known any more; `MISSING` if nobody knows how
-    many.
-    """
-
-    KIND: ClassVar[int] = 0x9B
-    CAPABILITY: ClassVar = Capability.REMOVALS
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    log: int = attrs.field(validator=_count)
-    number: int = attrs.field(validator=_count)
-    keys: Keys
-    missed: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class Mark:
-    """Ask for a mark, which `Put.since` names.
-
-    With `ends_earlier`, a put that names an earlier one stores nothing from now on.
-    """
-
-    KIND: ClassVar[int] = 0x1C
-    CAPABILITY: ClassVar = Capability.COPIES
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class Pin:
-    """Protect keys from eviction, or with `pinned` false, protect them no more.
-
-    If `ttl_us` is not 0, the protection ends after that many microseconds. What is
-    protected for longer stays so.
-    """
-
-    KIND: ClassVar[int] = 0x0F
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
-
-
-@attrs.frozen
-class PinReply:
-    """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
-
-    KIND: ClassVar[int] = 0x8F
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
-
-
-@attrs.frozen
-class TimesLeft:
-    """Ask when keys end."""
-
-    KIND: ClassVar[int] = 0x1A
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class TimesLeftReply:
-    """After how many microseconds each key ends.
-
-    0 for a key that does not, `MISSING` for one that is not in memory.
-    """
-
-    KIND: ClassVar[int] = 0x9A
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    times: Numbers
-
-
-class TakeOverStep(enum.IntEnum):
-    """How far the process is that takes over."""
-
-    BEGIN = 0
-    """It asks for the sockets that the server listens on."""
-    HAND_OVER = 1
-    """It is ready: the server ends its service and tells what its pool has."""
-    END = 2
-    """It has all it needs. Only a server without `Capability.OWNERSHIP` is asked, which
-    ends and never serves again."""
-
-
-@attrs.frozen
-class TakeOver:
-    """One step on the way to take the server's place; see `TakeOverStep`.
-
-    `first` is the number of the first descriptor that is wanted: one reply carries only
-    so many.
-    """
-
-    KIND: ClassVar[int] = 0x19
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.TAKE_OVER
-    step: int = attrs.field(validator=_count)
-    first: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class TakeOverReply:
-    """Descriptors from number `first` on come with the first byte.
-
-    `names` says what all descriptors of the step are, and `numbers` has a number for
-    each: the length of an arena, else 0.
-    """
-
-    KIND: ClassVar[int] = 0x99
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    CAPABILITY: ClassVar = Capability.TAKE_OVER
-    names: Keys
-    numbers: Numbers
-
-
-MISSING = 2**64 - 1
-"""The size that a reply gives for a key that is not in the store."""
-NO_CHECKSUM = 0
-"""The checksum of a block that was written without one."""
-
-
-@attrs.frozen
-class Hello:
-    """The first frame of a connection, from the client.
-
-    `token` is empty if the client has none. `name` identifies the client in the
-    statistics.
-    """
-
-    KIND: ClassVar[int] = 0x01
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    name: str = attrs.field(default="", validator=_text)
-    token: str = attrs.field(default="", validator=_text, repr=False)
-
-
-@attrs.frozen
-class HelloReply:
-    """The server's answer to `Hello`: its identity, and the limits for requests.
-
-    `instance` is a random id, new in every run of a server. `unix_socket` is the path
-    of the same server for clients on its host, or empty. `rdma` is the link of the port
-    that it uses for RDMA, or empty. `shards` says where the shards are that this server
-    is one of (`infinistore.protocol.messages`); it is empty if there are no others.
-    """
-
-    KIND: ClassVar[int] = 0x81
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    instance: str = attrs.field(validator=_text)
-    server_version: str = attrs.field(validator=_text)
-    max_body_bytes: int = attrs.field(validator=_count)
-    max_batch_keys: int = attrs.field(validator=_count)
-    max_batch_bytes: int = attrs.field(validator=_count)
-    max_value_bytes: int = attrs.field(validator=_count)
-    unix_socket: str = attrs.field(default="", validator=_text)
-    rdma: str = attrs.field(default="", validator=_text)
-    shards: Keys = attrs.field(factory=lambda: Keys([]), metadata={"since": 1})
-
-
-@attrs.frozen
-class Put:
-    """Store a batch.
-
-    The payload is the blocks back to back, then their checksums if there are any.
-
-    The checksums come last, 8 bytes each, so that the writer can hash a block just
-    before it sends it. If `ttl_us` is not 0, the blocks end after that many
-    microseconds. If `since` is not 0, it is a mark: a key that is there, or was deleted
-    after it, is skipped.
-    """
-
-    KIND: ClassVar[int] = 0x02
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    sizes: Numbers
-    checksums: bool = True
-    replace: bool = True
-    ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
-    since: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
-
-
-@attrs.frozen
-class PutReply:
-    """The batch is stored.
-
-    `skipped` has the indices of the blocks that were not stored because their key
-    existed (`replace=False`), or had been deleted (`since`).
-    """
-
-    KIND: ClassVar[int] = 0x82
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    skipped: Numbers
-
-
-@attrs.frozen
-class Get:
-    """Read a batch.
-
-    `capacities` is empty, or has the length of the buffer for each block.
-    """
-
-    KIND: ClassVar[int] = 0x03
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    capacities: Numbers
-    checksums: bool = True
-
-
-@attrs.frozen
-class GetReply:
-    """The blocks, back to back in the payload.
-
-    `sizes` has one number for each key, `MISSING` for a key that is not in the store.
-    `checksums` is empty if none were requested; else it has one number for each key,
-    `NO_CHECKSUM` for a block that has none.
-    """
-
-    KIND: ClassVar[int] = 0x83
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    sizes: Numbers
-    checksums: Numbers
-
-
-@attrs.frozen
-class Exists:
-    """Ask which keys are in the store. With `touch`, this counts as a use of them."""
-
-    KIND: ClassVar[int] = 0x04
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class ExistsReply:
-    """One byte for each key: 1 if it is in the store, else 0.
-
-    `on_disk` counts those that are on disk only.
-    """
-
-    KIND: ClassVar[int] = 0x84
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    present: bytes = attrs.field(validator=validators.instance_of(bytes))
-    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
-
-
-@attrs.frozen
-class MatchPrefix:
-    """Count the leading keys that are in the store.
-
-    If `hold_us` is not 0, a hold protects them from eviction for that many
-    microseconds.
-    """
-
-    KIND: ClassVar[int] = 0x05
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    hold_us: int = attrs.field(default=0, validator=_count)
-
-
-@attrs.frozen
-class MatchPrefixReply:
-    """How many leading keys are in the store, and the id of the hold.
-
-    `hold` is 0 if none was requested, or nothing matched. `on_disk` counts the keys
-    among them that are on disk only.
-    """
-
-    KIND: ClassVar[int] = 0x85
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    matched: int = attrs.field(validator=_count)
-    hold: int = attrs.field(default=0, validator=_count)
-    on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
-
-
-@attrs.frozen
-class ReleaseHold:
-    """End a hold before it expires. The count in the reply is 1 if it existed,
-    else 0.
-    """
-
-    KIND: ClassVar[int] = 0x06
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    hold: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class Delete:
-    """Delete keys. The count in the reply says how many existed."""
-
-    KIND: ClassVar[int] = 0x07
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class Verify:
-    """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
-
-    KIND: ClassVar[int] = 0x0C
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class VerifyReply:
-    """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
-
-    KIND: ClassVar[int] = 0x8C
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    sound: bytes = attrs.field(validator=validators.instance_of(bytes))
-
-
-@attrs.frozen
-class CountReply:
-    """The reply to every request that is answered by one number."""
-
-    KIND: ClassVar[int] = 0x80
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    count: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class ErrorReply:
-    """The request failed. `code` is one of `infinistore.errors`.
-
-    If it is `fatal`, the server closes the connection. The layout of this message and
-    of the header is the same in every major version of the protocol.
-    """
-
-    KIND: ClassVar[int] = 0xFF
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    code: int = attrs.field(validator=_count)
-    message: str = attrs.field(validator=_text)
-    fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
 Request: TypeAlias = (
     Hello
     | Put
@@ -972,6 +970,7 @@ Reply: TypeAlias = (
     | CountReply
     | ErrorReply
 )
+
 Message: TypeAlias = Request | Reply
 
 REPLIES: dict[type[Request], type[Reply]] = {
@@ -1007,8 +1006,6 @@ REPLIES: dict[type[Request], type[Reply]] = {
     RdmaFetch: CountReply,
 }
 """The reply to each request. `ErrorReply` may answer any of them."""
-
 ONE_WAY: tuple[type[Request], ...] = (Release, Abort, Touch)
 """The requests that have no reply."""
-
 KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), *ONE_WAY, ErrorReply)}
